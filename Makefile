@@ -1,0 +1,48 @@
+# `make demo`, `make test` and `make check` each set up .venv first; it is installed again only when
+# pyproject.toml or constraints.txt change.
+
+# A virtual environment or module path of the caller's must not leak into ours.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+
+PY := .venv/bin/python
+SOURCES := $(wildcard datastore offline online serve cli tests examples benchmarks) src/replaylake/__init__.py
+WORKERS ?= 2
+
+.PHONY: demo test check clean
+.DEFAULT_GOAL := test
+
+.venv: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@for candidate in python3.11 python3; do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "no Python 3.11 or newer found as python3.11 or python3: install one" >&2; exit 1; fi; \
+	echo "setting up .venv with $$found (once, some minutes)"; \
+	$$found -m venv .venv
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $@
+
+demo: .venv/.installed
+	@$(PY) examples/demo.py
+
+# One torch thread per worker in the parallel part: more would only contend. The slow tests run alone.
+# pytest exits 5 where nothing is marked slow.
+test: .venv/.installed
+	@echo "tests: fast, $(WORKERS) at a time"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
+	@echo "tests: slow, one at a time"
+	@$(PY) -m pytest -q -m "slow and not gpu" || [ $$? -eq 5 ]
+
+check: .venv/.installed
+	@echo "ruff format --check"
+	@$(PY) -m ruff format --quiet --check $(SOURCES)
+	@echo "ruff check"
+	@$(PY) -m ruff check --quiet $(SOURCES)
+	@echo "mypy -p replaylake"
+	@$(PY) -m mypy --no-error-summary -p replaylake
+	@echo "lint-imports"
+	@.venv/bin/lint-imports --no-logo >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+
+clean:
+	rm -rf .venv .bench build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The replaylake command: parses, builds, calls one library function and prints."""

@@ -1,0 +1,1 @@
+"""The lake: episodes and policies at rest, SQL and replay over them; imports no other stage."""

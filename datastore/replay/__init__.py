@@ -1,0 +1,1 @@
+"""Decoded runs in memory or on disk, and the samplers that draw batches from them."""

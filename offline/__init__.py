@@ -1,0 +1,1 @@
+"""Learning from the store: algorithms, learners, the training loop, evaluation and export."""

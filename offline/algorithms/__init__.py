@@ -1,0 +1,1 @@
+"""Our own algorithms, one file each: a function that returns an Algorithm."""

@@ -1,0 +1,1 @@
+"""Learning while the dataset grows: rollout workers feeding the offline learner."""

@@ -1,0 +1,134 @@
+"""The project's own rules: layout, links, import contracts, constraints, the public names."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import replaylake
+
+ROOT = Path(__file__).parent.parent
+STAGES = ["cli", "datastore", "offline", "online", "serve"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CONTRACTS = PYPROJECT["tool"]["importlinter"]["contracts"]
+
+# Third-party modules that only some of our modules may import, and one module that may.
+ONE_HOME = {
+    "bentoml": "replaylake.serve.**",
+    "d3rlpy": "replaylake.offline.d3rlpy.**",
+    "duckdb": "replaylake.datastore.**",
+    "gymnasium": "replaylake.offline.environments",
+    "h5py": "replaylake.datastore.formats.*",
+    "lz4": "replaylake.datastore.formats.*",
+    "matplotlib": "replaylake.cli.**",
+    "minari": "replaylake.datastore.formats.*",
+    "msgpack": "replaylake.datastore.formats.*",
+    "numba": "replaylake.datastore.replay.**",
+    "obstore": "replaylake.datastore.**",
+    "onnx": "replaylake.offline.export",
+    "onnxruntime": "replaylake.datastore.policies.package",
+    "pettingzoo": "replaylake.offline.environments",
+    "pyarrow": "replaylake.datastore.**",
+    "ray": "replaylake.online.**",
+    "rich": "replaylake.cli.**",
+    "starlette": "replaylake.serve.**",
+    "tensorboard": "replaylake.cli.report",
+    "torch": "replaylake.datastore.replay.to_torch",
+    "typer": "replaylake.cli.**",
+    "wandb": "replaylake.cli.report",
+}
+
+
+def test_only_replaylake_claims_the_import_name() -> None:
+    assert set(packages_distributions()["replaylake"]) == {"replaylake"}
+
+
+def test_the_import_name_holds_links_to_the_stages_and_nothing_else() -> None:
+    package = ROOT / "src" / "replaylake"
+    entries = {entry.name for entry in package.iterdir()} - {"__pycache__"}
+    assert entries == {"__init__.py", "py.typed", *STAGES}
+    for stage in STAGES:
+        assert (package / stage).readlink() == Path("..", "..", stage)
+        assert (package / stage / "__init__.py").is_file()
+
+
+def test_a_package_init_holds_one_docstring() -> None:
+    inits = [init for stage in STAGES for init in (ROOT / stage).rglob("__init__.py")]
+    assert len(inits) >= len(STAGES)
+    for init in inits:
+        tree = ast.parse(init.read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), init
+        assert len(tree.body) == 1, init
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    for stage in STAGES:
+        for module in (ROOT / stage).rglob("*.py"):
+            assert (module.parent / "__init__.py").is_file(), module
+
+
+def test_the_stages_have_import_contracts() -> None:
+    (layers,) = [contract for contract in CONTRACTS if contract["type"] == "layers"]
+    named = re.findall(r"replaylake\.(\w+)", " ".join(layers["layers"]))
+    assert sorted(named) == STAGES
+    (serving,) = [c for c in CONTRACTS if c.get("source_modules") == ["replaylake.serve"]]
+    assert not serving.get("allow_indirect_imports", False)
+    assert {"replaylake.offline", "replaylake.online", "torch", "ray", "d3rlpy"} <= set(
+        serving["forbidden_modules"]
+    )
+
+
+@pytest.mark.parametrize(("module", "home"), ONE_HOME.items())
+def test_a_heavy_dependency_has_one_home_by_contract(module: str, home: str) -> None:
+    (contract,) = [
+        contract
+        for contract in CONTRACTS
+        if contract.get("source_modules") == ["replaylake"]
+        and module in contract["forbidden_modules"]
+    ]
+    assert f"{home} -> {module}" in contract["ignore_imports"]
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    assert versions["torch"] == "2.13.0"
+    assert versions["ray"] == "2.60.0"
+    project = PYPROJECT["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    for requirement in map(Requirement, chain.from_iterable(groups)):
+        if requirement.name != "replaylake":
+            version = versions[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), requirement
+
+
+def test_importing_replaylake_imports_nothing_heavy() -> None:
+    code = "import sys; old = set(sys.modules); import replaylake; print(*set(sys.modules) - old)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    loaded = {name.partition(".")[0] for name in result.stdout.split()}
+    assert loaded <= {"replaylake", *sys.stdlib_module_names}
+    assert not loaded & {"numpy", *ONE_HOME}
+
+
+@pytest.mark.parametrize("name", replaylake.__all__)
+def test_a_public_name_resolves(name: str) -> None:
+    assert getattr(replaylake, name) is not None
+    assert name in dir(replaylake)
+
+
+def test_a_misspelt_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'opne'"):
+        replaylake.opne  # noqa: B018 - reading the attribute is the test
