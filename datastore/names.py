@@ -1,0 +1,83 @@
+"""Names and identifiers: what a dataset, policy or alias may be called, and sortable unique ids."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Final
+
+from replaylake.datastore.errors import NameRefused
+
+_DATASET: Final = re.compile(r"[a-z][a-z0-9_]{0,62}")
+_POLICY: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}")
+_COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CATALOGS: Final = {
+    "information_schema",
+    "lake",
+    "main",
+    "memory",
+    "pg_catalog",
+    "system",
+    "temp",
+}
+# The words that DuckDB 2.0 lists as reserved, type_function or column_name in duckdb_keywords():
+# a schema of such a name would need quotes in every query.
+_SQL_KEYWORDS: Final = set(
+    """
+    all analyse analyze and anti any array as asc asof asymmetric at authorization between bigint
+    binary bit boolean both by case cast char character check coalesce collate collation column
+    columns concurrently constraint create cross date dec decimal default deferrable desc describe
+    distinct do else end except exists extract false fetch float for foreign freeze from full
+    generated glob grant group grouping grouping_id having ilike in initially inner inout int
+    integer intersect interval into is isnull join lambda lateral leading left like limit map
+    national natural nchar none not notnull null nullif numeric offset on only or order out outer
+    overlaps overlay pivot pivot_longer pivot_wider placing position positional precision primary
+    qualify real references returning right row select semi setof show similar smallint some struct
+    substring summarize symmetric table tablesample then time timestamp to trailing treat trim true
+    try_cast tuple union unique unpack unpivot using values varchar variadic verbose when where window
+    with xmlattributes xmlconcat xmlelement xmlexists xmlforest xmlnamespaces xmlparse xmlpi
+    xmlroot xmlserialize xmltable
+    """.split()  # noqa: SIM905 - a literal of these would be a hundred lines
+)
+_CROCKFORD: Final = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def check_dataset_name(name: str) -> str:
+    """Return the name if SQL can say it unquoted. Raises: NameRefused."""
+    if not _DATASET.fullmatch(name) or name in _CATALOGS or name in _SQL_KEYWORDS:
+        raise NameRefused(
+            f"dataset name: found {name!r}, expected [a-z][a-z0-9_]*, at most 63 characters, and "
+            "no SQL keyword or catalogue name. Choose another name."
+        )
+    return name
+
+
+def check_policy_name(name: str) -> str:
+    """Return the name of a policy. Raises: NameRefused, also for the reserved run and random."""
+    if not _POLICY.fullmatch(name) or name in ("run", "random"):
+        raise NameRefused(
+            f"policy name: found {name!r}, expected [a-z][a-z0-9_-]*, at most 63 characters, other "
+            "than the reserved words run and random. Choose another name."
+        )
+    return name
+
+
+def check_alias(alias: str) -> str:
+    """Return the name of an alias. Raises: NameRefused."""
+    if not _POLICY.fullmatch(alias):
+        raise NameRefused(
+            f"alias: found {alias!r}, expected [a-z][a-z0-9_-]*, at most 63 characters."
+        )
+    return alias
+
+
+def is_column_name(name: str) -> bool:
+    """Whether a further column may have this name."""
+    return _COLUMN.fullmatch(name) is not None
+
+
+def new_ulid() -> str:
+    """Return 26 characters, 48 bits of milliseconds and 80 random ones: sorts by time of making."""
+    number = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
+    return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))

@@ -1,0 +1,251 @@
+"""Registry: named policy versions, aliases and runs, as entries of the lake's own log.
+
+An entry is a key and a JSON text: `policy/<name>/<version>`, `alias/<name>/<alias>`,
+`run/<id>`. A version is never overwritten: its key has to be free when it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.errors import NotFound, StorageFailed
+from replaylake.datastore.log import CommitLog
+from replaylake.datastore.log_file import Intent
+from replaylake.datastore.log_state import LogState
+from replaylake.datastore.names import check_alias, check_policy_name, new_ulid
+from replaylake.datastore.storage import Storage
+from replaylake.datastore.table_schema import new_metadata
+
+CHAMPION: Final = "champion"
+_ROOT: Final = "_lake"
+_Rows = list[dict[str, Any]]  # named here, where `list` is not yet a method
+_REFERENCE: Final = re.compile(r"([^:@]+)(?::(\d+)|@([^:@]+))?")
+
+
+@dataclass(frozen=True)
+class PolicyRef:
+    """A version of a policy: its package's folder, and what chose it."""
+
+    name: str
+    version: int
+    path: Path
+    selected_by: str
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.version}"
+
+
+class Registry:
+    """Policies, aliases and runs of one lake."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._log = CommitLog(storage, _ROOT)
+
+    def exists(self) -> bool:
+        """Whether the lake has been created."""
+        return self._log.exists()
+
+    def create(self) -> None:
+        """Commit version 0 of the lake's log; nothing happens if another process has done it."""
+        schema = pa.schema([pa.field("key", pa.string())])
+        metadata = new_metadata(schema, {}, has_entries=True)
+
+        def build(state: LogState) -> Intent:
+            is_new = state.version < 0
+            return Intent("create", 0, "CREATE LAKE", metadata=metadata if is_new else None)
+
+        self._log.commit(build)
+
+    def check(self) -> None:
+        """Read the log. Raises: FormatTooNew, LogCorrupt."""
+        self._log.newest()
+
+    def register(
+        self, name: str, package: Path, *, run_id: str, lineage: Mapping[str, Any]
+    ) -> PolicyRef:
+        """Copy a policy package into the lake as the next version of `name`, durably.
+
+        Raises: NameRefused, NotFound if there is no package, StorageFailed.
+        """
+        check_policy_name(name)
+        folder = f"{_ROOT}/policies/{name}/{new_ulid()}"
+        files = sorted(file for file in package.rglob("*") if file.is_file())
+        if not files:
+            raise NotFound(f"{package}: found no files, expected a policy package.")
+        for file in files:
+            try:
+                data = file.read_bytes()
+            except OSError as error:
+                raise StorageFailed(f"{file}: {error.strerror}, expected to read it.") from error
+            self._storage.put(f"{folder}/{file.relative_to(package).as_posix()}", data)
+        body = {
+            "path": folder,
+            "run_id": run_id,
+            "created_ms": time.time_ns() // 1_000_000,
+            "lineage": dict(lineage),
+        }
+        version = 0
+
+        def build(state: LogState) -> Intent:
+            nonlocal version
+            version = max(_versions(state, name), default=0) + 1
+            key = f"policy/{name}/{version}"
+            return Intent(
+                f"register/{folder}",
+                0,
+                "REGISTER POLICY",
+                entries={key: json.dumps(body)},
+                expected={key: None},
+            )
+
+        self._log.commit(build)
+        return PolicyRef(name, version, self._storage.local(folder), "version")
+
+    def resolve(self, text: str) -> PolicyRef:
+        """Find `name:version`, `name@alias`, or `name` (its champion if set, else the newest).
+
+        Raises: NameRefused, NotFound.
+        """
+        match = _REFERENCE.fullmatch(text)
+        name = check_policy_name(match.group(1) if match else text)
+        state = self._log.newest()
+        versions = _versions(state, name)
+        if not match or not versions:
+            known = sorted({policy for policy, _ in _policies(state)})
+            raise NotFound(
+                f"policy {text!r}: not in this lake, which has {', '.join(known) or 'none'}. "
+                "`replaylake train offline` makes one."
+            )
+        if match.group(2):
+            version, selected_by = int(match.group(2)), "version"
+        elif alias := match.group(3):
+            version, selected_by = self._aliased(state, name, check_alias(alias)), f"alias {alias}"
+        elif (champion := _alias(state, name, CHAMPION)) is not None:
+            version, selected_by = champion, f"alias {CHAMPION}"
+        else:
+            version, selected_by = max(versions), "newest"
+        if version not in versions:
+            raise NotFound(
+                f"policy {text!r}: version {version} is not there, found {min(versions)}.."
+                f"{max(versions)}. `replaylake policies list` names them."
+            )
+        path = self._storage.local(versions[version]["path"])
+        return PolicyRef(name, version, path, selected_by)
+
+    def show(self, ref: PolicyRef) -> dict[str, Any]:
+        """Return the registry's entry: lineage, run, aliases."""
+        state = self._log.newest()
+        entry = _versions(state, ref.name).get(ref.version)
+        if entry is None:
+            raise NotFound(
+                f"policy {ref}: not in this lake. `replaylake policies list` names them."
+            )
+        return {**_row(state, ref.name, ref.version, entry), "lineage": entry["lineage"]}
+
+    def list(self) -> _Rows:
+        """Return one row per policy version, by name and version."""
+        state = self._log.newest()
+        return [
+            _row(state, name, version, entry)
+            for name in sorted({policy for policy, _ in _policies(state)})
+            for version, entry in sorted(_versions(state, name).items())
+        ]
+
+    def set_alias(
+        self, name: str, alias: str, version: int, *, expected: int | None = None
+    ) -> int | None:
+        """Point an alias at a version and return the one it pointed at; None if it was not set.
+
+        With `expected`, only if it points there now (compare and set); 0 stands for not set.
+        Raises: NotFound, NameRefused, CommitConflict.
+        """
+        check_alias(alias)
+        ref = self.resolve(f"{name}:{version}")
+        key = f"alias/{ref.name}/{alias}"
+        expectation: dict[str, str | None] = {}
+        if expected is not None:
+            expectation[key] = _alias_body(expected) if expected else None
+        producer = f"alias/{new_ulid()}"
+        previous: int | None = None
+
+        def build(state: LogState) -> Intent:
+            nonlocal previous
+            previous = _alias(state, ref.name, alias)
+            entries = {key: _alias_body(ref.version)}
+            return Intent(producer, 0, "SET ALIAS", entries=entries, expected=expectation)
+
+        self._log.commit(build)
+        return previous
+
+    def record_run(self, run_id: str, body: Mapping[str, Any]) -> None:
+        """Write or replace a run's record. Raises: StorageFailed."""
+        text = json.dumps({"run_id": run_id, **body})
+        producer = f"run/{new_ulid()}"
+        self._log.commit(
+            lambda state: Intent(producer, 0, "RECORD RUN", entries={f"run/{run_id}": text})
+        )
+
+    def runs(self) -> _Rows:
+        """Return every run's record, oldest first."""
+        entries = self._log.newest().entries.items()
+        runs = [json.loads(text) for key, text in entries if key.startswith("run/")]
+        return sorted(runs, key=lambda run: (run.get("started_ms") or 0, run["run_id"]))
+
+    def _aliased(self, state: LogState, name: str, alias: str) -> int:
+        version = _alias(state, name, alias)
+        if version is None:
+            raise NotFound(
+                f"policy {name}@{alias}: no such alias. `replaylake policies alias {name} {alias}` "
+                "sets it."
+            )
+        return version
+
+
+def _policies(state: LogState) -> Iterator[tuple[str, str]]:
+    for key in state.entries:
+        if key.startswith("policy/"):
+            _, name, version = key.split("/")
+            yield name, version
+
+
+def _versions(state: LogState, name: str) -> dict[int, dict[str, Any]]:
+    return {
+        int(version): json.loads(state.entries[f"policy/{name}/{version}"])
+        for policy, version in _policies(state)
+        if policy == name
+    }
+
+
+def _alias(state: LogState, name: str, alias: str) -> int | None:
+    text = state.entries.get(f"alias/{name}/{alias}")
+    return None if text is None else int(json.loads(text)["version"])
+
+
+def _alias_body(version: int) -> str:
+    return json.dumps({"version": version})
+
+
+def _row(state: LogState, name: str, version: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = f"alias/{name}/"
+    aliases = [
+        key.removeprefix(prefix)
+        for key, text in state.entries.items()
+        if key.startswith(prefix) and json.loads(text)["version"] == version
+    ]
+    return {
+        "policy": name,
+        "version": version,
+        "aliases": sorted(aliases),
+        "run_id": entry["run_id"],
+        "created_ms": entry["created_ms"],
+        "path": entry["path"],
+    }

@@ -1,0 +1,152 @@
+"""Lake-wide relations: what SQL sees as `commits`, `datasets`, `policies`, `runs` and `shards`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.policies.registry import PolicyRef, Registry
+
+_TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
+_COMMITS: Final = pa.schema(
+    [
+        ("dataset", pa.string()),
+        ("version", pa.int64()),
+        ("committed_at", _TIMESTAMP),
+        ("operation", pa.string()),
+        ("producer", pa.string()),
+        ("sequence", pa.int64()),
+        ("num_episodes", pa.int64()),
+        ("num_steps", pa.int64()),
+    ]
+)
+_DATASETS: Final = pa.schema(
+    [
+        ("dataset", pa.string()),
+        ("version", pa.int64()),
+        ("num_steps", pa.int64()),
+        ("num_shards", pa.int64()),
+        ("num_bytes", pa.int64()),
+    ]
+)
+_SHARDS: Final = pa.schema(
+    [
+        ("dataset", pa.string()),
+        ("path", pa.string()),
+        ("num_rows", pa.int64()),
+        ("num_bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("modified_at", _TIMESTAMP),
+    ]
+)
+_POLICIES: Final = pa.schema(
+    [
+        ("policy", pa.string()),
+        ("version", pa.int64()),
+        ("aliases", pa.list_(pa.string())),
+        ("algorithm", pa.string()),
+        ("run_id", pa.string()),
+        ("path", pa.string()),
+        ("created_at", _TIMESTAMP),
+        ("lineage", pa.string()),
+    ]
+)
+_RUNS: Final = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("kind", pa.string()),
+        ("status", pa.string()),
+        ("started_at", _TIMESTAMP),
+        ("ended_at", _TIMESTAMP),
+        ("record", pa.string()),
+    ]
+)
+
+
+def commits(handles: Iterable[Dataset]) -> pa.Table:
+    """Return one row per version of each dataset. Cost: reads every commit's file."""
+    rows = [
+        {
+            "dataset": handle.name,
+            "committed_at": _time(commit.get("timestamp")),
+            **{key: commit[key] for key in _COMMITS.names if key in commit},
+        }
+        for handle in handles
+        for commit in handle.history()
+    ]
+    return pa.Table.from_pylist(rows, schema=_COMMITS)
+
+
+def datasets(handles: Iterable[Dataset]) -> pa.Table:
+    """Return one row per dataset, at its newest version."""
+    rows = [
+        {
+            "dataset": snapshot.dataset,
+            "version": snapshot.version,
+            "num_steps": snapshot.num_steps,
+            "num_shards": len(snapshot.files),
+            "num_bytes": sum(entry.size_bytes for entry in snapshot.files),
+        }
+        for snapshot in (handle.snapshot() for handle in handles)
+    ]
+    return pa.Table.from_pylist(rows, schema=_DATASETS)
+
+
+def shards(handles: Iterable[Dataset]) -> pa.Table:
+    """Return one row per live shard of each dataset, at its newest version."""
+    rows = [
+        {
+            "dataset": handle.name,
+            "path": entry.path,
+            "num_rows": entry.num_rows,
+            "num_bytes": entry.size_bytes,
+            "sha256": entry.sha256,
+            "modified_at": _time(entry.modified_ms),
+        }
+        for handle in handles
+        for entry in handle.snapshot().files
+    ]
+    return pa.Table.from_pylist(rows, schema=_SHARDS)
+
+
+def policies(registry: Registry) -> pa.Table:
+    """Return one row per version of each policy."""
+    rows = []
+    for row in registry.list():
+        ref = PolicyRef(row["policy"], row["version"], Path(row["path"]), "version")
+        lineage = registry.show(ref)["lineage"]
+        rows.append(
+            {
+                **{key: row[key] for key in ("policy", "version", "aliases", "run_id", "path")},
+                "created_at": _time(row["created_ms"]),
+                "algorithm": lineage.get("algorithm"),
+                "lineage": json.dumps(lineage),
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=_POLICIES)
+
+
+def runs(registry: Registry) -> pa.Table:
+    """Return one row per training run."""
+    rows = [
+        {
+            "run_id": run["run_id"],
+            "kind": run.get("kind"),
+            "status": run.get("status"),
+            "started_at": _time(run.get("started_ms")),
+            "ended_at": _time(run.get("ended_ms")),
+            "record": json.dumps(run),
+        }
+        for run in registry.runs()
+    ]
+    return pa.Table.from_pylist(rows, schema=_RUNS)
+
+
+def _time(milliseconds: int | None) -> datetime | None:
+    return None if milliseconds is None else datetime.fromtimestamp(milliseconds / 1000, UTC)

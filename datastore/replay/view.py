@@ -1,0 +1,165 @@
+"""ReplayView: a snapshot's selected episodes, decoded once, from which samplers draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from replaylake.datastore.errors import EmptyReplay, SchemaMismatch
+from replaylake.datastore.expressions import (
+    canonical_expression,
+    evaluated_rewards,
+    selected_episodes,
+)
+from replaylake.datastore.replay.packing import KEY, OnProgress, Packed, pack, selection_hash
+from replaylake.datastore.replay.uniform import UniformSampler
+from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.table import TableSnapshot
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a view was made from: enough to make it again, kept in a policy's lineage.
+
+    `where` and `reward` are SQL in DuckDB's own spelling, or None.
+    """
+
+    dataset: str
+    version: int
+    where: str | None
+    reward: str | None
+    num_episodes: int
+    num_steps: int
+    content_hash: str
+
+
+class ReplayView:
+    """Packed runs of one or several snapshots of one schema."""
+
+    def __init__(
+        self, spec: DatasetSpec, packed: Packed, selections: tuple[Selection, ...]
+    ) -> None:
+        self.spec = spec
+        self.packed = packed
+        self.selections = selections
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that can be sampled for cloning."""
+        return len(self.packed.steps)
+
+    @property
+    def num_transitions(self) -> int:
+        """Steps that can be bootstrapped: not an end that lacks its final observation."""
+        return len(self.packed.bootstrappable)
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes (per agent) selected."""
+        return self.packed.num_episodes
+
+    def uniform(
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        discount: float = 0.99,
+        only_bootstrappable: bool = True,
+    ) -> UniformSampler:
+        """Return a sampler of transitions, uniform with replacement.
+
+        `only_bootstrappable` leaves out steps without a successor; cloning does not need one.
+        Raises: EmptyReplay.
+        """
+        starts = self.packed.bootstrappable if only_bootstrappable else self.packed.steps
+        if not len(starts):
+            raise EmptyReplay(
+                f"replay of {self._names()}: found {self.num_steps} steps, none with a next "
+                "observation or a termination, expected at least one. Use an algorithm that "
+                "clones, or ingest a log that has next observations."
+            )
+        return UniformSampler(
+            self.packed.records, starts, self.spec, batch_size, seed=seed, discount=discount
+        )
+
+    def _names(self) -> str:
+        return ", ".join(f"{s.dataset}@{s.version}" for s in self.selections)
+
+
+def open_view(
+    dataset: str,
+    snapshot: TableSnapshot,
+    spec: DatasetSpec,
+    *,
+    where: str | None = None,
+    reward: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> ReplayView:
+    """Decode the episodes that `where` selects, with `reward` in place of the logged one.
+
+    Raises: QueryRefused, QueryFailed, ShardCorrupt, EmptyReplay, SpaceUnsupported.
+    """
+    where = None if where is None else canonical_expression(where)
+    reward = None if reward is None else canonical_expression(reward)
+    selected = None if where is None else selected_episodes(snapshot, where)
+    rewards = None if reward is None else _finite(evaluated_rewards(snapshot, reward), reward)
+    packed = pack(snapshot, spec, selected=selected, rewards=rewards, on_progress=on_progress)
+    if not len(packed.steps):
+        raise EmptyReplay(
+            f"replay of {dataset}@{snapshot.version}: found no step"
+            f"{f' where {where}' if where else ''}, expected at least one. "
+            f"Look at what there is: replaylake sql 'select * from {dataset}.episodes limit 10'."
+        )
+    keys = packed.records[KEY][packed.steps]
+    selection = Selection(
+        dataset=dataset,
+        version=snapshot.version,
+        where=where,
+        reward=reward,
+        num_episodes=packed.num_episodes,
+        num_steps=len(packed.steps),
+        content_hash=selection_hash(snapshot, where, reward, keys),
+    )
+    return ReplayView(spec, packed, (selection,))
+
+
+def concatenate(views: Sequence[ReplayView]) -> ReplayView:
+    """Join views of datasets with the same spaces. Raises: SchemaMismatch, EmptyReplay."""
+    if not views:
+        raise EmptyReplay("concatenate: found no views, expected at least one.")
+    first = views[0]
+    for view in views[1:]:
+        if view.packed.records.dtype != first.packed.records.dtype or (
+            view.spec.action_space != first.spec.action_space
+        ):
+            raise SchemaMismatch(
+                f"datasets {first._names()} and {view._names()}: their spaces differ, expected one "
+                "schema. Train on each alone, or ingest them with the same --env."
+            )
+    if len(views) == 1:
+        return first
+    offsets = np.cumsum([0, *(len(view.packed.records) for view in views[:-1])])
+    packed = Packed(
+        records=np.concatenate([view.packed.records for view in views]),
+        steps=np.concatenate([v.packed.steps + o for v, o in zip(views, offsets, strict=True)]),
+        bootstrappable=np.concatenate(
+            [v.packed.bootstrappable + o for v, o in zip(views, offsets, strict=True)]
+        ),
+        num_episodes=sum(view.num_episodes for view in views),
+    )
+    return ReplayView(first.spec, packed, tuple(s for view in views for s in view.selections))
+
+
+def _finite(rewards: pa.Table, expression: str) -> pa.Table:
+    """Refuse NULL, NaN and infinities from a reward expression."""
+    column = rewards["reward"].to_numpy(zero_copy_only=False).astype(np.float64)
+    if not np.isfinite(column).all():
+        row = int(np.argwhere(~np.isfinite(column))[0][0])
+        raise SchemaMismatch(
+            f"reward {expression}: found {column[row]} in row {row}, expected finite numbers. "
+            "Wrap it in coalesce(...)."
+        )
+    return rewards

@@ -1,0 +1,208 @@
+"""Episodes as rows: the one encoder that every writer goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from replaylake.datastore import schema
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.schema import (
+    NAMES_TYPE,
+    TIMESTAMP_TYPE,
+    DatasetSpec,
+    arrow_schema,
+    arrow_type,
+    as_column,
+    check_names,
+    to_arrow,
+    vector_type,
+    widened,
+    widened_type,
+)
+from replaylake.datastore.spaces import Array, Space, as_batch, concatenate
+from replaylake.datastore.table_schema import conform
+
+
+def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
+    """Lay checked episodes out as rows of the dataset, in order.
+
+    Columns in `extras` that the spec lacks are added at the end, as nullable.
+    Raises: SchemaMismatch, EpisodeInvalid.
+    """
+    _check_ids(episodes)
+    lengths = np.asarray([len(episode) for episode in episodes])
+    ends = lengths.cumsum() - 1
+    num = int(lengths.sum())
+    last = np.zeros(num, dtype=bool)
+    last[ends] = True
+    steps = np.arange(num, dtype=np.int64)
+    first = np.asarray([episode.first_step for episode in episodes])
+    steps += np.repeat(first - (ends - lengths + 1), lengths)
+    steps = steps.astype(np.int32)
+    columns: dict[str, Any] = {
+        schema.EPISODE_ID: _per_episode([e.episode_id for e in episodes], lengths).cast(
+            pa.string()
+        ),
+        schema.STEP: steps,
+        schema.ENV_STEP: _or_default([e.env_steps for e in episodes], steps, lengths),
+        schema.AGENT_ID: _per_episode([e.agent_id for e in episodes], lengths),
+        schema.OBSERVATION: to_arrow(
+            spec.observation_space, concatenate([e.observations for e in episodes])
+        ),
+        schema.FINAL_OBSERVATION: _final_observations(episodes, spec.observation_space, ends, num),
+        schema.ACTION: to_arrow(spec.action_space, concatenate([e.actions for e in episodes])),
+        schema.REWARD: np.concatenate([e.rewards for e in episodes]),
+        schema.TERMINATED: last & np.repeat([e.terminated for e in episodes], lengths),
+        schema.TRUNCATED: last & np.repeat([e.truncated for e in episodes], lengths),
+        schema.BEHAVIOR_LOG_PROB: _log_probs([e.behavior_log_probs for e in episodes], lengths),
+        schema.POLICY: _optional([e.policies for e in episodes], lengths, NAMES_TYPE),
+        schema.POLICY_VERSION: _optional(
+            [e.policy_versions for e in episodes], lengths, pa.int64()
+        ),
+        schema.TIMESTAMP: _optional([e.timestamps for e in episodes], lengths, TIMESTAMP_TYPE),
+        schema.SOURCE_EPISODE_ID: _per_episode(
+            [e.source_episode_id for e in episodes], lengths
+        ).cast(pa.string()),
+    }
+    if spec.mask_size is not None or any(e.action_masks is not None for e in episodes):
+        columns[schema.ACTION_MASK] = _masks(episodes, spec, lengths)
+    extras = _encoded_extras(episodes, spec, lengths)
+    fields = arrow_schema(spec)
+    arrays = {name: pa.array(column) for name, column in columns.items()}
+    arrays |= {name: extras.pop(name) for name in spec.extras if name in extras}
+    known = pa.schema([field for field in fields if field.name in arrays])
+    table = conform(pa.table({field.name: arrays[field.name] for field in known}), known)
+    for name, array in extras.items():
+        table = table.append_column(pa.field(name, array.type), array)
+    return table
+
+
+def _check_ids(episodes: Sequence[Episode]) -> None:
+    for episode in episodes:
+        for what, value in (("episode_id", episode.episode_id), ("agent_id", episode.agent_id)):
+            if not isinstance(value, str) or "\0" in value:
+                raise EpisodeInvalid(
+                    f"episode {episode.episode_id!r}: {what}: found {value!r}, expected a string "
+                    "without NUL."
+                )
+        if not episode.episode_id:
+            raise EpisodeInvalid("episode_id: found '', expected the id of an episode.")
+
+
+def _per_episode(values: list[str | None], lengths: Array) -> pa.DictionaryArray:
+    codes = pa.array(values, pa.string()).dictionary_encode()
+    indices = codes.indices.take(pa.array(np.repeat(np.arange(len(values)), lengths)))
+    return pa.DictionaryArray.from_arrays(indices, codes.dictionary)
+
+
+def _final_observations(
+    episodes: Sequence[Episode], space: Space, ends: Array, num: int
+) -> pa.Array:
+    having = [i for i, episode in enumerate(episodes) if episode.final_observation is not None]
+    if not having:
+        return pa.nulls(num, arrow_type(space))
+    finals = concatenate([as_batch(episodes[i].final_observation) for i in having])
+    # A take by indices that are null nearly everywhere stores nothing for the other rows.
+    rows = np.zeros(num, dtype=np.int64)
+    absent = np.ones(num, dtype=bool)
+    rows[ends[having]] = np.arange(len(having))
+    absent[ends[having]] = False
+    return to_arrow(space, finals).take(pa.array(rows, mask=absent))
+
+
+def _or_default(arrays: list[Array | None], default: Array, lengths: Array) -> Array:
+    if all(array is None for array in arrays):
+        return default
+    parts = np.split(default, lengths.cumsum()[:-1])
+    return np.concatenate([p if a is None else a for a, p in zip(arrays, parts, strict=True)])
+
+
+def _log_probs(arrays: list[Array | None], lengths: Array) -> pa.Array:
+    if all(array is None for array in arrays):
+        return pa.nulls(int(lengths.sum()), pa.float32())
+    parts = [
+        np.full(num, np.nan, np.float32) if array is None else array
+        for array, num in zip(arrays, lengths, strict=True)
+    ]
+    return pa.array(np.concatenate(parts), from_pandas=True)
+
+
+def _optional(arrays: list[Array | None], lengths: Array, kind: pa.DataType) -> pa.Array:
+    if all(array is None for array in arrays):
+        return pa.nulls(int(lengths.sum()), kind)
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    parts = [
+        pa.nulls(num, plain) if array is None else pa.array(array, plain)
+        for array, num in zip(arrays, lengths.tolist(), strict=True)
+    ]
+    return pa.concat_arrays(parts).cast(kind)
+
+
+def _masks(episodes: Sequence[Episode], spec: DatasetSpec, lengths: Array) -> pa.Array:
+    if spec.mask_size is None:
+        raise SchemaMismatch(
+            "action_mask: found a mask, expected none, as the dataset has no masks."
+        )
+    kind = vector_type(pa.bool_(), spec.mask_size)
+    parts = []
+    for episode, num in zip(episodes, lengths.tolist(), strict=True):
+        masks = episode.action_masks
+        if masks is None:
+            parts.append(pa.nulls(num, kind))
+        elif masks.shape[1] != spec.mask_size:
+            raise EpisodeInvalid(
+                f"episode {episode.episode_id}: action_mask: found {masks.shape[1]} actions, "
+                f"expected {spec.mask_size}."
+            )
+        else:
+            parts.append(pa.FixedSizeListArray.from_arrays(pa.array(masks.reshape(-1)), type=kind))
+    return pa.concat_arrays(parts)
+
+
+def _encoded_extras(
+    episodes: Sequence[Episode], spec: DatasetSpec, lengths: Array
+) -> dict[str, pa.Array]:
+    names = dict.fromkeys(name for episode in episodes for name in episode.extras)
+    check_names(dict.fromkeys((*spec.extras, *names)))
+    columns = {}
+    for name in names:
+        parts = [as_column(e.extras[name], name) if name in e.extras else None for e in episodes]
+        kind = spec.extras.get(name) or _common_type(parts, name)
+        try:
+            columns[name] = pa.concat_arrays(
+                [
+                    pa.nulls(num, kind) if part is None else _plain(part).cast(kind)
+                    for part, num in zip(parts, lengths.tolist(), strict=True)
+                ]
+            )
+        except pa.ArrowException as error:
+            whose = "as the dataset has it" if name in spec.extras else "as other episodes have it"
+            raise SchemaMismatch(
+                f"column {name!r}: expected {kind} {whose}; {error}. Convert or rename it."
+            ) from error
+    return columns
+
+
+def _common_type(parts: Sequence[pa.Array | None], name: str) -> pa.DataType:
+    """Return the type that holds a new column of all episodes; one of nulls alone takes part."""
+    given = [part for part in parts if part is not None]
+    typed = [widened(part, name).type for part in given if part.null_count < len(part)]
+    if not typed:
+        return widened_type(given[0].type, name)
+    try:
+        schemas = [pa.schema([(name, kind)]) for kind in dict.fromkeys(typed)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(name).type
+    except pa.ArrowException as error:
+        raise SchemaMismatch(
+            f"column {name!r}: found {' and '.join(map(str, dict.fromkeys(typed)))} in different "
+            "episodes, expected one type. Convert it."
+        ) from error
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

@@ -1,0 +1,425 @@
+"""Observation and action spaces: numpy only, stored as JSON with datasets and policy packages.
+
+A space says what one value looks like (shape, dtype, bounds). Arrays of values have a leading
+dim: a Box of shape [4] gives arrays [T, 4], a Discrete gives int64 [T], a Dict gives one array per
+leaf. Nothing here imports pyarrow, torch or gymnasium, because a served policy needs spaces too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.names import is_column_name
+
+Array = NDArray[Any]
+Values = Array | Mapping[str, Any]
+"""An array with a leading dim, or for Dict and Tuple spaces a mapping from key to Values."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Numbers in `shape`; `low` and `high` are scalars or nested lists of that shape."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    low: Any = -math.inf
+    high: Any = math.inf
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        object.__setattr__(self, "low", _compact_bound(self.low))
+        object.__setattr__(self, "high", _compact_bound(self.high))
+        if np.dtype(self.dtype).kind not in "fiub":
+            raise SchemaMismatch(
+                f"Box space: found dtype {self.dtype}, expected a float, integer or bool dtype. "
+                "Use a Text or Dict space for anything else."
+            )
+
+    @property
+    def is_image(self) -> bool:
+        """Whether values are kept as raw frames (uint8, two or more dims)."""
+        return self.dtype == "uint8" and len(self.shape) >= 2
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Integers start .. start + n - 1, int64."""
+
+    n: int
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """A vector of integers, element i in 0 .. nvec[i] - 1, int64."""
+
+    nvec: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nvec", tuple(int(n) for n in self.nvec))
+
+
+@dataclass(frozen=True)
+class MultiBinary:
+    """A vector of n zeros and ones, int64."""
+
+    n: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """Unicode strings."""
+
+
+@dataclass(frozen=True)
+class Dict:
+    """Named sub-spaces; keys match `[A-Za-z_][A-Za-z0-9_]*`."""
+
+    spaces: Mapping[str, Space]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spaces", dict(self.spaces))
+        keys = [str(key).lower() for key in self.spaces]
+        if not keys or len({*keys}) < len(keys) or not all(map(is_column_name, keys)):
+            raise SchemaMismatch(
+                f"Dict space: found the keys {list(self.spaces)}, expected [A-Za-z_][A-Za-z0-9_]*, "
+                "at least one, and distinct without regard to case, as SQL sees them. Rename them."
+            )
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.spaces.items()))
+
+
+@dataclass(frozen=True)
+class Tuple:
+    """Positional sub-spaces; at rest element i is named `_i`."""
+
+    spaces: tuple[Space, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spaces", tuple(self.spaces))
+        if not self.spaces:
+            raise SchemaMismatch("Tuple space: found no sub-space, expected at least one.")
+
+
+Space = Box | Discrete | MultiDiscrete | MultiBinary | Text | Dict | Tuple
+Leaf = Box | Discrete | MultiDiscrete | MultiBinary | Text
+
+_KINDS: Final[dict[str, type]] = {
+    "box": Box,
+    "discrete": Discrete,
+    "multi_discrete": MultiDiscrete,
+    "multi_binary": MultiBinary,
+    "text": Text,
+    "dict": Dict,
+    "tuple": Tuple,
+}
+_KIND_OF: Final[dict[type, str]] = {kind: name for name, kind in _KINDS.items()}
+
+
+def children(space: Dict | Tuple) -> dict[str, Space]:
+    """Return the sub-spaces by the name that their column has."""
+    if isinstance(space, Dict):
+        return dict(space.spaces)
+    return {f"_{i}": sub for i, sub in enumerate(space.spaces)}
+
+
+def leaves(space: Space, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+    """Yield (dotted name, leaf space) depth first; a plain space yields itself once."""
+    if isinstance(space, Dict | Tuple):
+        for key, sub in children(space).items():
+            yield from leaves(sub, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, space
+
+
+def value_shape(space: Leaf) -> tuple[int, ...]:
+    """Return the shape of one value."""
+    if isinstance(space, Box):
+        return space.shape
+    if isinstance(space, MultiDiscrete):
+        return (len(space.nvec),)
+    if isinstance(space, MultiBinary):
+        return (space.n,)
+    return ()
+
+
+def value_dtype(space: Leaf) -> np.dtype[Any]:
+    """Return the dtype of one value: the Box's own, int64 for discrete kinds, object for Text."""
+    if isinstance(space, Box):
+        return np.dtype(space.dtype)
+    return np.dtype(object if isinstance(space, Text) else np.int64)
+
+
+def num_actions(space: Space) -> int | None:
+    """Return n of a Discrete space, else None."""
+    return space.n if isinstance(space, Discrete) else None
+
+
+def num_values(values: Values) -> int:
+    """Return the leading dim of values."""
+    if isinstance(values, Mapping):
+        return num_values(next(iter(values.values())))
+    return len(values)
+
+
+def take(values: Values, index: Any) -> Any:
+    """Index the leading dim of every leaf: an int gives one value, a slice or array Values."""
+    if isinstance(values, Mapping):
+        return {key: take(sub, index) for key, sub in values.items()}
+    return values[index]
+
+
+def as_batch(value: Any) -> Any:
+    """Give one value a leading dim of 1."""
+    if isinstance(value, Mapping):
+        return {key: as_batch(sub) for key, sub in value.items()}
+    if isinstance(value, tuple):
+        return {f"_{i}": as_batch(sub) for i, sub in enumerate(value)}
+    return np.asarray(value)[None]
+
+
+def concatenate(parts: list[Values]) -> Values:
+    """Join values along the leading dim."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        mappings: list[Any] = parts
+        return {key: concatenate([part[key] for part in mappings]) for key in first}
+    arrays: list[Any] = parts
+    return np.concatenate(arrays)
+
+
+def gather(space: Space, values: Sequence[Any]) -> Any:
+    """Turn single JSON values of a space into what as_values reads: one array-like a leaf.
+
+    Float leaves become float64, so that integers and floats mix as JSON clients mix them.
+    """
+    if isinstance(space, Dict):
+        return {
+            key: gather(sub, [value[key] for value in values]) for key, sub in space.spaces.items()
+        }
+    if isinstance(space, Tuple):
+        return [gather(sub, [value[i] for value in values]) for i, sub in enumerate(space.spaces)]
+    if value_dtype(space).kind == "f":
+        return np.array(values, dtype=np.float64)
+    return values
+
+
+def as_values(space: Space, raw: Any, what: str, num: int | None = None) -> Values:
+    """Cast raw to this space's arrays when that is exact, else refuse.
+
+    Args:
+        space: what each value has to look like.
+        raw: array-like with leading dim [T]; a mapping for Dict, a mapping or tuple for Tuple.
+        what: the name for error messages, such as `observation`.
+        num: the expected T, where known.
+
+    Returns: arrays [T, *shape] of the space's dtype, contiguous.
+
+    Raises: EpisodeInvalid, naming the field, if the shape differs, a cast would change a value
+    (1.5 to an integer, 300 to uint8), or a float is not finite.
+    """
+    if isinstance(space, Dict | Tuple):
+        if isinstance(raw, tuple | list):
+            raw = {f"_{i}": sub for i, sub in enumerate(raw)}
+        names = children(space)
+        if not isinstance(raw, Mapping) or set(raw) != set(names):
+            found = sorted(raw) if isinstance(raw, Mapping) else type(raw).__name__
+            raise EpisodeInvalid(
+                f"{what}: found {found}, expected the keys {sorted(names)}. "
+                "Pass one array per key of the space."
+            )
+        return {key: as_values(sub, raw[key], f"{what}.{key}", num) for key, sub in names.items()}
+    if isinstance(space, Text):
+        texts = np.asarray(raw, dtype=object)
+        if texts.ndim != 1 or not all(isinstance(text, str) for text in texts):
+            raise EpisodeInvalid(f"{what}: expected one string a step, found {_describe(texts)}.")
+        _check_num(texts, what, num)
+        return texts
+    try:
+        array = np.asarray(raw)
+    except ValueError as error:
+        raise EpisodeInvalid(
+            f"{what}: rows of unequal length, expected shape {value_shape(space)} at every step. "
+            "Pad or drop the uneven rows."
+        ) from error
+    _check_num(array, what, num)
+    if array.shape[1:] != value_shape(space):
+        raise EpisodeInvalid(
+            f"{what}: found shape {list(array.shape[1:])} a step, "
+            f"expected {list(value_shape(space))}. Check the mapping or ingest into a new dataset."
+        )
+    return _cast_exactly(array, value_dtype(space), what)
+
+
+def check_bounds(space: Space, values: Values, what: str) -> None:
+    """Refuse values outside the space. Raises: EpisodeInvalid with the first one's row."""
+    if isinstance(space, Dict | Tuple):
+        parts: Any = values
+        for key, sub in children(space).items():
+            check_bounds(sub, parts[key], f"{what}.{key}")
+        return
+    if isinstance(space, Text):
+        return
+    array = np.asarray(values)
+    low, high = bounds(space)
+    with np.errstate(invalid="ignore"):
+        outside = (array < low) | (array > high)
+    if outside.any():
+        row = int(np.argwhere(outside)[0][0])
+        raise EpisodeInvalid(
+            f"{what} at step {row}: found {_short(array[row])}, expected values between "
+            f"{_short(low)} and {_short(high)}. Check the units and --env, or widen the space."
+        )
+
+
+def bounds(space: Leaf) -> tuple[Any, Any]:
+    """Return inclusive (low, high), each a scalar or an array of the value's shape."""
+    if isinstance(space, Box):
+        return (
+            np.asarray(space.low, dtype=np.float64),
+            np.asarray(space.high, dtype=np.float64),
+        )
+    if isinstance(space, Discrete):
+        return space.start, space.start + space.n - 1
+    if isinstance(space, MultiDiscrete):
+        return 0, np.asarray(space.nvec) - 1
+    if isinstance(space, MultiBinary):
+        return 0, 1
+    raise SchemaMismatch("Text has no bounds.")
+
+
+def to_json(space: Space) -> dict[str, Any]:
+    """Return a JSON object; infinities are the strings "inf" and "-inf", which JSON lacks."""
+    kind = _KIND_OF[type(space)]
+    if isinstance(space, Box):
+        return {
+            "type": kind,
+            "shape": list(space.shape),
+            "dtype": space.dtype,
+            "low": _bound_to_json(space.low),
+            "high": _bound_to_json(space.high),
+        }
+    if isinstance(space, Dict):
+        return {"type": kind, "spaces": {key: to_json(sub) for key, sub in space.spaces.items()}}
+    if isinstance(space, Tuple):
+        return {"type": kind, "spaces": [to_json(sub) for sub in space.spaces]}
+    fields = {key: list(v) if isinstance(v, tuple) else v for key, v in vars(space).items()}
+    return {"type": kind, **fields}
+
+
+def from_json(data: Mapping[str, Any]) -> Space:
+    """Read what to_json wrote. Raises: SchemaMismatch on an unknown type or an absent field."""
+    fields = dict(data)
+    kind = _KINDS.get(fields.pop("type", ""))
+    if kind is None:
+        raise SchemaMismatch(
+            f"space: found type {data.get('type')!r}, expected one of {sorted(_KINDS)}."
+        )
+    if kind is Box:
+        fields["low"] = _bound_from_json(fields.get("low", "-inf"))
+        fields["high"] = _bound_from_json(fields.get("high", "inf"))
+    elif kind is Dict:
+        fields["spaces"] = {key: from_json(sub) for key, sub in fields["spaces"].items()}
+    elif kind is Tuple:
+        fields["spaces"] = tuple(from_json(sub) for sub in fields["spaces"])
+    try:
+        return kind(**fields)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise SchemaMismatch(f"space {data!r}: {error}.") from error
+
+
+def describe(space: Space) -> str:
+    """Return a short form for people, such as `Box float32[4]` or `Discrete(2)`."""
+    if isinstance(space, Box):
+        return f"Box {space.dtype}{list(space.shape)}"
+    if isinstance(space, Discrete):
+        start = f", start={space.start}" if space.start else ""
+        return f"Discrete({space.n}{start})"
+    if isinstance(space, MultiDiscrete):
+        return f"MultiDiscrete{list(space.nvec)}"
+    if isinstance(space, MultiBinary):
+        return f"MultiBinary({space.n})"
+    if isinstance(space, Dict | Tuple):
+        inner = ", ".join(f"{key}: {describe(sub)}" for key, sub in children(space).items())
+        return f"{type(space).__name__}({inner})"
+    return "Text"
+
+
+def _cast_exactly(array: Array, dtype: np.dtype[Any], what: str) -> Array:
+    if array.dtype.kind not in "fiub":
+        raise EpisodeInvalid(
+            f"{what}: found {_describe(array)}, expected numbers of dtype {dtype}. "
+            "Map another column, or convert this one first."
+        )
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        row = int(np.argwhere(~np.isfinite(array))[0][0])
+        raise EpisodeInvalid(
+            f"{what} at step {row}: found {_short(array[row])}, expected finite numbers. "
+            "Drop or fill the row before it is ingested."
+        )
+    if array.dtype == dtype:
+        return np.ascontiguousarray(array)
+    with np.errstate(invalid="ignore", over="ignore"):
+        cast = array.astype(dtype)
+        # Decimal text read as float64 rarely equals its float32 exactly, and every CSV of a float32
+        # log has it: rounding between float widths is allowed, a change of magnitude is not.
+        both_float = array.dtype.kind == "f" and dtype.kind == "f"
+        same = np.isfinite(cast) if both_float else cast == array
+    if not np.all(same):
+        row = int(np.argwhere(~np.asarray(same))[0][0])
+        raise EpisodeInvalid(
+            f"{what} at step {row}: found {_short(array[row])} ({array.dtype}), expected what "
+            f"{dtype} holds exactly. Ingest into a dataset of a wider dtype."
+        )
+    return np.ascontiguousarray(cast)
+
+
+def _check_num(array: Array, what: str, num: int | None) -> None:
+    if array.ndim == 0:
+        raise EpisodeInvalid(f"{what}: found one value, expected an array with one row a step.")
+    if num is not None and len(array) != num:
+        raise EpisodeInvalid(
+            f"{what}: found {len(array)} rows, expected {num}, one a step. "
+            "Check the log for missing or repeated rows."
+        )
+
+
+def _compact_bound(bound: Any) -> Any:
+    """Return a float when all elements are equal, else nested lists."""
+    array = np.asarray(bound, dtype=np.float64)
+    if array.size and (array == array.flat[0]).all():
+        return float(array.flat[0])
+    return _as_tuples(array.tolist())
+
+
+def _as_tuples(bound: Any) -> Any:
+    return tuple(_as_tuples(sub) for sub in bound) if isinstance(bound, list) else bound
+
+
+def _bound_to_json(bound: Any) -> Any:
+    if isinstance(bound, tuple):
+        return [_bound_to_json(sub) for sub in bound]
+    return bound if math.isfinite(bound) else str(bound)
+
+
+def _bound_from_json(bound: Any) -> Any:
+    if isinstance(bound, list):
+        return [_bound_from_json(sub) for sub in bound]
+    return float(bound)
+
+
+def _describe(array: Array) -> str:
+    return f"{array.dtype} {list(array.shape)}"
+
+
+def _short(value: Any) -> str:
+    text = np.array2string(np.asarray(value), threshold=6, precision=6, separator=", ")
+    return text.replace("\n", "")

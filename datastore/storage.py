@@ -1,0 +1,159 @@
+"""Storage: the few file operations that the store is built on, durable before they return.
+
+Paths are relative to the lake's root, with `/`. An object store fits behind the same protocol: its
+put-if-absent is `put_new`, and `local` is its shard cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from replaylake.datastore.errors import NameRefused, StorageFailed
+from replaylake.datastore.names import new_ulid
+
+
+class Storage(Protocol):
+    """Named blobs."""
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        """Write the whole blob durably; readers see all of it or none. Replaces an older one."""
+        ...
+
+    def put_new(self, path: str, data: bytes, *, private: bool = False) -> bool:
+        """Write the blob durably only if the name is free; False if it was taken.
+
+        `private` keeps it from other users of the machine.
+        """
+        ...
+
+    def get(self, path: str) -> bytes | None:
+        """Return the blob, or None if there is none."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names directly under a folder, sorted; empty if it does not exist."""
+        ...
+
+    def local(self, path: str) -> Path:
+        """Return a local file that holds the blob."""
+        ...
+
+
+class LocalStorage:
+    """A folder on a local file system that has atomic rename and hard links."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        # On the same file system as the data, so that rename and link are atomic.
+        self._temporary = self.root / "_lake" / "tmp"
+        self._inside: set[str] = set()
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        """Write a temporary, fsync it, rename it, fsync the folder."""
+        target = self.local(path)
+        with _reported(target), self._written(data, 0o644) as temporary:
+            _ensure_folder(target.parent, self.root)
+            os.replace(temporary, target)
+            _fsync_folder(target.parent)
+
+    def put_new(self, path: str, data: bytes, *, private: bool = False) -> bool:
+        """Write a temporary, fsync it, link it to the name (fails if taken), fsync the folder."""
+        target = self.local(path)
+        with _reported(target), self._written(data, 0o600 if private else 0o644) as temporary:
+            _ensure_folder(target.parent, self.root)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+            _fsync_folder(target.parent)
+        return True
+
+    def get(self, path: str) -> bytes | None:
+        """Return the bytes of the file, or None if there is none."""
+        target = self.local(path)
+        with _reported(target):
+            try:
+                return target.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def names(self, folder: str) -> list[str]:
+        """List a folder."""
+        target = self.root / folder
+        self._check_inside(target)
+        with _reported(target):
+            try:
+                return sorted(os.listdir(target))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def local(self, path: str) -> Path:
+        """Return the file itself. Raises: NameRefused if the path leads out of the lake."""
+        target = self.root / path
+        self._check_inside(target.parent)
+        return target
+
+    def _check_inside(self, folder: Path) -> None:
+        if str(folder) in self._inside:
+            return
+        root, real = os.path.realpath(self.root), os.path.realpath(folder)
+        if os.path.commonpath([root, real]) != root:
+            raise NameRefused(
+                f"{folder}: leads to {real}, expected a folder inside of the lake {root}. Remove "
+                "the link, and copy what it points at into the lake instead."
+            )
+        # Remembered once it exists: resolving costs a system call for every part of the path.
+        if os.path.isdir(real):
+            self._inside.add(str(folder))
+
+    @contextmanager
+    def _written(self, data: bytes | memoryview, mode: int) -> Iterator[Path]:
+        _ensure_folder(self._temporary, self.root)
+        temporary = self._temporary / new_ulid()
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            yield temporary
+        finally:
+            # What is left of it is in no reader's way, and must not hide how the write ended.
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _reported(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(
+            f"{target}: {error.strerror or error}, expected to read or write it. Make room or mend "
+            "the permission, then run it again: what was committed before is recognised."
+        ) from error
+
+
+def _ensure_folder(folder: Path, root: Path) -> None:
+    """Create a folder and make its name durable, parents first."""
+    if folder.is_dir():
+        return
+    if folder != root:
+        _ensure_folder(folder.parent, root)
+    folder.mkdir(parents=folder == root, exist_ok=True)
+    _fsync_folder(folder.parent)
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

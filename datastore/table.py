@@ -1,0 +1,234 @@
+"""Table: shards plus a commit log, for any Arrow schema, be it of steps, decisions or rewards.
+
+The same (producer, sequence) is committed once, however often it is sent. Columns are fixed at
+creation; nullable ones may come with a later append.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.delta_schema import with_field_ids
+from replaylake.datastore.errors import AlreadyExists, NotFound
+from replaylake.datastore.log import CommitLog
+from replaylake.datastore.log_file import Intent, transaction_id
+from replaylake.datastore.log_state import FileEntry, LogState
+from replaylake.datastore.names import new_ulid
+from replaylake.datastore.shard import read_shard, write_shard
+from replaylake.datastore.storage import Storage
+from replaylake.datastore.table_schema import (
+    FieldIdTaken,
+    configuration_of,
+    conform,
+    merged_schema,
+    new_metadata,
+    refuse_other_ids,
+    table_schema,
+    with_schema,
+)
+
+# A shard is at most this many rows and, before compression, bytes: one frame may weigh as much as a
+# hundred rows of numbers.
+_SHARD_ROWS: Final = 1_048_576
+_SHARD_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What an append did; rows, shards and bytes are 0 when it was already present."""
+
+    version: int
+    already_present: bool
+    num_rows: int
+    num_shards: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class WrittenRows:
+    """Shards that are durable but not committed yet; may be sent to another process."""
+
+    schema: pa.Schema
+    entries: tuple[FileEntry, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in all shards."""
+        return sum(entry.num_rows for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class TableSnapshot:
+    """The files of one version. Never changes."""
+
+    version: int
+    schema: pa.Schema
+    files: tuple[FileEntry, ...]
+    configuration: Mapping[str, str]
+    storage: Storage
+    root: str
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in all files."""
+        return sum(entry.num_rows for entry in self.files)
+
+    def paths(self) -> list[Path]:
+        """Return local paths, in the order of `files`."""
+        return [self.storage.local(f"{self.root}/{entry.path}") for entry in self.files]
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Read and verify shard by shard; absent columns come as nulls. Raises: ShardCorrupt."""
+        names = list(self.schema.names if columns is None else columns)
+        for entry, path in zip(self.files, self.paths(), strict=True):
+            yield conform(read_shard(path, entry, names), self._selected(names))
+
+    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Read all rows. Raises: ShardCorrupt."""
+        names = list(self.schema.names if columns is None else columns)
+        tables = list(self.batches(names))
+        schema = self._selected(names)
+        return pa.concat_tables(tables) if tables else schema.empty_table()
+
+    def _selected(self, names: list[str]) -> pa.Schema:
+        if missing := [name for name in names if name not in self.schema.names]:
+            raise NotFound(
+                f"{self.root}: found no column {', '.join(missing)}, expected some of "
+                f"{', '.join(self.schema.names)}."
+            )
+        return pa.schema([self.schema.field(name) for name in names])
+
+
+class Table:
+    """A table at `root` in the storage; a handle, which need not exist yet."""
+
+    def __init__(self, storage: Storage, root: str) -> None:
+        self.storage = storage
+        self.root = root
+        self.log = CommitLog(storage, root)
+
+    def exists(self) -> bool:
+        """Whether the table has been created."""
+        return self.log.exists()
+
+    def create(self, schema: pa.Schema, configuration: Mapping[str, str] | None = None) -> None:
+        """Commit version 0. Raises: AlreadyExists, SchemaMismatch on a type that Delta lacks."""
+        metadata = new_metadata(with_field_ids(schema), configuration or {})
+
+        def build(state: LogState) -> Intent:
+            if state.version >= 0:
+                raise AlreadyExists(f"{self.root}: the table exists at version {state.version}.")
+            return Intent(f"create/{new_ulid()}", 0, "CREATE TABLE", metadata=metadata)
+
+        self.log.commit(build)
+
+    def append(
+        self,
+        data: pa.Table,
+        *,
+        producer: str,
+        sequence: int,
+        operation: str = "WRITE",
+        info: Mapping[str, Any] | None = None,
+    ) -> Commit:
+        """Write shards and commit them as one version, durably.
+
+        Columns are matched by name; new nullable ones extend the schema. Raises: NotFound if the
+        table does not exist, SchemaMismatch if a column's type differs or a required one is absent.
+        """
+        while True:
+            if (done := self.committed(producer, sequence)) is not None:
+                return Commit(done, True, 0, 0, 0)
+            written = self.write(data)
+            with suppress(FieldIdTaken):
+                return self.commit(
+                    [written], producer=producer, sequence=sequence, operation=operation, info=info
+                )
+
+    def write(self, data: pa.Table) -> WrittenRows:
+        """Write shards durably, for `commit` to make readable, here or in another process.
+
+        Raises: as append.
+        """
+        data = conform(data, merged_schema(table_schema(self.log.newest()), data.schema))
+        in_bytes = _SHARD_BYTES * data.num_rows // max(data.nbytes, 1)
+        num_rows = max(1, min(_SHARD_ROWS, in_bytes))
+        entries = tuple(
+            write_shard(self.storage, self.root, data.slice(start, num_rows))
+            for start in range(0, data.num_rows, num_rows)
+        )
+        return WrittenRows(data.schema, entries)
+
+    def commit(
+        self,
+        written: Sequence[WrittenRows],
+        *,
+        producer: str,
+        sequence: int,
+        operation: str = "WRITE",
+        info: Mapping[str, Any] | None = None,
+    ) -> Commit:
+        """Commit written shards as one version: all of them, durably, or none.
+
+        Raises: SchemaMismatch if another writer added columns since they were written.
+        """
+        entries = tuple(entry for part in written for entry in part.entries)
+
+        def build(state: LogState) -> Intent:
+            current = merged = table_schema(state)
+            for part in written:
+                merged = merged_schema(merged, part.schema)
+                refuse_other_ids(merged, part.schema)
+            metadata = None if merged is current else with_schema(state, merged)
+            return Intent(
+                producer, sequence, operation, add=entries, metadata=metadata, info=info or {}
+            )
+
+        done = self.log.commit(build)
+        if done.already_present:
+            return Commit(done.version, True, 0, 0, 0)
+        num_rows = sum(entry.num_rows for entry in entries)
+        num_bytes = sum(entry.size_bytes for entry in entries)
+        return Commit(done.version, False, num_rows, len(entries), num_bytes)
+
+    def committed(self, producer: str, sequence: int) -> int | None:
+        """Return the version that holds a (producer, sequence), or None."""
+        if not self.exists():
+            return None
+        return self.log.newest().transactions.get(transaction_id(producer, sequence))
+
+    def next_sequence(self, producer: str) -> int:
+        """Return the sequence after the highest that this producer has committed; 0 if none."""
+        if not self.exists():
+            return 0
+        prefix = transaction_id(producer, 0)[:-1]
+        sequences = (
+            key.removeprefix(prefix)
+            for key in self.log.newest().transactions
+            if key.startswith(prefix)
+        )
+        return max((int(text) for text in sequences if text.isdecimal()), default=-1) + 1
+
+    def snapshot(self, version: int | None = None) -> TableSnapshot:
+        """Pin a version, the newest by default. Raises: NotFound."""
+        if not self.exists():
+            raise NotFound(f"{self.root}: found no table, expected one.")
+        state = self.log.newest() if version is None else self.log.at(version)
+        return TableSnapshot(
+            version=state.version,
+            schema=table_schema(state),
+            files=tuple(state.files.values()),
+            configuration=configuration_of(state),
+            storage=self.storage,
+            root=self.root,
+        )
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return each version's commitInfo, oldest first."""
+        return self.log.history()

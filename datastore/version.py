@@ -1,0 +1,5 @@
+"""The product's version, written into every lake and policy package."""
+
+from typing import Final
+
+VERSION: Final = "0.1.0"
