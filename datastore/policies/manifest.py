@@ -1,0 +1,146 @@
+"""Manifest: what a policy package says of itself, and the check that its files are as it says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from replaylake.datastore.errors import FormatTooNew, NotFound, PackageInvalid, ReplayLakeError
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.spaces import from_json, to_json
+from replaylake.datastore.version import VERSION
+
+FORMAT_VERSION: Final = 1
+GRAPH: Final = "policy.onnx"
+MANIFEST: Final = "manifest.json"
+LEARNER: Final = "learner.safetensors"
+# What this module writes itself; a caller's manifest says the rest.
+_OWN_FIELDS: Final = ("format_version", "written_by", "created_at", "policy", "files")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a package says of itself.
+
+    spec: spaces and head. body: the whole of manifest.json. sha256: of manifest.json, in hex, which
+    stands for the package, because the manifest holds the hash of every other file.
+    """
+
+    spec: PolicySpec
+    body: Mapping[str, Any]
+    sha256: str
+
+
+def read_checked(directory: Path) -> tuple[Manifest, dict[str, bytes]]:
+    """Return a package's manifest and the bytes of every file that it lists, checked.
+
+    Each file is read once, so that what is used is what was checked. Raises: NotFound,
+    FormatTooNew, PackageInvalid.
+    """
+    path = directory / MANIFEST
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise NotFound(
+            f"{directory}: found no {MANIFEST}, expected a policy package. Give the directory that "
+            "`replaylake package` wrote."
+        ) from error
+    except OSError as error:
+        raise PackageInvalid(f"{path}: cannot be read: {error.strerror}.") from error
+    try:
+        body = json.loads(data)
+        version = int(body["format_version"])
+        _refuse_newer(directory, version, body)
+        spec = _spec_from_json(body["policy"])
+        hashes = {str(name): str(entry["sha256"]) for name, entry in body["files"].items()}
+    except FormatTooNew:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, ReplayLakeError) as error:
+        raise PackageInvalid(
+            f"{path}: is no manifest of format {FORMAT_VERSION} ({type(error).__name__}: {error}). "
+            "Package the policy again."
+        ) from error
+    if GRAPH not in hashes:
+        raise PackageInvalid(f"{path}: found files {sorted(hashes)}, expected {GRAPH} among them.")
+    files = {name: _verified(directory, name, sha256) for name, sha256 in hashes.items()}
+    return Manifest(spec, body, hashlib.sha256(data).hexdigest()), files
+
+
+def _refuse_newer(directory: Path, version: int, body: Mapping[str, Any]) -> None:
+    if version > FORMAT_VERSION:
+        raise FormatTooNew(
+            f"{directory}: found policy package format {version}, this ReplayLake {VERSION} reads "
+            f"up to {FORMAT_VERSION}. Install ReplayLake {body.get('written_by', 'newer')} or "
+            "later."
+        )
+
+
+def _verified(directory: Path, name: str, sha256: str) -> bytes:
+    if Path(name).name != name:
+        raise PackageInvalid(
+            f"{directory / MANIFEST}: found file {name!r}, expected names in the package's own "
+            "folder."
+        )
+    try:
+        data = (directory / name).read_bytes()
+    except OSError as error:
+        raise PackageInvalid(
+            f"{directory / name}: {error.strerror}, expected the file that the manifest lists. "
+            "Package the policy again."
+        ) from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise PackageInvalid(
+            f"{directory / name}: found sha256 {found[:16]}, expected {sha256[:16]} as the "
+            "manifest says: the file was altered. Package the policy again."
+        )
+    return data
+
+
+def manifest_bytes(
+    spec: PolicySpec, manifest: Mapping[str, Any], files: Mapping[str, bytes]
+) -> bytes:
+    """Return manifest.json for these files. Raises: PackageInvalid if the fields are no JSON."""
+    taken = sorted(set(manifest) & set(_OWN_FIELDS))
+    if taken:
+        raise PackageInvalid(f"manifest: found fields {taken}, which the package writes itself.")
+    body = {
+        "format_version": FORMAT_VERSION,
+        "written_by": VERSION,
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "policy": _spec_to_json(spec),
+        **manifest,
+        "files": {
+            name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+            for name, data in files.items()
+        },
+    }
+    try:
+        return json.dumps(body, indent=2, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise PackageInvalid(
+            f"manifest: {error}; expected finite numbers, strings, lists and objects only."
+        ) from error
+
+
+def _spec_to_json(spec: PolicySpec) -> dict[str, Any]:
+    return {
+        "observation_space": to_json(spec.observation_space),
+        "action_space": to_json(spec.action_space),
+        "head": spec.head,
+        "noise_size": spec.noise_size,
+    }
+
+
+def _spec_from_json(data: Mapping[str, Any]) -> PolicySpec:
+    return PolicySpec(
+        from_json(data["observation_space"]),
+        from_json(data["action_space"]),
+        data["head"],
+        int(data["noise_size"]),
+    )

@@ -1,0 +1,281 @@
+"""Environments: Gymnasium's, by id; their spaces as ours; and `record`, which records any loop.
+
+Needs gymnasium alone: neither torch nor ray, so that a user's own loop can be recorded anywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from replaylake.datastore.dataset import Dataset, EpisodeWriter, new_episode_id
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    EpisodeInvalid,
+    ExtraMissing,
+    NotFound,
+    SpaceUnsupported,
+)
+from replaylake.datastore.spaces import (
+    Array,
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Space,
+    Text,
+    Tuple,
+    as_batch,
+    children,
+)
+
+try:
+    import gymnasium
+except ModuleNotFoundError as _error:
+    raise ExtraMissing(
+        "environments: found no gymnasium, expected it to step and record. Install replaylake[gym]."
+    ) from _error
+
+Environment = gymnasium.Env[Any, Any]
+
+
+def make(env_id: str, **kwargs: Any) -> Environment:
+    """Make an environment, without Gymnasium's checker, which costs a third of a CartPole step.
+
+    Raises: NotFound for an id that is not registered, with the near matches; ExtraMissing where the
+    environment's own library is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # An older version of an environment is the user's choice, made by its id.
+            warnings.filterwarnings("ignore", message=".*is out of date", category=UserWarning)
+            env: Environment = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+            return env
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ExtraMissing(f"environment {env_id}: {error}.") from error
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        near = difflib.get_close_matches(env_id, list(gymnasium.registry), n=3, cutoff=0.6)
+        raise NotFound(
+            f"environment {env_id!r}: not registered with Gymnasium ({error}) "
+            f"Expected {' or '.join(near) if near else 'an id such as CartPole-v1'}; "
+            "`module:Name-v0` imports the module that registers it."
+        ) from error
+
+
+def spaces_of(env_id: str) -> tuple[Space, Space]:
+    """Return an environment's (observation space, action space). Raises: as make."""
+    env = make(env_id)
+    try:
+        return from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
+    finally:
+        env.close()  # type: ignore[no-untyped-call]
+
+
+def from_gymnasium(space: gymnasium.Space[Any]) -> Space:
+    """Return the same space as ours. Raises: SpaceUnsupported for Graph, Sequence and OneOf."""
+    kinds = gymnasium.spaces
+    if isinstance(space, kinds.Box):
+        dtype = np.dtype(space.dtype).name
+        return Box(space.shape, dtype, space.low.tolist(), space.high.tolist())
+    if isinstance(space, kinds.Discrete):
+        return Discrete(int(space.n), int(space.start))
+    if isinstance(space, kinds.MultiDiscrete) and space.nvec.ndim == 1 and not space.start.any():
+        return MultiDiscrete(tuple(space.nvec.tolist()))
+    if isinstance(space, kinds.MultiBinary) and len(space.shape) == 1:
+        return MultiBinary(int(space.shape[0]))
+    if isinstance(space, kinds.Text):
+        return Text()
+    if isinstance(space, kinds.Dict):
+        return Dict({key: from_gymnasium(sub) for key, sub in space.spaces.items()})
+    if isinstance(space, kinds.Tuple):
+        return Tuple(tuple(from_gymnasium(sub) for sub in space.spaces))
+    raise SpaceUnsupported(
+        f"found Gymnasium space {space}, expected Box, Discrete, MultiDiscrete and MultiBinary "
+        "with one dim and starting at 0, Text, Dict or Tuple. Wrap the environment to give one of "
+        "these."
+    )
+
+
+def to_gymnasium(space: Space) -> gymnasium.Space[Any]:
+    """Return the same space as Gymnasium's."""
+    kinds = gymnasium.spaces
+    if isinstance(space, Box):
+        dtype = np.dtype(space.dtype)
+        low, high = (_bound_array(bound, space) for bound in (space.low, space.high))
+        return kinds.Box(low, high, space.shape, dtype.type)
+    if isinstance(space, Discrete):
+        return kinds.Discrete(space.n, start=space.start)
+    if isinstance(space, MultiDiscrete):
+        return kinds.MultiDiscrete(list(space.nvec))
+    if isinstance(space, MultiBinary):
+        return kinds.MultiBinary(space.n)
+    if isinstance(space, Dict):
+        return kinds.Dict({key: to_gymnasium(sub) for key, sub in space.spaces.items()})
+    if isinstance(space, Tuple):
+        return kinds.Tuple([to_gymnasium(sub) for sub in space.spaces])
+    return kinds.Text(max_length=2**31 - 1)
+
+
+def record(
+    env: Environment,
+    dataset: Dataset,
+    *,
+    producer: str | None = None,
+    policy: str | None = None,
+) -> Recorder:
+    """Wrap an environment so that every step of whatever loop runs it is written to the dataset.
+
+    An episode is written when it ends, committed within seconds, and durable at the latest when
+    `close()` returns. Close the environment: what is still buffered is committed then, an episode
+    still open as an open piece. A reset before the end marks the episode as truncated.
+
+    Args:
+        env: a single environment; wrap each one of a vector environment before it is vectorised.
+        dataset: created with the environment's spaces if it does not exist.
+        producer: who records, for the commits; unique to this process. Default: made up.
+        policy: who acts, `name`, `name:version` or `run:<id>`; left unknown if None.
+
+    Raises: ConfigInvalid for a vector environment or a malformed policy, SchemaMismatch if the
+    dataset has other spaces.
+    """
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        raise ConfigInvalid(
+            f"record: found a vector environment of {env.num_envs}, expected a single one. Record "
+            "inside: SyncVectorEnv([lambda: record(make(...), dataset), ...])."
+        )
+    return Recorder(env, dataset, producer, policy)
+
+
+class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """What `record` returns: the environment, unchanged but for being written down."""
+
+    def __init__(
+        self,
+        env: Environment,
+        dataset: Dataset,
+        producer: str | None,
+        policy: str | None,
+    ) -> None:
+        super().__init__(env)
+        self._policy, self._policy_version = _parsed_policy(policy)
+        self._spaces = from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
+        self._dataset = dataset
+        # A loop that is killed loses the seconds since the last flush, not the run.
+        self._writer: EpisodeWriter = dataset.writer(producer=producer, flush_interval_s=5.0)
+        self._steps: list[tuple[Any, Any, float, Array | None]] = []
+        self._observation: Any = None
+        self._mask: Array | None = None
+        self._ended = True
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Reset, writing an episode that had not ended as truncated."""
+        if self._steps and not self._ended:
+            self._write(truncated=True)
+        observation, info = self.env.reset(**kwargs)
+        self._ended = False
+        self._observation, self._mask = _copied(observation), _mask_in(info)
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step, and write the episode down if this ended it."""
+        if self._ended:
+            raise EpisodeInvalid("record: found a step before reset, expected reset first.")
+        action_taken = _copied(action)  # before the step: an environment may write into it
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        # numpy accepts float(), and some environments return arrays of one element.
+        value = float(np.asarray(reward).item())
+        self._steps.append((self._observation, action_taken, value, self._mask))
+        self._observation, self._mask = _copied(observation), _mask_in(info)
+        if terminated or truncated:
+            self._write(terminated=bool(terminated), truncated=bool(truncated))
+            self._ended = True
+        return observation, reward, terminated, truncated, info
+
+    def close(self) -> None:
+        """Commit everything, an unfinished episode as an open piece, and close the environment."""
+        try:
+            if self._steps:
+                self._write()
+            self._writer.close()
+        finally:
+            self._ended = True
+            self.env.close()  # type: ignore[no-untyped-call]
+
+    def _write(self, *, terminated: bool = False, truncated: bool = False) -> None:
+        steps, self._steps = self._steps, []
+        observations, actions, rewards, masks = zip(*steps, strict=True)
+        num = len(steps)
+        known = self._policy is not None
+        has_masks = all(mask is not None for mask in masks)
+        if not self._dataset.exists():
+            mask_size = len(masks[0]) if has_masks else None
+            self._dataset.create(*self._spaces, mask_size=mask_size)
+        self._writer.write(
+            Episode(
+                episode_id=new_episode_id(self._writer.producer),
+                observations=_stacked(self._spaces[0], observations),
+                actions=_stacked(self._spaces[1], actions),
+                rewards=np.asarray(rewards, np.float64),
+                terminated=terminated,
+                truncated=truncated,
+                final_observation=self._observation,
+                policies=np.full(num, self._policy, dtype=object) if known else None,
+                policy_versions=None
+                if self._policy_version is None
+                else np.full(num, self._policy_version, np.int64),
+                action_masks=np.stack(masks) if has_masks else None,
+            )
+        )
+
+
+def action_mask(info: Mapping[str, Any]) -> Array | None:
+    """Return the mask bool [A] that an environment puts into info["action_mask"], if it does."""
+    return _mask_in(info)
+
+
+def _parsed_policy(policy: str | None) -> tuple[str | None, int | None]:
+    """Split `name:version`; `run:<id>` is a name of its own."""
+    if policy is None or policy.startswith("run:") or ":" not in policy:
+        return policy, None
+    name, _, version = policy.rpartition(":")
+    if not version.isdecimal():
+        raise ConfigInvalid(
+            f"record: found policy {policy!r}, expected NAME, NAME:VERSION with a whole number, or "
+            "run:ID."
+        )
+    return name, int(version)
+
+
+def _mask_in(info: Mapping[str, Any]) -> Array | None:
+    mask = info.get("action_mask")
+    return None if mask is None else np.asarray(mask).astype(bool)
+
+
+def _copied(value: Any) -> Any:
+    """Copy one observation or action: environments reuse their buffers."""
+    if isinstance(value, Mapping):
+        return {key: _copied(sub) for key, sub in value.items()}
+    if isinstance(value, tuple):
+        return {f"_{i}": _copied(sub) for i, sub in enumerate(value)}
+    return value if isinstance(value, str) else np.array(value)
+
+
+def _stacked(space: Space, values: tuple[Any, ...]) -> Any:
+    if isinstance(space, Dict | Tuple):
+        return {
+            key: _stacked(sub, tuple(value[key] for value in values))
+            for key, sub in children(space).items()
+        }
+    if isinstance(space, Text):
+        return np.array(values, dtype=object)
+    return np.concatenate([as_batch(value) for value in values])
+
+
+def _bound_array(bound: Any, space: Box) -> Array:
+    return np.broadcast_to(np.asarray(bound), space.shape).astype(space.dtype)

@@ -1,0 +1,130 @@
+"""Export: a learner's policy graph as ONNX, checked against torch before it leaves.
+
+torch 2.13 has two exporters. The one used here traces (`dynamo=False`): 0.2 s for a 256x256
+network, nothing to install, and it covers the same graphs in every torch that we support (2.5 on).
+The newer one takes 3.3 s for the same file, needs onnxscript, and prints its progress to stdout (2
+cores, 2026-11). The tracing one announces its end with a DeprecationWarning, which is silenced
+below; on the day a torch drops it, `dynamo=True` with dynamic_shapes takes its place in this
+function.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from replaylake.datastore.errors import PackageInvalid
+from replaylake.datastore.policies.manifest import GRAPH
+from replaylake.datastore.policies.package import GraphSession, graph_inputs
+from replaylake.datastore.policies.policy import HEAD_OUTPUTS
+from replaylake.datastore.spaces import (
+    Array,
+    Box,
+    Dict,
+    Space,
+    Text,
+    Tuple,
+    Values,
+    bounds,
+    children,
+    value_dtype,
+    value_shape,
+)
+from replaylake.offline.graph import PolicyGraph, run_graph
+
+_OPSET: Final = 17  # all that onnxruntime 1.20 and newer run; nothing later is used by a policy
+# Sums in another order differ in the last bits; more means that the export changed the mathematics.
+_RTOL, _ATOL = 1e-4, 1e-5
+
+
+def export_onnx(graph: PolicyGraph) -> bytes:
+    """Return the graph as ONNX with a free leading dim, the same as torch on random observations.
+
+    Raises: PackageInvalid if an operation cannot be exported, or onnxruntime's outputs differ from
+    torch's on 64 random observations and on one.
+    """
+    # A copy, because a learner on a GPU goes on training the one it has there.
+    graph = PolicyGraph(deepcopy(graph.module).eval().cpu(), graph.spec)
+    module = _Flattened(graph.module)
+    inputs = graph_inputs(graph.spec, _random_values(graph.spec.observation_space, 2), _rng())
+    outputs = HEAD_OUTPUTS[graph.spec.head]
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / GRAPH
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        try:
+            torch.onnx.export(
+                module,
+                tuple(torch.from_numpy(array) for array in inputs.values()),
+                path,
+                input_names=list(inputs),
+                output_names=list(outputs),
+                dynamic_axes={name: {0: "N"} for name in (*inputs, *outputs)},
+                opset_version=_OPSET,
+                dynamo=False,
+            )
+        except (RuntimeError, torch.onnx.errors.OnnxExporterError) as error:
+            raise PackageInvalid(
+                f"policy graph {type(graph.module).__name__}: torch {torch.__version__} cannot "
+                f"export it to ONNX: {error}"
+            ) from error
+        onnx = path.read_bytes()
+    for num in (64, 1):
+        _check_same(graph, onnx, num)
+    return onnx
+
+
+class _Flattened(nn.Module):
+    """Makes the outputs a plain tuple, whatever tuple type the module returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.module(*inputs))
+
+
+def _check_same(graph: PolicyGraph, onnx: bytes, num: int) -> None:
+    inputs = graph_inputs(graph.spec, _random_values(graph.spec.observation_space, num), _rng())
+    expected = run_graph(graph, inputs)
+    found = GraphSession(onnx, graph.spec, "exported policy graph").run(inputs)
+    for name, array in expected.items():
+        same = found[name].shape == array.shape and np.allclose(
+            found[name], array, _RTOL, _ATOL, equal_nan=False
+        )
+        if not same:
+            raise PackageInvalid(
+                f"exported policy graph: output {name} {list(found[name].shape)} differs from "
+                f"torch's {list(array.shape)} on {num} random observations, expected the same "
+                f"within {_RTOL}. Is a parameter not finite, or a shape fixed in the module's "
+                "forward?"
+            )
+
+
+def _random_values(space: Space, num: int) -> Values:
+    if isinstance(space, Dict | Tuple):
+        return {key: _random_values(sub, num) for key, sub in children(space).items()}
+    if isinstance(space, Text):
+        raise PackageInvalid("policy graph: found a Text observation, which ONNX has no input for.")
+    rng = _rng()
+    shape = (num, *value_shape(space))
+    if isinstance(space, Box) and value_dtype(space).kind == "f":
+        values: Array = rng.standard_normal(shape)
+    elif isinstance(space, Box):
+        low, high = (np.clip(bound, -1000, 1000) for bound in bounds(space))
+        values = rng.integers(low.astype(np.int64), high.astype(np.int64) + 1, shape)
+    else:
+        low, high = bounds(space)
+        values = rng.integers(low, np.asarray(high) + 1, shape)
+    return values.astype(value_dtype(space))
+
+
+def _rng() -> np.random.Generator:
+    return np.random.default_rng(0)

@@ -1,0 +1,82 @@
+"""What the offline tests share: the CartPole log in a lake, and hand-made batches."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from replaylake.datastore.batch import Batch
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.lake import open_lake
+
+CARTPOLE_LOG = (
+    Path(__file__).parents[2] / "examples" / "data" / "rllib_cartpole" / "cartpole-v1_large"
+)
+
+# The tests run in several processes on few cores: more threads a process only wait for each other.
+torch.set_num_threads(1)
+
+
+def cartpole_episodes():
+    """The RLlib log, read here with pyarrow: 21 episodes, 4,137 steps."""
+    rows = {}
+    for file in sorted(CARTPOLE_LOG.glob("*.parquet")):
+        for row in pq.read_table(file).to_pylist():
+            rows.setdefault(row["eps_id"], []).append(row)
+    return [
+        Episode(
+            episode_id=f"log/{episode}",
+            observations=np.array([step["obs"] for step in steps], np.float32),
+            actions=np.array([step["actions"] for step in steps]),
+            rewards=np.array([step["rewards"] for step in steps]),
+            # The log marks the 200-step limit as an end too.
+            terminated=len(steps) < 200,
+            truncated=len(steps) == 200,
+            final_observation=np.array(steps[-1]["new_obs"], np.float32),
+            behavior_log_probs=np.array([step["action_logp"] for step in steps], np.float32),
+        )
+        for episode, steps in rows.items()
+    ]
+
+
+@pytest.fixture(scope="session")
+def cartpole_lake(tmp_path_factory):
+    """A lake with the CartPole log as `cartpole`; tests register policies under their own names."""
+    lake = open_lake(tmp_path_factory.mktemp("lakes") / "lake", create=True)
+    lake.dataset("cartpole").append(cartpole_episodes())
+    return lake
+
+
+@pytest.fixture(scope="session")
+def cartpole_observations():
+    """1,000 logged observations."""
+    return np.concatenate([episode.observations for episode in cartpole_episodes()])[:1000]
+
+
+def make_batch(kind="discrete", size=32, seed=0, num_actions=3, action_size=2, **changes):
+    """A random batch of observations [4]; actions int64 in 0 .. 2 or float32 [2] in [-2, 2]."""
+    rng = np.random.default_rng(seed)
+    observations = rng.standard_normal((size, 4)).astype(np.float32)
+    if kind == "discrete":
+        actions = rng.integers(0, num_actions, size)
+    else:
+        actions = rng.uniform(-2, 2, (size, action_size)).astype(np.float32)
+    fields = {
+        "observations": observations,
+        "actions": actions,
+        "rewards": rng.standard_normal(size).astype(np.float32),
+        "discounts": np.where(rng.random(size) < 0.1, 0, 0.99).astype(np.float32),
+        "next_observations": observations + np.float32(0.1),
+        "behavior_log_probs": np.full(size, np.nan, np.float32),
+        "weights": np.ones(size, np.float32),
+        "keys": np.zeros((size, 2), np.uint64),
+    }
+    return Batch(**{**fields, **changes})
+
+
+@pytest.fixture
+def batch():
+    """The function make_batch, for tests that live in files of their own."""
+    return make_batch

@@ -1,0 +1,82 @@
+import subprocess
+import sys
+
+import pytest
+
+from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
+from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete
+from replaylake.offline.algorithms.catalog import algorithms, check_algorithm, make_learner
+from replaylake.offline.d3rlpy.learner import D3rlpyLearner
+from replaylake.offline.learner import GradientLearner
+
+OBSERVATION = Box((4,))
+
+
+def make(name, space=None, **options):
+    return make_learner(name, OBSERVATION, space or Discrete(2), options=options, seed=0)
+
+
+def test_the_list_says_what_each_is():
+    rows = algorithms()
+    first = [(row.name, row.actions) for row in rows[:2]]
+    assert first == [("bc", "discrete"), ("bc", "continuous")]
+    names = {row.name for row in rows}
+    assert {"bc", "cql", "iql", "td3_plus_bc", "awac", "sac", "td3", "ddpg", "dqn"} <= names
+    keys = [(row.provider, row.name, row.actions) for row in rows]
+    assert len(set(keys)) == len(keys)
+    assert all(row.paper and row.head and row.kind for row in rows)
+
+
+def test_ours_comes_first_and_theirs_on_request():
+    assert isinstance(make("bc"), GradientLearner)
+    assert isinstance(make("d3rlpy:bc"), D3rlpyLearner)
+
+
+def test_discrete_or_continuous_follows_from_the_space():
+    assert make("cql").policy().spec.head == "q_values"
+    box = Box((1,), "float32", -1, 1)
+    assert make("bc", box).policy().spec.head == "gaussian"
+    assert check_algorithm("cql", box).head == "squashed_gaussian"
+
+
+@pytest.mark.parametrize("name", ["cqq", "d3rlpy:cqq"])
+def test_an_unknown_algorithm_gets_near_matches_and_the_list(name):
+    with pytest.raises(NotFound, match=rf"'{name}'.*cql.*There are: awac, bc"):
+        check_algorithm(name, Discrete(2))
+
+
+def test_ours_alone_is_unknown_to_d3rlpy():
+    with pytest.raises(NotFound, match="bcx"):
+        check_algorithm("bcx", Discrete(2))
+
+
+def test_a_space_it_cannot_take_names_those_that_can():
+    with pytest.raises(SpaceUnsupported, match=r"iql.*Discrete\(2\).*float Box.*bc, bcq, cql, do"):
+        check_algorithm("iql", Discrete(2))
+    with pytest.raises(SpaceUnsupported, match=r"dqn.*Box.*expected Discrete.*awac, bc, cql"):
+        check_algorithm("dqn", Box((1,)))
+
+
+def test_a_space_that_none_can_take_says_so():
+    with pytest.raises(SpaceUnsupported, match="take it: none"):
+        check_algorithm("bc", MultiDiscrete((2, 3)))
+
+
+def test_unknown_options_get_near_matches():
+    with pytest.raises(ConfigInvalid, match="algorithm bc: found option 'learning_rat'"):
+        make("bc", learning_rat=1e-3)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "fpga"])
+def test_a_device_that_is_not_there_is_refused(device):
+    with pytest.raises(ConfigInvalid, match=f"device: found '{device}'"):
+        make_learner("bc", OBSERVATION, Discrete(2), options={}, seed=0, device=device)
+
+
+def test_the_catalog_does_not_import_d3rlpy():
+    code = (
+        "import sys, replaylake.offline.algorithms.catalog as c; c.algorithms(); "
+        "print('d3rlpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

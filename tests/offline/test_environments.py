@@ -1,0 +1,297 @@
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    EpisodeInvalid,
+    NotFound,
+    SchemaMismatch,
+    SpaceUnsupported,
+)
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Text,
+    Tuple,
+)
+from replaylake.offline.environments import (
+    from_gymnasium,
+    make,
+    record,
+    spaces_of,
+    to_gymnasium,
+)
+
+
+@pytest.fixture
+def lake(tmp_path):
+    return open_lake(tmp_path / "lake", create=True)
+
+
+class Counter(gymnasium.Env):
+    """Observes the number of steps taken, in one buffer that it reuses; ends after `length`."""
+
+    observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, length=3, masked=False, terminates=True):
+        self._length, self._masked, self._terminates = length, masked, terminates
+        self._buffer = np.zeros(1, np.float32)
+
+    def _info(self):
+        even = int(self._buffer[0]) % 2 == 0
+        return {"action_mask": np.array([even, True])} if self._masked else {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._buffer[0] = 0
+        return self._buffer, self._info()
+
+    def step(self, action):
+        self._buffer[0] += 1
+        ended = bool(self._buffer[0] >= self._length)
+        reward = float(10 * action)
+        truncated = ended and not self._terminates
+        return self._buffer, reward, ended and self._terminates, truncated, self._info()
+
+
+def rows(lake, columns, order="episode_id, step"):
+    return lake.sql(f"select {columns} from log.steps order by {order}").to_pylist()
+
+
+def play(env, episodes, action=1):
+    for _ in range(episodes):
+        env.reset()
+        ended = False
+        while not ended:
+            _, _, terminated, truncated, _ = env.step(action)
+            ended = terminated or truncated
+
+
+def test_every_step_is_recorded_with_what_was_seen_before_it(lake):
+    env = record(Counter(), lake.dataset("log"), producer="me", policy="mine:3")
+    play(env, 2)
+    env.close()
+    found = rows(lake, "observation, action, reward, terminated, truncated, final_observation")
+    assert [row["observation"] for row in found] == [[0], [1], [2]] * 2
+    assert {row["action"] for row in found} == {1}
+    assert {row["reward"] for row in found} == {10.0}
+    assert [row["terminated"] for row in found] == [False, False, True] * 2
+    assert not any(row["truncated"] for row in found)
+    assert [row["final_observation"] for row in found] == [None, None, [3]] * 2
+    acted = rows(lake, "distinct policy, policy_version", "policy")
+    assert acted == [{"policy": "mine", "policy_version": 3}]
+    ids = rows(lake, "distinct episode_id", "episode_id")
+    assert len(ids) == 2
+    assert all(row["episode_id"].startswith("me/") for row in ids)
+
+
+def test_the_dataset_gets_the_environments_spaces(lake):
+    env = record(Counter(), lake.dataset("log"))
+    play(env, 1)
+    env.close()
+    spec = lake.dataset("log").spec
+    assert spec.observation_space == Box((1,), "float32", 0, 100)
+    assert spec.action_space == Discrete(2)
+    assert rows(lake, "distinct policy", "policy") == [{"policy": None}]
+
+
+def test_the_loop_sees_the_environment_unchanged(lake):
+    plain, recorded = make("CartPole-v1"), record(make("CartPole-v1"), lake.dataset("log"))
+    first, second = plain.reset(seed=5)[0], recorded.reset(seed=5)[0]
+    np.testing.assert_array_equal(first, second)
+    for action in (0, 1, 1, 0):
+        left, right = plain.step(action), recorded.step(action)
+        np.testing.assert_array_equal(left[0], right[0])
+        assert left[1:] == right[1:]
+    assert recorded.observation_space == plain.observation_space
+    plain.close()
+    recorded.close()
+
+
+def test_closing_writes_an_open_episode_as_an_open_piece(lake):
+    env = record(Counter(), lake.dataset("log"))
+    env.reset()
+    env.step(0)
+    env.step(0)
+    env.close()
+    found = rows(lake, "terminated, truncated, final_observation")
+    assert [(row["terminated"], row["truncated"]) for row in found] == [(False, False)] * 2
+    assert [row["final_observation"] for row in found] == [None, [2]]
+
+
+def test_a_reset_in_the_middle_truncates(lake):
+    env = record(Counter(), lake.dataset("log"))
+    env.reset()
+    env.step(0)
+    env.reset()
+    env.step(0)
+    env.step(0)
+    env.step(0)
+    env.close()
+    found = rows(lake, "step, terminated, truncated", "episode_id, step")
+    assert sorted((row["step"], row["terminated"], row["truncated"]) for row in found) == [
+        (0, False, False),
+        (0, False, True),
+        (1, False, False),
+        (2, True, False),
+    ]
+
+
+def test_truncation_is_kept_apart_from_termination(lake):
+    env = record(Counter(terminates=False), lake.dataset("log"))
+    play(env, 1)
+    env.close()
+    last = rows(lake, "terminated, truncated", "step")[-1]
+    assert last == {"terminated": False, "truncated": True}
+
+
+def test_masks_are_those_seen_before_the_step(lake):
+    env = record(Counter(masked=True), lake.dataset("log"))
+    play(env, 1)
+    env.close()
+    found = rows(lake, "action_mask", "step")
+    assert [row["action_mask"] for row in found] == [[True, True], [False, True], [True, True]]
+
+
+def test_closing_twice_and_without_a_step_writes_nothing(lake):
+    env = record(Counter(), lake.dataset("log"))
+    env.close()
+    env.close()
+    assert lake.datasets() == []
+
+
+def test_a_second_recorder_appends(lake):
+    for _ in range(2):
+        env = record(Counter(), lake.dataset("log"))
+        play(env, 1)
+        env.close()
+    assert lake.sql("select count(*) as n from log.episodes").to_pylist() == [{"n": 2}]
+
+
+def test_nested_observations_are_recorded(lake):
+    class Nested(Counter):
+        observation_space = gymnasium.spaces.Dict(
+            {
+                "at": gymnasium.spaces.Tuple(
+                    (gymnasium.spaces.Discrete(9), gymnasium.spaces.Box(0, 9, (2,), np.float64))
+                ),
+                "said": gymnasium.spaces.Text(9),
+            }
+        )
+        action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+        def _nested(self):
+            at = int(self._buffer[0])
+            return {"at": (at, np.full(2, at, np.float64)), "said": f"step {at}"}
+
+        def reset(self, *, seed=None, options=None):
+            _, info = super().reset(seed=seed)
+            return self._nested(), info
+
+        def step(self, action):
+            after = super().step(0)[1:]
+            return (self._nested(), *after)
+
+    env = record(Nested(), lake.dataset("log"))
+    play(env, 1, action=np.array([0.5, -0.5], np.float32))
+    env.close()
+    found = rows(lake, "observation.at._0 as room, observation.said as said, action", "step")
+    assert found[1] == {"room": 1, "said": "step 1", "action": [0.5, -0.5]}
+
+
+def test_a_vector_environment_is_refused(lake):
+    vector = gymnasium.vector.SyncVectorEnv([Counter, Counter])
+    with pytest.raises(ConfigInvalid, match="vector environment of 2"):
+        record(vector, lake.dataset("log"))
+    vector.close()
+
+
+def test_recorders_may_be_vectorised(lake):
+    vector = gymnasium.vector.SyncVectorEnv(
+        [lambda: record(Counter(), lake.dataset("log")) for _ in range(2)]
+    )
+    vector.reset()
+    for _ in range(3):
+        vector.step(np.array([0, 1]))
+    vector.close()
+    counted = lake.sql('select num_steps, "return" as r from log.episodes order by r').to_pylist()
+    assert counted == [{"num_steps": 3, "r": 0.0}, {"num_steps": 3, "r": 30.0}]
+
+
+@pytest.mark.parametrize("policy", ["mine:x", "mine:", "a:b:c"])
+def test_a_malformed_policy_is_refused(lake, policy):
+    with pytest.raises(ConfigInvalid, match=policy):
+        record(Counter(), lake.dataset("log"), policy=policy)
+
+
+def test_a_dataset_of_other_spaces_is_refused(lake):
+    lake.dataset("log").create(Box((4,)), Discrete(2))
+    env = record(Counter(), lake.dataset("log"))
+    env.reset()
+    env.step(0)
+    env.step(0)
+    with pytest.raises((EpisodeInvalid, SchemaMismatch), match="observation"):
+        env.step(0)
+
+
+def test_a_step_before_reset_is_refused(lake):
+    env = record(Counter(), lake.dataset("log"))
+    with pytest.raises(EpisodeInvalid, match="reset"):
+        env.step(0)
+
+
+SPACES = [
+    Box((2,), "float32", -1.0, 1.0),
+    Box((2,), "float64", [-1.0, -2.0], [1.0, float("inf")]),
+    Box((8, 8, 3), "uint8", 0, 255),
+    Discrete(4, 2),
+    MultiDiscrete((2, 3)),
+    MultiBinary(4),
+    Dict({"a": Discrete(2), "b": Tuple((Box((1,)), Text()))}),
+]
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_spaces_go_there_and_back(space):
+    assert from_gymnasium(to_gymnasium(space)) == space
+
+
+def test_a_space_without_a_column_is_refused():
+    sequence = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(2))
+    with pytest.raises(SpaceUnsupported, match="Sequence"):
+        from_gymnasium(sequence)
+
+
+def test_spaces_of_cartpole():
+    observation, action = spaces_of("CartPole-v1")
+    assert observation.shape == (4,)
+    assert action == Discrete(2)
+
+
+@pytest.mark.parametrize("env_id", ["CartPol-v1", "CartPole-v9", "nowhere:Thing-v0", "a/B-v0"])
+def test_an_unknown_environment_is_not_found(env_id):
+    with pytest.raises(NotFound, match=f"'{env_id}'"):
+        make(env_id)
+
+
+def test_a_misspelt_environment_gets_the_near_match():
+    with pytest.raises(NotFound, match="Expected CartPole-v1"):
+        make("CartPol-v1")
+
+
+def test_recording_needs_neither_torch_nor_ray():
+    code = (
+        "import sys, replaylake as rl; rl.record; "
+        "print(sorted({'torch', 'ray', 'd3rlpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,163 @@
+import gymnasium
+import numpy as np
+import pytest
+
+from replaylake.datastore.errors import ConfigInvalid, NotFound, SchemaMismatch
+from replaylake.datastore.policies.policy import Act, PolicySpec, UniformPolicy
+from replaylake.datastore.spaces import Box, Discrete
+from replaylake.offline.environments import spaces_of
+from replaylake.offline.evaluate import evaluate
+
+
+class Rule:
+    """Pushes the cart towards where the pole leans: about 40 steps; counts its calls."""
+
+    def __init__(self, env_id="CartPole-v1"):
+        self.spec = PolicySpec(*spaces_of(env_id), "categorical")
+        self.calls = []
+
+    def initial_state(self, n):
+        return None
+
+    def act(self, observations, state=None, *, rng=None, deterministic=True, action_mask=None, **_):
+        self.calls.append(len(observations))
+        return Act((observations[:, 2] > 0).astype(np.int64), None)
+
+    def observe(self, state, rewards):
+        return state
+
+
+class Masked(gymnasium.Env):
+    """Five steps; the one allowed action alternates, any other ends the episode at once."""
+
+    observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._step = 0
+        return np.zeros(1, np.float32), self._info()
+
+    def step(self, action):
+        allowed = action == self._step % 2
+        self._step += 1
+        ended = not allowed or self._step == 5
+        return np.full(1, self._step, np.float32), float(allowed), ended, False, self._info()
+
+    def _info(self):
+        mask = np.zeros(2, np.int8)
+        mask[self._step % 2] = 1
+        return {"action_mask": mask}
+
+
+class Remembering(Rule):
+    """Keeps the number of its steps and the sum of its rewards as state."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def initial_state(self, n):
+        return np.zeros((n, 2))
+
+    def act(self, observations, state=None, **kwargs):
+        return Act(super().act(observations, **kwargs).actions, None, state + np.array([1, 0]))
+
+    def observe(self, state, rewards):
+        state = state + np.stack([np.zeros_like(rewards), rewards], axis=1)
+        self.seen.append(state.tolist())
+        return state
+
+
+@pytest.fixture
+def masked_id():
+    env_id = "replaylake-test/Masked-v0"
+    gymnasium.register(env_id, entry_point=Masked)
+    yield env_id
+    del gymnasium.registry[env_id]
+
+
+def test_the_result_does_not_depend_on_the_number_of_environments():
+    alone = evaluate(Rule(), "CartPole-v1", episodes=7, seed=3, num_envs=1)
+    together = evaluate(Rule(), "CartPole-v1", episodes=7, seed=3, num_envs=4)
+    assert alone == together
+    assert alone.seeds == (3, 4, 5, 6, 7, 8, 9)
+    assert len(set(alone.returns)) > 1
+
+
+def test_it_is_what_a_plain_loop_finds():
+    env = gymnasium.make("CartPole-v1")
+    returns = []
+    for seed in (10, 11):
+        observation, _ = env.reset(seed=seed)
+        total, ended = 0.0, False
+        while not ended:
+            observation, reward, terminated, truncated, _ = env.step(int(observation[2] > 0))
+            total, ended = total + float(reward), terminated or truncated
+        returns.append(total)
+    found = evaluate(Rule(), "CartPole-v1", episodes=2, seed=10)
+    assert list(found.returns) == returns
+    assert list(found.lengths) == returns
+    assert found.mean_return == sum(returns) / 2
+    assert found.ci_low < found.mean_return < found.ci_high
+
+
+def test_it_acts_for_all_environments_in_one_call():
+    policy = Rule()
+    evaluate(policy, "CartPole-v1", episodes=4, num_envs=4)
+    assert policy.calls[0] == 4
+
+
+def test_one_episode_has_no_interval():
+    found = evaluate(Rule(), "CartPole-v1", episodes=1)
+    assert (found.ci_low, found.ci_high) == (None, None)
+    assert found.to_json()["returns"] == list(found.returns)
+
+
+def test_sampling_is_seeded_by_episode():
+    policy = UniformPolicy(*spaces_of("CartPole-v1"))
+    first = evaluate(policy, "CartPole-v1", episodes=5, deterministic=False, num_envs=5)
+    second = evaluate(policy, "CartPole-v1", episodes=5, deterministic=False, num_envs=2)
+    other = evaluate(policy, "CartPole-v1", episodes=5, deterministic=False, seed=50)
+    assert first == second
+    assert first.returns != other.returns
+
+
+def test_masks_of_the_environment_are_honoured(masked_id):
+    policy = UniformPolicy(*spaces_of(masked_id))
+    found = evaluate(policy, masked_id, episodes=3)
+    assert found.returns == (5.0, 5.0, 5.0)
+
+
+def test_a_policy_with_state_keeps_one_per_episode():
+    policy = Remembering()
+    found = evaluate(policy, "CartPole-v1", episodes=2, num_envs=2)
+    assert policy.seen[0] == [[1, 1]]
+    assert [found.lengths[0]] * 2 in [state[0] for state in policy.seen]
+    assert max(state[0][0] for state in policy.seen) == max(found.lengths)
+
+
+def test_progress_counts_episodes():
+    seen = []
+    evaluate(
+        Rule(), "CartPole-v1", episodes=3, on_progress=lambda done, all_: seen.append((done, all_))
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_an_environment_of_other_spaces_is_refused():
+    with pytest.raises(SchemaMismatch, match=r"Pendulum-v1: its observation .* float32\[3\]"):
+        evaluate(Rule(), "Pendulum-v1", episodes=1)
+    wrong = UniformPolicy(Box((4,)), Discrete(3))
+    with pytest.raises(SchemaMismatch, match=r"Discrete\(2\), expected Discrete\(3\)"):
+        evaluate(wrong, "CartPole-v1", episodes=1)
+
+
+def test_an_unknown_environment_is_not_found():
+    with pytest.raises(NotFound, match="CartPole-v1"):
+        evaluate(Rule(), "CartPole-v7", episodes=1)
+
+
+def test_no_episodes_are_refused():
+    with pytest.raises(ConfigInvalid, match="0 episodes"):
+        evaluate(Rule(), "CartPole-v1", episodes=0)
