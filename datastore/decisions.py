@@ -1,0 +1,147 @@
+"""Decisions and rewards at rest: their two tables, and how rows get in.
+
+A served decision and the reward that follows it are written by different requests, often through
+different workers, so they are rows of two tables that are never updated: `<dataset>/_decisions` and
+`<dataset>/_rewards`. `datastore/sessions.py` joins them into episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.errors import AlreadyExists, SchemaMismatch
+from replaylake.datastore.journal_file import Encode, Recovered, journal_folder, recover
+from replaylake.datastore.schema import TIMESTAMP_TYPE, arrow_type, to_arrow, vector_type
+from replaylake.datastore.spaces import Box, Space, as_values, describe, gather, leaves, num_actions
+
+# How long a decision takes rewards, and its episode waits for them: a day, for clients that report
+# in nightly jobs.
+DEFAULT_WINDOW_S: Final = 86_400.0
+
+
+def decisions_schema(observation_space: Space, action_space: Space) -> pa.Schema:
+    """Return the columns of `<dataset>/_decisions`."""
+    num = num_actions(action_space)
+    mask = [] if num is None else [pa.field("action_mask", vector_type(pa.bool_(), num))]
+    return pa.schema(
+        [
+            pa.field("decision_id", pa.string(), nullable=False),
+            pa.field("request_id", pa.string()),
+            pa.field("episode_id", pa.string()),
+            pa.field("timestamp", TIMESTAMP_TYPE, nullable=False),
+            pa.field("policy", pa.string(), nullable=False),
+            pa.field("policy_version", pa.int64(), nullable=False),
+            pa.field("observation", arrow_type(observation_space), nullable=False),
+            pa.field("action", arrow_type(action_space), nullable=False),
+            pa.field("log_prob", pa.float32()),
+            pa.field("deterministic", pa.bool_(), nullable=False),
+            *mask,
+        ]
+    )
+
+
+def rewards_schema(observation_space: Space) -> pa.Schema:
+    """Return the columns of `<dataset>/_rewards`."""
+    return pa.schema(
+        [
+            pa.field("decision_id", pa.string(), nullable=False),
+            pa.field("timestamp", TIMESTAMP_TYPE, nullable=False),
+            pa.field("reward", pa.float64(), nullable=False),
+            pa.field("terminated", pa.bool_(), nullable=False),
+            pa.field("truncated", pa.bool_(), nullable=False),
+            pa.field("final_observation", arrow_type(observation_space)),
+        ]
+    )
+
+
+def ensure_feedback_tables(dataset: Dataset, observation_space: Space, action_space: Space) -> None:
+    """Create the dataset and its two feedback tables where they are absent.
+
+    Raises: SchemaMismatch if the dataset exists with other spaces: its episodes could not be joined
+    by those that this policy makes.
+    """
+    if not dataset.exists():
+        with suppress(AlreadyExists):  # another worker did, this moment
+            dataset.create(observation_space, action_space, mask_size=num_actions(action_space))
+    spec = dataset.spec
+    _check_same(dataset.name, "observation", spec.observation_space, observation_space)
+    _check_same(dataset.name, "action", spec.action_space, action_space)
+    for table, schema in (
+        (dataset.decisions, decisions_schema(spec.observation_space, spec.action_space)),
+        (dataset.rewards, rewards_schema(spec.observation_space)),
+    ):
+        if not table.exists():
+            with suppress(AlreadyExists):
+                table.create(schema)
+
+
+def decisions_encoder(dataset: Dataset) -> Encode:
+    """Return the function from journal records to rows of the decisions table."""
+    spec = dataset.spec
+    schema = decisions_schema(spec.observation_space, spec.action_space)
+    typed = {"observation": spec.observation_space, "action": spec.action_space}
+    return lambda records: _to_table(records, schema, typed)
+
+
+def rewards_encoder(dataset: Dataset) -> Encode:
+    """Return the function from journal records to rows of the rewards table."""
+    spec = dataset.spec
+    schema = rewards_schema(spec.observation_space)
+    typed = {"final_observation": spec.observation_space}
+    return lambda records: _to_table(records, schema, typed)
+
+
+def recover_feedback(dataset: Dataset) -> Recovered:
+    """Commit what killed servers had written and not yet committed; live servers are left alone."""
+    total = Recovered(0, 0, 0)
+    for table, encoder in (
+        (dataset.decisions, decisions_encoder),
+        (dataset.rewards, rewards_encoder),
+    ):
+        if journal_folder(table).is_dir():
+            total += recover(table, encoder(dataset))
+    return total
+
+
+def _to_table(
+    records: Sequence[Mapping[str, Any]], schema: pa.Schema, typed: Mapping[str, Space]
+) -> pa.Table:
+    columns = []
+    for field in schema:
+        cells = [record.get(field.name) for record in records]
+        space = typed.get(field.name)
+        columns.append(pa.array(cells, field.type) if space is None else _typed(space, cells))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _typed(space: Space, cells: list[Any]) -> pa.Array:
+    """Encode one value a cell, None as null."""
+    present = [i for i, cell in enumerate(cells) if cell is not None]
+    if not present:
+        return pa.nulls(len(cells), arrow_type(space))
+    values = as_values(space, gather(space, [cells[i] for i in present]), "observation")
+    array = to_arrow(space, values)
+    if len(present) == len(cells):
+        return array
+    positions: list[int | None] = [None] * len(cells)
+    for position, row in enumerate(present):
+        positions[row] = position
+    return array.take(pa.array(positions, pa.int64()))
+
+
+def _check_same(dataset: str, what: str, theirs: Space, ours: Space) -> None:
+    """Compare what is stored. Box bounds may differ: a log's are often unknown."""
+    if [_stored(*leaf) for leaf in leaves(theirs)] != [_stored(*leaf) for leaf in leaves(ours)]:
+        raise SchemaMismatch(
+            f"dataset {dataset}: the policy's {what} space is {describe(ours)}, the dataset's is "
+            f"{describe(theirs)}. Log to another dataset, or serve a policy trained on this one."
+        )
+
+
+def _stored(name: str, leaf: Any) -> Any:
+    return (name, leaf.shape, leaf.dtype) if isinstance(leaf, Box) else (name, leaf)

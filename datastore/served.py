@@ -1,0 +1,202 @@
+"""Served: decisions with their rewards as the lake has them, and episodes cut out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.journal_file import first_pending
+from replaylake.datastore.schema import DatasetSpec, to_numpy
+from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.spaces import Array, take
+from replaylake.datastore.table import Table
+
+DECISION_ID: Final = "decision_id"
+REQUEST_ID: Final = "request_id"
+_NEVER: Final = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A decision's last reward; final_row is where the rewards table has its final observation."""
+
+    reward: float
+    terminated: bool
+    truncated: bool
+    timestamp: int
+    final_row: int | None
+
+    @property
+    def outcome(self) -> tuple[float, bool, bool]:
+        """What a step keeps of it."""
+        return self.reward, self.terminated, self.truncated
+
+    @property
+    def ends(self) -> bool:
+        """Whether the episode ends with it."""
+        return self.terminated or self.truncated
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive decisions to write; `next_id` is the decision after them in the same episode."""
+
+    episode_id: str
+    source_episode_id: str | None
+    first_step: int
+    decision_ids: list[str]
+    next_id: str | None
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What was served, at pinned versions; written maps a decision to the outcome its step has."""
+
+    decisions: pa.Table
+    rewards: Mapping[str, Reward]
+    num_rewards: int
+    final_observations: pa.ChunkedArray
+    written: Mapping[str, tuple[float, bool, bool]]
+    horizon: int
+
+
+def read_logged(dataset: Dataset, snapshot: Snapshot) -> Logged:
+    """Read the two tables' newest versions, and which decisions the snapshot has as steps."""
+    # What is still in a live worker's journal is newer than this: an episode that reaches past it
+    # may have a step there, and written without it would have a false successor.
+    horizon = min(
+        (record["timestamp"] for record in first_pending(dataset.decisions)), default=_NEVER
+    )
+    rewards = dataset.rewards.snapshot().read()
+    narrow = [DECISION_ID, "episode_id", REQUEST_ID, "timestamp"]
+    decisions = dataset.decisions.snapshot().read(narrow).sort_by(DECISION_ID)
+    written: dict[str, tuple[float, bool, bool]] = {}
+    if DECISION_ID in snapshot.spec.extras:
+        columns = [DECISION_ID, "reward", "terminated", "truncated"]
+        for batch in snapshot.table.batches(columns):
+            served = batch.filter(pc.is_valid(batch.column(DECISION_ID)))
+            ids, *outcomes = (served.column(name).to_pylist() for name in columns)
+            written.update(zip(ids, zip(*outcomes, strict=True), strict=True))
+    return Logged(
+        decisions=decisions,
+        rewards=_last_rewards(rewards),
+        num_rewards=rewards.num_rows,
+        final_observations=rewards.column("final_observation"),
+        written=written,
+        horizon=horizon,
+    )
+
+
+def _last_rewards(rewards: pa.Table) -> dict[str, Reward]:
+    """Return each decision's last reward by time; a repeat of the same one changes nothing."""
+    columns = (
+        rewards.column(DECISION_ID).to_pylist(),
+        rewards.column("reward").to_pylist(),
+        rewards.column("terminated").to_pylist(),
+        rewards.column("truncated").to_pylist(),
+        rewards.column("timestamp").cast(pa.int64()).to_pylist(),
+        pc.is_valid(rewards.column("final_observation")).to_pylist(),
+    )
+    last: dict[str, Reward] = {}
+    for row, (key, reward, terminated, truncated, timestamp, has_final) in enumerate(
+        zip(*columns, strict=True)
+    ):
+        before = last.get(key)
+        if before is None or timestamp >= before.timestamp:
+            final_row = row if has_final else before.final_row if before else None
+            last[key] = Reward(reward, terminated, truncated, timestamp, final_row)
+    return last
+
+
+def build_episodes(
+    table: Table,
+    logged: Logged,
+    spec: DatasetSpec,
+    pieces: Sequence[Piece],
+    on_progress: Callable[[int, int], None] | None,
+) -> list[Episode]:
+    """Read the rows that the pieces need and cut the episodes out of them."""
+    wanted = [key for piece in pieces for key in piece.decision_ids]
+    wanted += [piece.next_id for piece in pieces if piece.next_id is not None]
+    chosen = pa.array(wanted, pa.string())
+    rows = pa.concat_tables(
+        batch.filter(pc.is_in(batch.column(DECISION_ID), chosen))
+        for batch in table.snapshot().batches()
+    ).combine_chunks()
+    source = _Source(rows, logged, spec)
+    episodes = []
+    for number, piece in enumerate(pieces, 1):
+        episodes.append(source.episode(piece))
+        if on_progress is not None:
+            on_progress(number, len(pieces))
+    return episodes
+
+
+class _Source:
+    """Decoded decisions, from which episodes are cut."""
+
+    def __init__(self, rows: pa.Table, logged: Logged, spec: DatasetSpec) -> None:
+        self._logged, self._spec = logged, spec
+        self._row_of = {key: row for row, key in enumerate(rows.column(DECISION_ID).to_pylist())}
+        self._observations = to_numpy(spec.observation_space, rows.column("observation"))
+        self._actions = to_numpy(spec.action_space, rows.column("action"))
+        self._log_probs = rows.column("log_prob").to_numpy().astype(np.float32)
+        self._policies = np.asarray(rows.column("policy").to_pylist(), dtype=object)
+        self._versions = rows.column("policy_version").to_numpy()
+        self._timestamps = rows.column("timestamp").cast(pa.int64()).to_numpy()
+        self._request_ids = rows.column(REQUEST_ID)
+        self._masks = self._decoded_masks(rows)
+
+    def episode(self, piece: Piece) -> Episode:
+        """Cut one piece out."""
+        index = np.asarray([self._row_of[key] for key in piece.decision_ids])
+        rewards = [self._logged.rewards[key] for key in piece.decision_ids]
+        last = rewards[-1]
+        return Episode(
+            episode_id=piece.episode_id,
+            source_episode_id=piece.source_episode_id,
+            first_step=piece.first_step,
+            observations=take(self._observations, index),
+            actions=take(self._actions, index),
+            rewards=np.asarray([reward.reward for reward in rewards], np.float64),
+            terminated=last.terminated,
+            truncated=last.truncated,
+            final_observation=self._final_observation(piece, last),
+            behavior_log_probs=self._log_probs[index],
+            policies=self._policies[index],
+            policy_versions=self._versions[index],
+            action_masks=None if self._masks is None else self._masks[index],
+            timestamps=self._timestamps[index],
+            extras={
+                DECISION_ID: pa.array(piece.decision_ids, pa.string()),
+                REQUEST_ID: self._request_ids.take(pa.array(index)).combine_chunks(),
+            },
+        )
+
+    def _final_observation(self, piece: Piece, last: Reward) -> Any:
+        if piece.next_id is not None and not last.ends:
+            return take(self._observations, self._row_of[piece.next_id])
+        if last.final_row is None:
+            return None
+        one = self._logged.final_observations.slice(last.final_row, 1)
+        return take(to_numpy(self._spec.observation_space, one), 0)
+
+    def _decoded_masks(self, rows: pa.Table) -> Array | None:
+        """Return bool [T, A]; a decision without a mask had every action allowed."""
+        if self._spec.mask_size is None or "action_mask" not in rows.column_names:
+            return None
+        column = rows.column("action_mask").combine_chunks()
+        given = column.is_valid().to_numpy(zero_copy_only=False)
+        if not given.any():
+            return None
+        masks = np.ones((len(column), self._spec.mask_size), dtype=bool)
+        flat = column.drop_null().flatten().to_numpy(zero_copy_only=False)
+        masks[given] = flat.reshape(-1, self._spec.mask_size)
+        return masks

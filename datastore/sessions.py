@@ -1,0 +1,236 @@
+"""Sessions: decisions and the rewards that followed, joined into episodes of the dataset.
+
+What is written, and when:
+    - Decisions of one client episode_id are its steps, in order of time; the decision whose reward
+      said terminated or truncated is the last, and a later one under the same id begins another
+      episode. A decision without an episode_id is an episode of one step.
+    - An episode is written once it has ended and every decision has its reward. Until then it
+      waits, at most the reward window after its last decision.
+    - After that, what is known is written and nothing is invented: no end that nobody reported, no
+      reward of 0. Steps without a reward stay out, the steps around them keep their numbers, and
+      the row before the gap keeps the observation that followed as its final_observation.
+    - A decision is written at most once, whenever and however often this runs. A reward that comes
+      after its step was written, and differs, is counted as late and stays in the rewards table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.decision_id import read_unverified
+from replaylake.datastore.decisions import DEFAULT_WINDOW_S, recover_feedback
+from replaylake.datastore.errors import NotFound
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.served import (
+    DECISION_ID,
+    REQUEST_ID,
+    Logged,
+    Piece,
+    Reward,
+    build_episodes,
+    read_logged,
+)
+
+
+@dataclass(frozen=True)
+class SessionReceipt:
+    """What one run found and wrote.
+
+    decisions and rewards: rows of the two tables. joined: decisions that have a reward. episodes
+    (pieces count singly) and steps: what this run added as `version`. waiting: decisions that may
+    still be completed. unrewarded: decisions whose window passed without a reward. repeated:
+    unrewarded decisions whose request was sent again and then rewarded. late: steps whose reward
+    changed after they were written. orphaned: rewarded decisions that are not there. recovered:
+    rows of killed servers committed first.
+    """
+
+    dataset: str
+    version: int
+    decisions: int
+    rewards: int
+    joined: int
+    episodes: int
+    steps: int
+    waiting: int
+    unrewarded: int
+    repeated: int
+    late: int
+    orphaned: int
+    recovered: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+
+@dataclass
+class _Counts:
+    waiting: int = 0
+    unrewarded: int = 0
+    repeated: int = 0
+
+
+def sessionise(
+    lake: Lake,
+    dataset: str,
+    *,
+    window_s: float = DEFAULT_WINDOW_S,
+    now_s: float | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> SessionReceipt:
+    """Join what was served into `dataset` with its rewards and append the episodes, in one commit.
+
+    Args:
+        lake: the lake.
+        dataset: its name.
+        window_s: how long a decision waits for its reward.
+        now_s: the time to judge the window by (s since 1970, UTC); the clock's by default.
+        on_progress: called with (episodes built, episodes).
+
+    Raises: NotFound if nothing was ever served into the dataset. Cost: one scan of the two tables'
+    ids and of the dataset's decision_id column.
+    """
+    handle = lake.dataset(dataset)
+    if not (handle.exists() and handle.decisions.exists() and handle.rewards.exists()):
+        raise NotFound(
+            f"sessionise {dataset}: found no decisions, expected some from a served policy. "
+            f"`replaylake serve POLICY --log-to {dataset}` logs them."
+        )
+    now = int((time.time() if now_s is None else now_s) * 1e6)
+    recovered = 0
+    while True:
+        recovered += recover_feedback(handle).num_rows
+        # Two runs at once get the same sequence: the later finds it taken and reads anew.
+        sequence = _free_sequence(handle, producer := f"sessionise:{dataset}")
+        snapshot = handle.snapshot()
+        logged = read_logged(handle, snapshot)
+        counts = _Counts()
+        pieces = list(_plan(logged, now - int(window_s * 1e6), counts))
+        version = snapshot.version
+        if pieces:
+            episodes = build_episodes(handle.decisions, logged, snapshot.spec, pieces, on_progress)
+            commit = handle.append(episodes, producer=producer, sequence=sequence)
+            if commit.already_present:
+                continue
+            version = commit.version
+        return _receipt(dataset, version, logged, pieces, counts, recovered)
+
+
+def _free_sequence(dataset: Dataset, producer: str) -> int:
+    """Return the first sequence not committed, by doubling and then halving: they have no holes."""
+    above = 1
+    while dataset.committed(producer, above - 1) is not None:
+        above *= 2
+    low, high = above // 2, above - 1  # low is free or lies above a committed one; high is free
+    while low < high:
+        middle = (low + high) // 2
+        if dataset.committed(producer, middle) is None:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _plan(logged: Logged, closing: int, counts: _Counts) -> Iterator[Piece]:
+    """Yield what is to be written now; decisions before `closing` (us) no longer wait."""
+    columns = (
+        logged.decisions.column(DECISION_ID).to_pylist(),
+        logged.decisions.column("episode_id").to_pylist(),
+        logged.decisions.column(REQUEST_ID).to_pylist(),
+        logged.decisions.column("timestamp").cast(pa.int64()).to_pylist(),
+    )
+    groups: dict[tuple[bool, str], list[tuple[str, str | None, int]]] = {}
+    for decision_id, episode_id, request_id, timestamp in zip(*columns, strict=True):
+        key = (True, decision_id) if episode_id is None else (False, episode_id)
+        groups.setdefault(key, []).append((decision_id, request_id, timestamp))
+    for (is_single, source), rows in groups.items():
+        for episode in _split_at_ends(rows, logged.rewards):
+            yield from _pieces(episode, None if is_single else source, logged, closing, counts)
+
+
+def _split_at_ends(
+    rows: list[tuple[str, str | None, int]], rewards: Mapping[str, Reward]
+) -> Iterator[list[tuple[str, str | None, int]]]:
+    begin = 0
+    for i, (decision_id, _, _) in enumerate(rows, 1):
+        reward = rewards.get(decision_id)
+        if i == len(rows) or (reward is not None and reward.ends):
+            yield rows[begin:i]
+            begin = i
+
+
+def _pieces(
+    rows: list[tuple[str, str | None, int]],
+    source: str | None,
+    logged: Logged,
+    closing: int,
+    counts: _Counts,
+) -> Iterator[Piece]:
+    rewards, written = logged.rewards, logged.written
+    answered = {request for key, request, _ in rows if request is not None and key in rewards}
+    # A client that got no answer (the server was killed) asks again under the same request_id.
+    kept = [row for row in rows if row[0] in rewards or row[1] not in answered]
+    counts.repeated += len(rows) - len(kept)
+    ids = [row[0] for row in kept]
+    open_ids = [key for key in ids if key not in written]
+    if not open_ids:
+        return
+    last_reward = rewards.get(ids[-1])
+    is_whole = all(key in rewards for key in ids) and (
+        source is None or (last_reward is not None and last_reward.ends)
+    )
+    if kept[-1][2] >= logged.horizon or not (is_whole or kept[-1][2] < closing):
+        counts.waiting += len(open_ids)
+        return
+    counts.unrewarded += sum(key not in rewards for key in ids)
+    begin = 0
+    for i in range(len(ids) + 1):
+        if i < len(ids) and ids[i] in rewards and ids[i] not in written:
+            continue
+        if i > begin:
+            next_id = ids[i] if i < len(ids) else None
+            yield Piece(f"served/{ids[0]}", source, begin, ids[begin:i], next_id)
+        begin = i + 1
+
+
+def _receipt(
+    dataset: str,
+    version: int,
+    logged: Logged,
+    pieces: Sequence[Piece],
+    counts: _Counts,
+    recovered: int,
+) -> SessionReceipt:
+    known = set(logged.decisions.column(DECISION_ID).to_pylist())
+    orphaned = sum(
+        key not in known
+        and (said := read_unverified(key)) is not None
+        and said.timestamp < logged.horizon
+        for key in logged.rewards
+    )
+    late = sum(
+        logged.rewards[key].outcome != outcome
+        for key, outcome in logged.written.items()
+        if key in logged.rewards
+    )
+    return SessionReceipt(
+        dataset=dataset,
+        version=version,
+        decisions=logged.decisions.num_rows,
+        rewards=logged.num_rewards,
+        joined=len(known & logged.rewards.keys()),
+        episodes=len(pieces),
+        steps=sum(len(piece.decision_ids) for piece in pieces),
+        waiting=counts.waiting,
+        unrewarded=counts.unrewarded,
+        repeated=counts.repeated,
+        late=late,
+        orphaned=orphaned,
+        recovered=recovered,
+    )

@@ -1,0 +1,216 @@
+"""A tiny policy, and a real server on a free port."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from replaylake.datastore.decision_id import read_unverified  # noqa: F401  (for tests, through `kit`)
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.policies.package import save_package
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.spaces import Box, Discrete
+
+WEIGHTS = np.array([[1.0, -1.0], [0.5, 0.25], [-2.0, 2.0], [3.0, -3.0]], np.float32)
+CARTPOLE = PolicySpec(Box((4,)), Discrete(2), "categorical")
+
+
+def linear_graph(weights, output, num_inputs):
+    """Return `output = observations @ weights` as ONNX."""
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["observations", "w"], [output])],
+        "linear",
+        [helper.make_tensor_value_info("observations", TensorProto.FLOAT, ["n", num_inputs])],
+        [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["n", weights.shape[1]])],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model)
+    return model.SerializeToString()
+
+
+def save_policy(folder: Path, spec: PolicySpec = CARTPOLE, graph: bytes | None = None) -> Path:
+    save_package(
+        folder,
+        onnx=graph or linear_graph(WEIGHTS, "logits", 4),
+        spec=spec,
+        manifest={"algorithm": "by_hand"},
+        learner_weights=None,
+    )
+    return folder
+
+
+@dataclass
+class Server:
+    """A running server: its process (a group of its own), address, and what it wrote to stderr."""
+
+    process: subprocess.Popen
+    url: str
+    lines: list
+
+    def processes(self):
+        return process_tree(self.process.pid)
+
+    def stop(self, sig=signal.SIGTERM):
+        self.process.send_signal(sig)
+        self.process.wait(30)
+
+    def kill(self):
+        """kill -9 of everything at once."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(30)
+
+
+def start_server(**config) -> Server:
+    """Run serve() in a process of its own and wait for its ready line."""
+    return await_ready(spawn_server(**config))
+
+
+def spawn_server(**config) -> subprocess.Popen:
+    fields = {k: str(v) if isinstance(v, Path) else v for k, v in config.items()}
+    code = f"""
+        import json
+        from pathlib import Path
+        from replaylake.serve.service import ServeConfig, serve
+        fields = json.loads({json.dumps(fields)!r})
+        for name in ("package", "lake"):
+            if fields.get(name):
+                fields[name] = Path(fields[name])
+        raise SystemExit(serve(ServeConfig(**{{"port": 0, **fields}})))
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def await_ready(process) -> Server:
+    """Read lines until the one that says where it serves; then go on reading in the background."""
+    lines: list = []
+    for line in process.stdout:
+        lines.append(line)
+        if " on http://" in line and "ready after" in line:
+            break
+    else:
+        process.stdout.close()
+        raise AssertionError("".join(lines))
+
+    def read_on():
+        with process.stdout:
+            lines.extend(process.stdout)
+
+    threading.Thread(target=read_on, daemon=True).start()
+    return Server(process, lines[-1].split(" on ")[1].split(",")[0], lines)
+
+
+class AppClient:
+    """Requests to an app in process, its lifespan around them."""
+
+    def __init__(self, app):
+        self._app = app
+
+    def __enter__(self):
+        self._runner = asyncio.Runner()
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        self._runner.run(self._lifespan.__aenter__())
+        transport = httpx.ASGITransport(self._app)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://app")
+        return self
+
+    def __exit__(self, *error):
+        self._runner.run(self._client.aclose())
+        self._runner.run(self._lifespan.__aexit__(None, None, None))
+        self._runner.close()
+
+    def request(self, method, path, **body):
+        return self._runner.run(self._client.request(method, path, **body))
+
+    def get(self, path):
+        return self.request("GET", path)
+
+    def post(self, path, **body):
+        return self.request("POST", path, **body)
+
+
+def process_tree(root: int) -> list:
+    """Return the pids of a process and its descendants: workers are in groups of their own."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+    found = [root] if root in parents else []
+    for pid in found:
+        found.extend(child for child, parent in parents.items() if parent == pid)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "still not so"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def kit():
+    """This module: pytest's importlib mode puts no test folder on the path."""
+    return sys.modules[__name__]
+
+
+@pytest.fixture(scope="session")
+def app_client():
+    return AppClient
+
+
+@pytest.fixture(scope="session")
+def package(tmp_path_factory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy") / "package")
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory):
+    return open_lake(tmp_path_factory.mktemp("lake") / "lake", create=True)
+
+
+@pytest.fixture(scope="module")
+def server(package, lake):
+    running = start_server(
+        package=package, policy="by_hand", version=3, lake=lake.path, log_to="served"
+    )
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.url) as client:
+        yield client
