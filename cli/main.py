@@ -1,0 +1,177 @@
+"""The `replaylake` command: registers the verbs, and turns what they raise into exit codes.
+
+Exit codes: 0; 1 an error of ours or in the user's data, one line on stderr; 2 wrong usage; 3 the
+answer is no; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import metadata
+from typing import Annotated, Any, Final
+
+import typer
+
+from replaylake.cli import (
+    datasets,
+    evaluate,
+    ingest,
+    lineage,
+    package,
+    policies,
+    rollout,
+    serve,
+    sessionise,
+    sql,
+    train,
+)
+from replaylake.cli.options import Invocation
+from replaylake.cli.report import only_answers_on_stdout, print_json
+from replaylake.datastore.errors import ExtraMissing, ReplayLakeError
+from replaylake.datastore.version import VERSION
+
+_INTERRUPTED: Final = 130
+
+# Plain help: rich's panels cost 0.1 s of start-up and say no more.
+_SETTINGS: Final[dict[str, Any]] = {"rich_markup_mode": None, "no_args_is_help": True}
+app = typer.Typer(
+    help="A lake of episodes: record, query, learn offline, serve, and learn from what was served.",
+    epilog="Each command has --help with an example. docs/CLI.md has them all.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    **_SETTINGS,
+)
+_train = typer.Typer(help="Train a policy.", **_SETTINGS)
+_policies = typer.Typer(help="List, show and name policies.", **_SETTINGS)
+
+
+def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> None:
+    """Add a command; its docstring is its help, and the example in it keeps its lines."""
+
+    @functools.wraps(function)
+    def command(**arguments: Any) -> None:
+        with only_answers_on_stdout():
+            function(**arguments)
+
+    text = inspect.getdoc(function) or ""
+    group.command(name, help=text.replace("\nExample:\n", "\n\b\nExample:\n"))(command)
+
+
+_register(app, "ingest", ingest.ingest)
+_register(app, "list", datasets.list_datasets)
+_register(app, "show", datasets.show)
+_register(app, "sql", sql.sql)
+_register(app, "evaluate", evaluate.evaluate)
+_register(app, "package", package.package)
+_register(app, "rollout", rollout.rollout)
+_register(app, "serve", serve.serve)
+_register(app, "sessionise", sessionise.sessionise)
+_register(app, "lineage", lineage.lineage)
+app.add_typer(_train, name="train")
+_register(_train, "offline", train.offline)
+app.add_typer(_policies, name="policies")
+_register(_policies, "list", policies.list_policies)
+_register(_policies, "show", policies.show_policy)
+_register(_policies, "alias", policies.alias_policy)
+
+
+@_train.callback()
+def _of_train() -> None:
+    """Keep `offline` a word of its own while it is the only command of `train`."""
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"replaylake {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None: ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    invocation = Invocation()
+    try:
+        code = _run(arguments, invocation)
+        sys.stdout.flush()
+    except ReplayLakeError as error:
+        code = _fail(error, invocation)
+    except BrokenPipeError:
+        _close_stdout()
+        code = 1
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except Exception as error:
+        missing = _missing_extra(error)
+        code = _fail(missing or error, invocation)
+    if code == _INTERRUPTED:
+        print("interrupted", file=sys.stderr)
+    return code
+
+
+def _run(arguments: Sequence[str] | None, invocation: Invocation) -> int:
+    command = typer.main.get_command(app)
+    try:
+        command(args=arguments, prog_name="replaylake", obj=invocation)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    return 0
+
+
+def _fail(error: Exception, invocation: Invocation) -> int:
+    if invocation.debug:
+        traceback.print_exception(error)
+    message = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if not isinstance(error, ReplayLakeError):
+        message = (
+            f"{type(error).__name__}: {message}. This is a fault in ReplayLake or a library below "
+            "it: run again with --debug for the traceback."
+        )
+    print(f"error: {message}", file=sys.stderr)
+    if invocation.as_json:
+        print_json({"error": {"kind": type(error).__name__, "message": message}})
+    return 1
+
+
+def _missing_extra(error: Exception) -> ExtraMissing | None:
+    """Return the error that names the extra, if an optional dependency was not found."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    module = error.name.partition(".")[0]
+    for requirement in metadata.requires("replaylake") or []:
+        match = re.match(r"([\w.-]+).*\bextra == ['\"](\w+)['\"]", requirement)
+        if match and re.sub(r"[-.]", "_", match.group(1)).lower() == module:
+            missing = ExtraMissing(
+                f"this command needs {module}, which is not installed. "
+                f"Install it: pip install 'replaylake[{match.group(2)}]'."
+            )
+            missing.__cause__ = error
+            return missing
+    return None
+
+
+def _close_stdout() -> None:
+    """Let the interpreter's last flush go nowhere: the reader of our output has left."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Options: those that commands share, and the parsing of `key=value` and `NAME@VERSION`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from replaylake.datastore.errors import NotFound
+
+DEFAULT_LAKE: Final = Path("lake")
+
+
+@dataclass
+class Invocation:
+    """What main() has to know of a command that failed: how to report it."""
+
+    as_json: bool = False
+    debug: bool = False
+
+
+def _remember(context: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
+    invocation = context.find_root().obj
+    if isinstance(invocation, Invocation) and parameter.name is not None:
+        setattr(invocation, parameter.name, value)
+    return value
+
+
+LakeOption = Annotated[
+    Path, typer.Option("--lake", envvar="REPLAYLAKE_LAKE", metavar="DIR", help="The lake's folder.")
+]
+# Eager, so that they are known when another option's value turns out to be wrong.
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        callback=_remember,
+        is_eager=True,
+        help="Print the answer as one JSON object.",
+    ),
+]
+DebugOption = Annotated[
+    bool,
+    typer.Option(
+        "--debug",
+        callback=_remember,
+        is_eager=True,
+        help="Print the traceback when something fails.",
+    ),
+]
+PolicyArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="POLICY",
+        show_default=False,
+        help="name:version, name@alias, or name: its champion if set, else its newest version.",
+    ),
+]
+
+
+def parse_pairs(texts: Sequence[str], option: str) -> dict[str, str]:
+    """Split `key=value` texts. Raises: typer.BadParameter (exit 2) for a text of another form."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise typer.BadParameter(f"found {text!r}, expected key=value.", param_hint=option)
+        if key.strip() in pairs:
+            raise typer.BadParameter(f"found {key.strip()!r} twice.", param_hint=option)
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def parse_snapshot(text: str) -> tuple[str, int | None]:
+    """Split `NAME[@VERSION]`; None is the newest. Raises: NotFound if the version is no number."""
+    name, at, version = text.partition("@")
+    if not at:
+        return name, None
+    if not version.isdecimal():
+        raise NotFound(
+            f"dataset {text!r}: found version {version!r}, expected a number such as {name}@12. "
+            f"`replaylake show {name}` says the newest."
+        )
+    return name, int(version)

@@ -1,0 +1,149 @@
+"""SQL expressions that select episodes and reward steps, refused if they cannot be reproduced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+import duckdb
+import pyarrow as pa
+
+from replaylake.datastore import schema
+from replaylake.datastore.errors import QueryRefused
+from replaylake.datastore.query import (
+    check_select,
+    connect,
+    create_dataset_views,
+    execute,
+    literal,
+    parse,
+    walk,
+)
+from replaylake.datastore.table import TableSnapshot
+
+_PREFIX: Final = "SELECT 1 FROM episodes WHERE "
+_NOT_ALONE: Final = {
+    "PARAMETER": "a parameter",
+    "STAR": "*",
+    "SUBQUERY": "a subquery",
+    "WINDOW": "a window function",
+}
+# DuckDB takes these for columns until it binds them, or expands them from other functions.
+_CLOCKS: Final = {
+    "current_date",
+    "current_time",
+    "current_timestamp",
+    "localtime",
+    "localtimestamp",
+}
+_CLOCK_MACROS: Final = {"ago"}
+
+
+def canonical_expression(expression: str) -> str:
+    """Return an SQL expression in DuckDB's own spelling, refusing what cannot be reproduced.
+
+    Raises: QueryRefused for random(), now() and the like, subqueries and window functions;
+    QueryFailed if it does not parse.
+    """
+    with connect() as connection:
+        text = f"{_PREFIX}({expression}\n)"
+        check_select(connection, text)
+        tree = parse(connection, text)
+        if _around(tree) != _around(parse(connection, f"{_PREFIX}true")):
+            raise QueryRefused(
+                f"{expression!r}: found more than an expression, expected one over the columns of "
+                "the dataset. Leave out GROUP BY, UNION and the like."
+            )
+        _refuse_unreproducible(connection, expression, tree)
+        spelt = execute(
+            connection, "SELECT json_deserialize_sql($j) AS q", {"j": json.dumps(tree)}
+        )["q"][0].as_py()
+    return str(spelt).removeprefix(_PREFIX)
+
+
+def selected_episodes(snapshot: TableSnapshot, where: str) -> pa.Table:
+    """Return episode_id and agent_id of the episodes that a WHERE over `episodes` selects.
+
+    Raises: QueryFailed if DuckDB refuses it.
+    """
+    with _locked(snapshot) as connection:
+        return execute(
+            connection,
+            f"SELECT {schema.EPISODE_ID}, {schema.AGENT_ID} FROM episodes WHERE ({where})",
+        )
+
+
+def evaluated_rewards(snapshot: TableSnapshot, reward: str) -> pa.Table:
+    """Return one column `reward` (double) for the rows of all files, in file and row order.
+
+    Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one number a row.
+    """
+    with _locked(snapshot) as connection:
+        rewards = execute(connection, f"SELECT CAST(({reward}) AS DOUBLE) AS reward FROM steps")
+    if rewards.num_rows != snapshot.num_rows:
+        raise QueryRefused(
+            f"reward {reward}: found {rewards.num_rows} values for {snapshot.num_rows} steps, "
+            "expected one a step. Leave out aggregates and unnest."
+        )
+    return rewards
+
+
+def _locked(snapshot: TableSnapshot) -> duckdb.DuckDBPyConnection:
+    """Open views that read nothing but the snapshot's files, and always in the same order."""
+    connection = connect()
+    # Sums of floats depend on their order, and a return may lie just at the limit of a condition.
+    connection.execute("SET threads = 1")
+    create_dataset_views(connection, "", snapshot)
+    paths = ", ".join(literal(str(path)) for path in snapshot.paths())
+    connection.execute(f"SET allowed_paths = [{paths}]")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return connection
+
+
+def _around(tree: Any) -> Any:
+    """Return a parsed SELECT without its WHERE and without positions in the text."""
+    if isinstance(tree, dict):
+        return {
+            key: _around(child)
+            for key, child in tree.items()
+            if key not in ("where_clause", "query_location", "query_location_length")
+        }
+    return [_around(child) for child in tree] if isinstance(tree, list) else tree
+
+
+def _refuse_unreproducible(
+    connection: duckdb.DuckDBPyConnection, expression: str, tree: Any
+) -> None:
+    nodes = list(walk(tree))
+    kinds = {node.get("class") for node in nodes}
+    if found := [name for kind, name in _NOT_ALONE.items() if kind in kinds]:
+        raise QueryRefused(
+            f"{expression!r}: found {', '.join(found)}, expected an expression over one row's "
+            "columns, so that the selection can be reproduced. Add a column when ingesting instead."
+        )
+    volatile = execute(
+        connection,
+        "SELECT DISTINCT lower(function_name) AS name FROM duckdb_functions() "
+        "WHERE function_type = 'scalar' AND stability <> 'CONSISTENT'",
+    )["name"].to_pylist()
+    changing = sorted(set(_names(nodes, {*volatile, *_CLOCKS, *_CLOCK_MACROS})))
+    if changing:
+        raise QueryRefused(
+            f"{expression!r}: found {', '.join(changing)}, whose value changes between runs, "
+            "expected an expression that selects the same rows each time. Write the value out."
+        )
+
+
+def _names(nodes: list[dict[str, Any]], volatile: set[str]) -> Iterator[str]:
+    for node in nodes:
+        if node.get("class") == "FUNCTION":
+            name = node["function_name"].lower()
+            # age(t) counts from today, age(t, u) does not.
+            if name in volatile or (name == "age" and len(node["arguments"]) == 1):
+                yield name
+        elif node.get("class") == "COLUMN_REF" and len(node["column_names"]) == 1:
+            name = node["column_names"][0].lower()
+            if name in _CLOCKS:
+                yield name

@@ -1,0 +1,150 @@
+"""Results: the rows of a query, written as CSV, JSON, JSON lines or Parquet."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+from collections.abc import Iterator
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal, get_args
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from replaylake.datastore.errors import ConfigInvalid, StorageFailed
+from replaylake.datastore.names import new_ulid
+
+ResultFormat = Literal["csv", "json", "jsonl", "parquet"]
+RESULT_FORMATS: Final[tuple[str, ...]] = get_args(ResultFormat)
+# Rows turned into Python objects at a time: memory stays flat however large the result is.
+_CHUNK_ROWS: Final = 4096
+
+
+def write_result(table: pa.Table, form: str, target: Path | BinaryIO) -> None:
+    """Write a query's result.
+
+    csv: a header line; vectors and structs as JSON text. json: one object with `columns` and `rows`
+    (objects). jsonl: one object a line. In both, bytes are base64, times ISO 8601, and numbers that
+    JSON lacks null. parquet: as Arrow has it.
+
+    A path is written beside its name and renamed: it is there whole, or as it was before.
+
+    Raises: ConfigInvalid for another format, StorageFailed.
+    """
+    if form not in RESULT_FORMATS:
+        raise ConfigInvalid(
+            f"result format: found {form!r}, expected one of {', '.join(RESULT_FORMATS)}."
+        )
+    table = _distinct_names(table)
+    if not isinstance(target, Path):
+        _write(table, form, target)
+        return
+    temporary = target.with_name(f".{target.name}.{new_ulid()}")
+    try:
+        with temporary.open("xb") as stream:
+            _write(table, form, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise StorageFailed(
+            f"{target}: {error.strerror or error}. Nothing was written there; choose another path "
+            "or make room."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write(table: pa.Table, form: str, stream: BinaryIO) -> None:
+    if form == "parquet":
+        pq.write_table(table, stream, compression="zstd")
+    elif form == "csv":
+        options = pyarrow.csv.WriteOptions(quoting_style="needed")
+        pyarrow.csv.write_csv(_flat(table), stream, options)
+    elif form == "jsonl":
+        for row in _rows(table):
+            stream.write(row + b"\n")
+    else:
+        head = f'{{"columns": {json.dumps(table.column_names)}, "rows": ['
+        stream.write(head.encode())
+        for index, row in enumerate(_rows(table)):
+            stream.write((b", " if index else b"") + row)
+        stream.write(b"]}\n")
+
+
+def _rows(table: pa.Table) -> Iterator[bytes]:
+    for batch in table.to_batches(max_chunksize=_CHUNK_ROWS):
+        for row in batch.to_pylist():
+            yield json.dumps(_plain(row), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _flat(table: pa.Table) -> pa.Table:
+    """Return the table with what CSV cannot hold as text."""
+    columns = []
+    for column in table.columns:
+        kind = column.type
+        if pa.types.is_dictionary(kind):
+            column = column.cast(kind.value_type)
+        elif pa.types.is_nested(kind) or _is_other(kind):
+            column = pa.array([_cell(value) for value in column.to_pylist()], pa.string())
+        columns.append(column)
+    return pa.Table.from_arrays(columns, names=table.column_names)
+
+
+def _is_other(kind: pa.DataType) -> bool:
+    plain = (
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_boolean,
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_timestamp,
+        pa.types.is_date,
+        pa.types.is_null,
+    )
+    return not any(test(kind) for test in plain)
+
+
+def _cell(value: Any) -> str | None:
+    if value is None:
+        return None
+    plain = _plain(value)
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, date | datetime | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return str(value) if isinstance(value, UUID) else repr(value)
+
+
+def _distinct_names(table: pa.Table) -> pa.Table:
+    """Number repeated column names: `select 1 as a, 2 as a` gives a and a_1."""
+    names: list[str] = []
+    for name in table.column_names:
+        candidate, number = name, 1
+        while candidate in names:
+            candidate, number = f"{name}_{number}", number + 1
+        names.append(candidate)
+    return table if names == table.column_names else table.rename_columns(names)

@@ -1,0 +1,343 @@
+"""The frame of every command: help, options, exit codes, streams, start-up time."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import replaylake.cli.datasets
+from replaylake.cli.main import app, main
+from replaylake.datastore.errors import NotFound
+from replaylake.datastore.version import VERSION
+
+DOCS = (Path(__file__).parents[2] / "docs" / "CLI.md").read_text(encoding="utf-8")
+COMMANDS = [
+    "ingest",
+    "list",
+    "show",
+    "sql",
+    "train offline",
+    "evaluate",
+    "policies list",
+    "policies show",
+    "policies alias",
+    "package",
+    "rollout",
+    "serve",
+    "sessionise",
+    "lineage",
+]
+HEAVY = {
+    "bentoml",
+    "d3rlpy",
+    "duckdb",
+    "gymnasium",
+    "numpy",
+    "onnxruntime",
+    "pyarrow",
+    "ray",
+    "rich",
+    "starlette",
+    "torch",
+}
+
+
+def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        full = f"{path} {name}".strip()
+        if hasattr(command, "commands"):
+            yield from commands(command, full)
+        else:
+            yield full, command
+
+
+TREE = dict(commands(typer.main.get_command(app)))
+
+
+def started(*arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "replaylake.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **kwargs)
+
+
+def test_the_commands_are_those_that_were_promised() -> None:
+    assert sorted(TREE) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_takes_lake_json_and_debug(name: str) -> None:
+    options = {option for parameter in TREE[name].params for option in parameter.opts}
+    assert {"--lake", "--json", "--debug"} <= options
+    (lake,) = [p for p in TREE[name].params if "--lake" in p.opts]
+    assert (str(lake.default), lake.envvar) == ("lake", "REPLAYLAKE_LAKE")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_one_line_and_an_example(run: Any, name: str) -> None:
+    ran = run(*name.split(), "--help")
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert lines[0].startswith(f"Usage: replaylake {name} ")
+    assert re.fullmatch(r"  [A-Z].*\.", lines[2]), lines[2]
+    example = lines[lines.index("  Example:") + 1 :]
+    assert example[0].startswith(f"    replaylake {name}")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_and_argument_is_explained_and_documented(name: str) -> None:
+    section = re.search(rf"^## `replaylake {name}`\n(.*?)(?=^## |\Z)", DOCS, re.M | re.S)
+    assert section is not None, f"docs/CLI.md has no section for {name}"
+    shared = DOCS[: DOCS.index("\n## `")]
+    for parameter in TREE[name].params:
+        said = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
+        if said == "--help":
+            continue
+        assert parameter.help, said
+        text = shared if said in ("--lake", "--json", "--debug") else section.group(1)
+        assert re.search(rf"`{re.escape(said)}(?![\w-])", text), f"docs/CLI.md, {name}: no {said}"
+
+
+def test_the_docs_describe_no_option_that_is_not_there() -> None:
+    known = {option for command in TREE.values() for p in command.params for option in p.opts}
+    described = re.findall(r"^\| `(--[a-z-]+)", DOCS, re.M)
+    assert set(described) <= known | {"--version", "--help"}
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['replaylake', '--help']\n"
+        "from replaylake.cli.main import main\n"
+        "code = main()\n"
+        "print(*sys.modules, file=sys.stderr); sys.exit(code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0
+    assert "sessionise" in ran.stdout
+    assert not {name.partition(".")[0] for name in ran.stderr.split()} & HEAVY
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        started("--help")
+        seconds.append(time.perf_counter() - began)
+    # 0.14 s here; the best of five, because the tests of other workers take turns on the cores.
+    assert min(seconds) < 0.4
+
+
+def test_the_console_script_is_main() -> None:
+    (script,) = [
+        e for e in metadata.entry_points(name="replaylake") if e.group == "console_scripts"
+    ]
+    assert script.load() is main
+
+
+def test_version(run: Any) -> None:
+    ran = run("--version")
+    assert (ran.code, ran.out) == (0, f"replaylake {VERSION}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("list", "--nonsense"),
+        ("sql",),
+        ("sql", "select 1", "--file", "x.sql"),
+        ("sql", "select 1", "--param", "n"),
+        ("sql", "select 1", "--format", "xml"),
+        ("sql", "select 1", "--json", "--format", "csv"),
+        ("ingest", "a.csv"),
+        ("ingest", "a.csv", "--dataset", "d", "--map", "reward"),
+        ("ingest", "a.csv", "--dataset", "d", "--on-invalid", "ignore"),
+        ("train", "offline", "d", "--policy", "p", "--set", "updates"),
+        ("train", "offline", "d", "--policy", "p", "--set", "updates=[1"),
+        ("evaluate", "random", "--env", "CartPole-v1", "--episodes", "0"),
+        ("serve", "p", "--port", "70000"),
+        ("lineage",),
+        ("lineage", "--policy", "p", "--dataset", "d"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
+    run: Any, lake: Path, arguments: tuple[str, ...]
+) -> None:
+    ran = run(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert "Usage: replaylake" in ran.err
+    assert "Traceback" not in ran.err
+    assert not lake.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("list",),
+        ("show", "cartpole"),
+        ("sql", "select 1"),
+        ("train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone"),
+        ("evaluate", "clone", "--env", "CartPole-v1"),
+        ("policies", "list"),
+        ("policies", "show", "clone"),
+        ("policies", "alias", "clone:1", "champion"),
+        ("package", "clone", "--output", "out"),
+        ("serve", "clone"),
+        ("sessionise", "cartpole"),
+        ("lineage", "--policy", "clone"),
+    ],
+)
+def test_only_ingest_makes_a_lake(run: Any, lake: Path, arguments: tuple[str, ...]) -> None:
+    run(*arguments).failed(str(lake), "replaylake ingest", "--lake DIR")
+    assert not lake.exists()
+
+
+def test_json_says_an_error_on_stdout_too(run: Any, lake: Path) -> None:
+    ran = run("list", "--json")
+    ran.failed("found none there")
+    assert ran.json["error"]["kind"] == "NotFound"
+    assert ran.err == f"error: {ran.json['error']['message']}\n"
+
+
+def test_what_a_library_prints_is_talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chatty(replaylake.cli.datasets.Report):
+        def __init__(self, as_json: bool) -> None:
+            super().__init__(as_json)
+            print("Hello from the library")
+
+    monkeypatch.setattr(replaylake.cli.datasets, "Report", Chatty)
+    ran = run("list", "--json")
+    assert ran.json["error"]["kind"] == "NotFound"
+    assert ran.err.startswith("Hello from the library\nerror: lake ")
+
+
+def test_a_lake_that_is_a_file(run: Any, tmp_path: Path, log: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("text")
+    run("list", "--lake", file).failed(str(file))
+    ran = run("ingest", log, "--dataset", "d", "--map", "observation=x,y", "--lake", file)
+    ran.failed(str(file))
+    assert file.read_text() == "text"
+
+
+def test_debug_adds_the_traceback(run: Any) -> None:
+    ran = run("list", "--debug")
+    assert ran.code == 1
+    assert ran.err.startswith("Traceback")
+    assert ran.err.splitlines()[-1].startswith("error: lake ")
+
+
+def test_a_lake_is_named_by_option_before_environment(run: Any, lake: Path) -> None:
+    run("list", "--lake", lake / "other").failed(f"{lake / 'other'}")
+
+
+def test_a_message_of_several_lines_becomes_one(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(as_json: bool) -> None:
+        raise NotFound("first line\n   second line\n")
+
+    monkeypatch.setattr(replaylake.cli.datasets, "Report", fail)
+    ran = run("list")
+    assert ran.err == "error: first line second line\n"
+
+
+def test_what_nobody_foresaw_is_one_line_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(as_json: bool) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(replaylake.cli.datasets, "Report", fail)
+    ran = run("list", "--json")
+    assert ran.code == 1
+    (line,) = ran.err.splitlines()
+    assert line.startswith("error: ZeroDivisionError: division by zero.")
+    assert "--debug" in line
+    assert ran.json["error"]["kind"] == "ZeroDivisionError"
+
+
+def test_interrupting_is_exit_code_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(as_json: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(replaylake.cli.datasets, "Report", interrupt)
+    ran = run("list")
+    assert (ran.code, ran.err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("bentoml", "serve"),
+        ("torch", "offline"),
+        ("gymnasium", "gym"),
+        ("prometheus_client", "serve"),
+    ],
+)
+def test_a_missing_dependency_names_its_extra(
+    run: Any, monkeypatch: pytest.MonkeyPatch, module: str, extra: str
+) -> None:
+    def fail(as_json: bool) -> None:
+        raise ModuleNotFoundError(f"No module named '{module}.sub'", name=f"{module}.sub")
+
+    monkeypatch.setattr(replaylake.cli.datasets, "Report", fail)
+    ran = run("list", "--json")
+    ran.failed(module, f"pip install 'replaylake[{extra}]'")
+    assert ran.json["error"]["kind"] == "ExtraMissing"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "extra"),
+    [
+        ("torch", ("train", "offline", "d", "--algorithm", "bc", "--policy", "p"), "offline"),
+        ("gymnasium", ("evaluate", "random", "--env", "CartPole-v1"), "gym"),
+    ],
+)
+def test_a_command_without_its_extra(
+    tmp_path: Path, module: str, arguments: tuple[str, ...], extra: str
+) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from replaylake.cli.main import main\n"
+        "sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert ran.returncode == 1
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert module in line
+    assert f"replaylake[{extra}]" in line
+
+
+def test_as_a_process_the_streams_stay_apart(tmp_path: Path) -> None:
+    environment = {**os.environ, "REPLAYLAKE_LAKE": str(tmp_path / "none")}
+    ran = started("list", "--json", env=environment, cwd=tmp_path)
+    assert ran.returncode == 1
+    assert json.loads(ran.stdout)["error"]["kind"] == "NotFound"
+    assert ran.stderr.count("\n") == 1
+    ran = started("list", "--nonsense", cwd=tmp_path)
+    assert (ran.returncode, ran.stdout) == (2, "")
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path, log: Path) -> None:
+    lake = str(tmp_path / "lake")
+    ran = started("ingest", str(log), "--dataset", "d", "--map", "observation=x,y", "--lake", lake)
+    assert ran.returncode == 0, ran.stderr
+    query = "select * from d.steps, range(100000)"
+    command = [sys.executable, "-m", "replaylake.cli.main", "sql", query, "--format", "jsonl"]
+    with subprocess.Popen(
+        [*command, "--lake", lake], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["episode_id"]
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_nothing_is_coloured_off_a_terminal(run: Any) -> None:
+    for ran in (run("--help"), run("list"), run("list", "--nonsense")):
+        assert "\x1b" not in ran.out + ran.err

@@ -1,0 +1,177 @@
+"""What people read: tables, trees, numbers and progress."""
+
+import io
+import json
+import math
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replaylake.cli import report
+from replaylake.cli.report import (
+    ProgressReport,
+    Report,
+    WaitingReport,
+    cell_text,
+    count,
+    number_text,
+    size,
+    table_lines,
+    tree_lines,
+)
+
+
+def test_a_table_aligns_numbers_to_the_right() -> None:
+    rows = [
+        {"name": "cartpole", "n": 4137, "mean": 197.0},
+        {"name": "a", "n": 3, "mean": None},
+    ]
+    assert table_lines(rows, ["name", "n", "mean"]) == [
+        "name         n  mean",
+        "cartpole  4137   197",
+        "a            3",
+    ]
+
+
+def test_an_empty_table_is_its_header() -> None:
+    assert table_lines([], ["a", "b"]) == ["a  b"]
+
+
+def test_a_long_vector_is_cut() -> None:
+    text = cell_text([0.123456789] * 100)
+    assert len(text) == 44
+    assert text.startswith("[0.123457, 0.123457,")
+    assert text.endswith("...")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, ""), (True, "true"), (b"abc", "3 bytes"), ("a\nb", "a b"), (1.5, "1.5"), ([], "[]")],
+)
+def test_cells(value: object, text: str) -> None:
+    assert cell_text(value) == text
+
+
+def test_numbers() -> None:
+    assert count(1, "step") == "1 step"
+    assert count(4137, "step") == "4,137 steps"
+    assert [size(n) for n in (0, 999, 1000, 4_100_000)] == [
+        "0 bytes",
+        "999 bytes",
+        "1.0 kB",
+        "4.1 MB",
+    ]
+    assert [number_text(n) for n in (4137, 197.0, 9.349288, None)] == [
+        "4,137",
+        "197",
+        "9.34929",
+        "unknown",
+    ]
+
+
+def test_a_tree_leaves_out_what_is_not_there() -> None:
+    body = {
+        "policy": {"policy": "clone", "aliases": []},
+        "datasets": [{"version": 1}, {"where": None}],
+    }
+    assert tree_lines(body) == ["policy", "  policy  clone", "datasets", "  version  1", "datasets"]
+
+
+def test_json_is_one_strict_object(capsys: pytest.CaptureFixture[str]) -> None:
+    body = {
+        "nan": math.nan,
+        "numpy": np.float32(0.5),
+        "array": np.arange(2),
+        "time": datetime(2026, 1, 31, tzinfo=UTC),
+        "tuple": (1, math.inf),
+    }
+    Report(as_json=True).answer(body, ["not this"])
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {
+        "nan": None,
+        "numpy": 0.5,
+        "array": [0, 1],
+        "time": "2026-01-31T00:00:00+00:00",
+        "tuple": [1, None],
+    }
+    assert captured.err == ""
+
+
+class Clock:
+    """Stands for the `time` module."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_progress_says_nothing_of_what_is_quick(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(report, "time", clock)
+    with ProgressReport("read", "files") as progress:
+        for done in range(20):
+            clock.now += 0.09
+            progress(done, 20)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_is_a_line_every_two_seconds_and_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(report, "time", clock)
+    with ProgressReport("read", "files") as progress:
+        for done in range(1, 51):
+            clock.now += 0.125
+            progress(done, 50, "3 episodes")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "read 16/50 files  3 episodes",
+        "read 32/50 files  3 episodes",
+        "read 48/50 files  3 episodes",
+        "read 50/50 files  3 episodes",
+    ]
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal: Any = Terminal()
+    clock = Clock()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(report, "time", clock)
+    monkeypatch.setattr("sys.stderr", terminal)
+    with ProgressReport("read", "files") as progress:
+        progress(1, 50)
+        assert terminal.getvalue() == ""
+        clock.now += 1
+        progress(25, 50, "3 episodes")
+    assert "25/50" in terminal.getvalue()
+
+
+def test_waiting_is_said_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "_LINE_INTERVAL_S", 0.02)
+    with WaitingReport("running the query") as waiting:
+        time.sleep(0.3)
+        waiting.end()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert set(captured.err.splitlines()) == {"running the query, 0 s"}
+
+
+def test_waiting_says_nothing_of_what_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    with WaitingReport("running the query"):
+        pass
+    assert capsys.readouterr().err == ""

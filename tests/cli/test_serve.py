@@ -1,0 +1,162 @@
+"""`replaylake serve` as a process, then `sessionise` and `lineage --decision` on what it wrote."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaylake.cli.main import main
+
+Tree = Callable[[], dict[str, bytes]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, cartpole: Path) -> Path:
+    path = str(tmp_path_factory.mktemp("trained") / "lake")
+    source = str(cartpole / "small.json")
+    assert main(["ingest", source, "--dataset", "cartpole", "--lake", path]) == 0
+    arguments = ["train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone"]
+    assert main([*arguments, "--updates", "5", "--set", "hidden_sizes=[8]", "--lake", path]) == 0
+    return Path(path)
+
+
+@pytest.fixture(autouse=True)
+def own_lake(trained: Path, lake: Path) -> None:
+    shutil.copytree(trained, lake)
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return json.load(response)
+
+
+def wait_for(port: int, process: subprocess.Popen[str]) -> None:
+    for _ in range(300):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1):
+                return
+        except OSError:
+            assert process.poll() is None
+            time.sleep(0.1)
+    raise TimeoutError(port)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("log_to", [(), ("--log-to", "live", "--explore", "epsilon=0.1")])
+def test_a_port_in_use(run: Any, tree: Tree, log_to: tuple[str, ...]) -> None:
+    before = tree()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ran = run("serve", "clone", "--port", port, *log_to, "--json")
+    assert ran.code == 1
+    assert ran.err.splitlines()[0] == "policy clone:1 (newest)"
+    (line,) = ran.err.splitlines()[1:]
+    assert line.startswith(f"error: serve: port {port} on 127.0.0.1: ")
+    assert "--port" in line
+    assert ran.json["error"]["kind"] == "ServeFailed"
+    assert tree() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("none",), "none"),
+        (("clone", "--explore", "epsilon=2"), "epsilon=2"),
+        (("clone", "--explore", "luck"), "luck"),
+        (("clone", "--log-to", "Live"), "Live"),
+        (("clone", "--host", "no.such.host.invalid"), "no.such.host.invalid"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(
+    run: Any, tree: Tree, arguments: tuple[str, ...], said: str
+) -> None:
+    before = tree()
+    ran = run("serve", *arguments, "--port", "0")
+    assert ran.code == 1
+    (line,) = [line for line in ran.err.splitlines() if line.startswith("error: ")]
+    assert said in line
+    assert tree() == before
+
+
+@pytest.mark.parametrize("module", ["starlette", "bentoml"])
+def test_without_the_extra(lake: Path, module: str) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from replaylake.cli.main import main\n"
+        "sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "serve", "clone", "--port", "0", "--lake", str(lake)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    line = ran.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert "Traceback" not in ran.stderr
+    assert "replaylake[serve]" in line
+
+
+@pytest.mark.slow
+def test_a_decision_is_served_rewarded_sessionised_and_traced(run: Any, lake: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "replaylake.cli.main", "serve", "clone", "--json"]
+    command += ["--port", str(port), "--log-to", "live", "--lake", str(lake)]
+    environment = {**os.environ, "REPLAYLAKE_LAKE": ""}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            wait_for(port, process)
+            act = post(port, "/act", {"observation": [0.0] * 4, "episode_id": "e"})
+            decision = act["decision_id"]
+            reward = {"decision_id": decision, "reward": 2.5, "terminated": True}
+            post(port, "/feedback", reward)
+        finally:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    body = json.loads(out)
+    assert (body["policy"], body["version"], body["log_to"]) == ("clone", 1, "live")
+    lines = err.splitlines()
+    assert lines[0] == "policy clone:1 (newest)"
+    assert lines[1].startswith("warning: live is logged without exploration: off-policy evaluation")
+    assert "unsupported" in lines[1]
+
+    receipt = run("sessionise", "live", "--json").json
+    assert (receipt["episodes"], receipt["steps"], receipt["joined"]) == (1, 1, 1)
+    assert run("sessionise", "live").out.splitlines()[0].endswith(": 0 episodes, 0 steps added")
+
+    traced = run("lineage", "--decision", decision, "--json").json
+    assert traced["decision"]["logged"]
+    assert traced["decision"]["action"] == act["action"]
+    assert traced["decision"]["rewards"] == [
+        {"reward": 2.5, "terminated": True, "truncated": False}
+    ]
+    assert traced["decision"]["step"]["step"] == 0
+    assert traced["policy"]["version"] == 1
+    (dataset,) = traced["datasets"]
+    assert (dataset["dataset"], dataset["num_steps"]) == ("cartpole", 102)
+    text = run("lineage", "--decision", decision).out
+    assert text.startswith(f"decision {decision}\n  served into live at ")
+    assert dataset["ingests"][0]["source"] in text

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import time
+
+import duckdb
+import pytest
+
+from replaylake.datastore.errors import NameRefused
+from replaylake.datastore.names import (
+    check_alias,
+    check_dataset_name,
+    check_policy_name,
+    is_column_name,
+    new_ulid,
+)
+
+OUTSIDE = ["", "..", ".", "a/b", "a/../b", "/etc", "a%2e", "a\0b", "a'b", 'a"b', "ä", "a b", "a\n"]
+
+
+@pytest.mark.parametrize("name", ["a", "cartpole", "cartpole_v1", "x" * 63])
+def test_dataset_names_that_sql_says_unquoted(name: str) -> None:
+    assert check_dataset_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OUTSIDE, "Cartpole", "_a", "1a", "a-b", "x" * 64, "main", "temp", "system", "memory"]
+    + ["information_schema", "pg_catalog", "lake", "select", "order", "table", "left", "values"],
+)
+def test_other_dataset_names_are_refused_by_name(name: str) -> None:
+    with pytest.raises(NameRefused, match="dataset name: found"):
+        check_dataset_name(name)
+
+
+def test_every_word_that_duckdb_reserves_is_refused() -> None:
+    words = duckdb.sql(
+        "SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'"
+    ).fetchall()
+    assert len(words) > 50
+    for (word,) in words:
+        with pytest.raises(NameRefused):
+            check_dataset_name(word)
+
+
+def test_policies_may_have_a_dash_but_not_a_reserved_word() -> None:
+    assert check_policy_name("cql-small") == "cql-small"
+    for name in [*OUTSIDE, "run", "random", "Champion"]:
+        with pytest.raises(NameRefused):
+            check_policy_name(name)
+
+
+@pytest.mark.parametrize("alias", [*OUTSIDE, "A"])
+def test_aliases_outside_the_pattern_are_refused(alias: str) -> None:
+    with pytest.raises(NameRefused):
+        check_alias(alias)
+
+
+def test_column_names() -> None:
+    assert is_column_name("Camera_1")
+    assert not is_column_name("camera.front")
+    assert not is_column_name("1st")
+
+
+def test_ulids_sort_by_time_and_never_repeat() -> None:
+    first = new_ulid()
+    time.sleep(0.002)
+    later = [new_ulid() for _ in range(1000)]
+    assert all(first < ulid for ulid in later)
+    assert len({*later, first}) == 1001
+    assert {len(ulid) for ulid in later} == {26}

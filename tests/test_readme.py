@@ -1,0 +1,26 @@
+"""The README's Python runs, in order, as one program."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+_README = Path(__file__).parents[1] / "README.md"
+
+
+def test_python_blocks_run(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", _README.read_text(), re.DOTALL)
+    assert len(blocks) >= 4
+    program = "\n".join(blocks) + (
+        "\nimport sys\nfor name in ('torch', 'ray', 'd3rlpy', 'bentoml'):\n"
+        "    assert name not in sys.modules, name\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "lake" / "random_play" / "_delta_log").is_dir()
