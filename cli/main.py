@@ -20,6 +20,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from replaylake.cli import (
+    algorithms,
     datasets,
     evaluate,
     ingest,
@@ -77,6 +78,7 @@ _register(app, "sessionise", sessionise.sessionise)
 _register(app, "lineage", lineage.lineage)
 app.add_typer(_train, name="train")
 _register(_train, "offline", train.offline)
+_register(app, "algorithms", algorithms.list_algorithms)
 app.add_typer(_policies, name="policies")
 _register(_policies, "list", policies.list_policies)
 _register(_policies, "show", policies.show_policy)

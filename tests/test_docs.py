@@ -1,5 +1,6 @@
-"""Every SQL column is documented, and the documented queries run."""
+"""Every SQL column and option is documented, and the documented queries run."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.lake import open_lake
 
-_SQL = (Path(__file__).parents[1] / "docs" / "SQL.md").read_text()
+_ROOT = Path(__file__).parents[1]
+_SQL = (_ROOT / "docs" / "SQL.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +55,21 @@ def test_every_column_is_documented(lake, view):
 @pytest.mark.parametrize("query", re.findall(r"```sql\n(.*?)```", _SQL, re.DOTALL))
 def test_documented_queries_run(lake, query):
     assert lake.sql(query).num_columns >= 2
+
+
+def _configs():
+    for folder in ("datastore", "offline", "online", "serve", "cli"):
+        for path in sorted((_ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+                    yield pytest.param(node, id=node.name)
+
+
+@pytest.mark.parametrize("config", _configs())
+def test_every_config_field_is_documented(config):
+    text = (_ROOT / "docs" / "CONFIG.md").read_text()
+    section = text.split(f"`{config.name}`")[1].split("\n## ")[0]
+    words = set(re.findall(r"^\| ([\w, ]+) \|", section, re.MULTILINE))
+    documented = {word for cell in words for word in cell.split(", ")} - {"option"}
+    fields = {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
+    assert documented == fields

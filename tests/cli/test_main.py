@@ -26,6 +26,7 @@ COMMANDS = [
     "show",
     "sql",
     "train offline",
+    "algorithms",
     "evaluate",
     "policies list",
     "policies show",

@@ -1,0 +1,158 @@
+"""`replaylake rollout`: episodes from an environment, written into the lake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption, parse_pairs
+from replaylake.cli.report import Report, count, number_text, size
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake import Lake
+    from replaylake.online.rollout import RolloutReceipt
+
+_RANDOM = "random"
+
+
+class EnvRunner(StrEnum):
+    """Where the environments are stepped."""
+
+    ray = "ray"
+    local = "local"
+
+
+def rollout(
+    env: Annotated[
+        str, typer.Option("--env", metavar="ID", help="Gymnasium id.", show_default=False)
+    ],
+    dataset: Annotated[
+        str,
+        typer.Option(
+            "--dataset", metavar="NAME", help="Made where it does not exist.", show_default=False
+        ),
+    ],
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy", metavar="POLICY", help="random, name, name:version or name@alias."
+        ),
+    ] = _RANDOM,
+    episodes: Annotated[
+        int, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes to collect.")
+    ] = 100,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", metavar="N", min=0, help="Ray workers; 0 collects in this process."
+        ),
+    ] = 0,
+    envs_per_worker: Annotated[
+        int, typer.Option("--envs-per-worker", metavar="K", min=1, help="Stepped together.")
+    ] = 8,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            min=0,
+            help="Episode i resets with seed + i; without it a new one, named in the answer.",
+        ),
+    ] = None,
+    explore: Annotated[
+        str | None,
+        typer.Option(
+            "--explore",
+            metavar="epsilon=E|temperature=T",
+            help="Act at random with probability E and else greedily, or sample at temperature T.",
+            show_default="temperature=1",
+        ),
+    ] = None,
+    env_runner: Annotated[
+        EnvRunner,
+        typer.Option("--env-runner", help="local: in this process without Ray, as --workers 0."),
+    ] = EnvRunner.ray,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Collect episodes with a policy.
+
+    Each step is kept with who acted and its log-probability. The episodes follow from the seed,
+    however many workers collect them. Makes the lake where there is none.
+
+    Example:
+      replaylake rollout --env CartPole-v1 --policy random --episodes 1000 --dataset cartpole
+      replaylake rollout --env CartPole-v1 --policy clone --workers 2 --seed 0 --dataset cartpole
+    """
+    from replaylake.online.rollout import fresh_seed
+    from replaylake.online.rollout import rollout as run
+    from replaylake.online.worker import RolloutConfig
+
+    report = Report(as_json)
+    temperature, epsilon = _exploration(explore)
+    config = RolloutConfig(
+        env,
+        num_envs=envs_per_worker,
+        seed=fresh_seed() if seed is None else seed,
+        temperature=temperature,
+        epsilon=epsilon,
+    )
+    with report.progress("collected", "episodes") as progress:
+        receipt = run(
+            _lake(lake, policy),
+            dataset,
+            policy,
+            config,
+            num_episodes=episodes,
+            num_workers=0 if env_runner is EnvRunner.local else workers,
+            on_progress=progress,
+        )
+    report.answer(receipt.to_json(), _summary(receipt))
+
+
+def _lake(path: Path, policy: str) -> Lake:
+    """Open the lake; for `random` it may be one that the rollout makes once it can begin."""
+    from replaylake.datastore.lake import Lake, open_lake
+    from replaylake.datastore.storage import LocalStorage
+
+    lake = Lake(LocalStorage(path))
+    return lake if policy == _RANDOM and not lake.registry.exists() else open_lake(path)
+
+
+def _exploration(text: str | None) -> tuple[float, float]:
+    """Return (temperature, epsilon). Raises: typer.BadParameter."""
+    if text is None:
+        return 1.0, 0.0
+    ((name, number),) = parse_pairs([text], "--explore").items()
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if name == "epsilon" and 0 <= value <= 1:
+        return 0.0, value
+    if name == "temperature" and 0 <= value < float("inf"):
+        return value, 0.0
+    raise typer.BadParameter(
+        f"found {text!r}, expected epsilon=E with E from 0 to 1, or temperature=T with T of 0 or "
+        "more.",
+        param_hint="--explore",
+    )
+
+
+def _summary(receipt: RolloutReceipt) -> Iterator[str]:
+    yield (
+        f"{receipt.dataset}@{receipt.version}: {count(receipt.num_episodes, 'episode')}, "
+        f"{count(receipt.num_steps, 'step')} committed in {count(receipt.num_shards, 'shard')}, "
+        f"{size(receipt.num_bytes)}"
+    )
+    acted = receipt.policy + (f":{receipt.policy_version}" if receipt.policy != _RANDOM else "")
+    by = count(receipt.num_workers, "worker") if receipt.num_workers else "this process"
+    yield (
+        f"  {acted} in {receipt.env_id}: mean return {number_text(receipt.mean_return)}; "
+        f"{receipt.steps_per_s:,.0f} steps/s by {by}; seed {receipt.seed}"
+    )
