@@ -1,0 +1,255 @@
+"""Rollout: collect episodes with a policy, by workers that write them into the lake as they go."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.errors import (
+    AlreadyExists,
+    ConfigInvalid,
+    ReplayLakeError,
+    SchemaMismatch,
+)
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.names import new_ulid
+from replaylake.offline.environments import spaces_of
+from replaylake.offline.evaluate import check_spaces
+from replaylake.online.committer import Committer
+from replaylake.online.ray_workers import RayWorkers, import_ray
+from replaylake.online.shipment import LocalWorkers, Order, Shipment
+from replaylake.online.worker import RANDOM, ActingPolicy, RolloutConfig, RolloutWorker
+
+# HOUSE section 5: workers' shards are committed in groups, ten times a second at most.
+_GROUP_INTERVAL_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class RolloutReceipt:
+    """What a rollout committed; version is the dataset's after its last commit.
+
+    seed: episode i was reset with seed + i. num_workers is 0 where no Ray was used.
+    """
+
+    run_id: str
+    dataset: str
+    version: int
+    env_id: str
+    policy: str
+    policy_version: int
+    seed: int
+    num_workers: int
+    num_episodes: int
+    num_steps: int
+    mean_return: float
+    num_commits: int
+    num_shards: int
+    num_bytes: int
+    wall_s: float
+
+    @property
+    def steps_per_s(self) -> float:
+        """Recorded steps a second, start-up included."""
+        return self.num_steps / self.wall_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {**asdict(self), "steps_per_s": self.steps_per_s}
+
+
+def rollout(
+    lake: Lake,
+    dataset: str,
+    policy: str,
+    config: RolloutConfig,
+    *,
+    num_episodes: int,
+    num_workers: int = 0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RolloutReceipt:
+    """Collect whole episodes and commit them to a dataset, which is created if it does not exist.
+
+    Args:
+        lake: where the dataset and the policies are; a handle on none yet makes it.
+        dataset: its name.
+        policy: `random`, or `name`, `name:version` or `name@alias` of a registered one.
+        config: how each worker collects; the episodes depend on its seed, not on the workers.
+        num_episodes: how many.
+        num_workers: Ray actors; 0 collects in this process and imports no Ray.
+        on_progress: called with (episodes finished, episodes) after each shipment.
+
+    Raises: NotFound, NameRefused, ConfigInvalid, SchemaMismatch, SpaceUnsupported, PackageInvalid
+    before anything is written; RolloutFailed naming the episode if the environment raises or a
+    worker dies. Episodes that were handed over before are committed even then, whole.
+    """
+    if num_episodes < 1 or num_workers < 0:
+        raise ConfigInvalid(
+            f"rollout: found {num_episodes} episodes and {num_workers} workers, expected at least "
+            "1 episode and 0 or more workers."
+        )
+    started = time.time()
+    acting = _resolve(lake, policy)
+    target = lake.dataset(dataset)
+    mask_size = _check_acting(acting, config)
+    if num_workers:
+        import_ray()
+    if not lake.registry.exists():
+        lake.registry.create()
+    _prepare(target, config.env_id, mask_size)
+    run_id = new_ulid()
+    record = {
+        "kind": "rollout",
+        "dataset": dataset,
+        "policy": acting.name,
+        "policy_version": acting.version,
+        "config": asdict(config),
+        "num_workers": num_workers,
+        "started_ms": round(started * 1000),
+    }
+    lake.registry.record_run(run_id, {**record, "status": "running"})
+    producer = f"rollout/{run_id}"
+    orders = _orders(lake, dataset, producer, acting, config, num_episodes, num_workers)
+    committer = Committer(target, producer, interval_s=_GROUP_INTERVAL_S)
+    returns: list[float] = []
+
+    def note(shipment: Shipment) -> None:
+        returns.extend(shipment.returns)
+        if on_progress is not None:
+            on_progress(len(returns), num_episodes)
+
+    try:
+        _collect(orders, num_workers, committer, note)
+    except BaseException as error:
+        totals = _settle(committer)
+        ended = {"status": "failed", "ended_ms": _now_ms(), "error": str(error), **totals}
+        with suppress(ReplayLakeError):
+            lake.registry.record_run(run_id, {**record, **ended})
+        if not isinstance(error, ReplayLakeError):
+            raise
+        raise type(error)(
+            f"{error} Committed to {dataset!r} before it: {totals['num_episodes']} of "
+            f"{num_episodes} episodes, each whole."
+        ) from error
+    receipt = RolloutReceipt(
+        run_id=run_id,
+        dataset=dataset,
+        version=committer.commits[-1].version,
+        env_id=config.env_id,
+        policy=acting.name,
+        policy_version=acting.version,
+        seed=config.seed,
+        num_workers=len(orders) if num_workers else 0,
+        mean_return=float(np.mean(returns)),
+        num_commits=len(committer.commits),
+        wall_s=time.time() - started,
+        **_totals(committer),
+    )
+    ended = {"status": "finished", "ended_ms": _now_ms(), **receipt.to_json()}
+    lake.registry.record_run(run_id, {**record, **ended})
+    return receipt
+
+
+def fresh_seed() -> int:
+    """Return a seed of 30 bits, for a run that is to collect other episodes than earlier ones."""
+    # Some environments hand their seed to a C int.
+    return int.from_bytes(os.urandom(4), "big") >> 2
+
+
+def _resolve(lake: Lake, policy: str) -> ActingPolicy:
+    if policy == RANDOM:
+        return ActingPolicy()
+    ref = lake.registry.resolve(policy)
+    return ActingPolicy(ref.name, ref.version, ref.path)
+
+
+def _orders(
+    lake: Lake,
+    dataset: str,
+    producer: str,
+    acting: ActingPolicy,
+    config: RolloutConfig,
+    num_episodes: int,
+    num_workers: int,
+) -> list[Order]:
+    """Deal the episodes out to the workers in turn; one order where there are none."""
+    stride = max(1, min(num_workers, num_episodes))
+    return [
+        Order(lake.path, dataset, producer, i, range(i, num_episodes, stride), acting, config)
+        for i in range(stride)
+    ]
+
+
+def _check_acting(acting: ActingPolicy, config: RolloutConfig) -> int | None:
+    """Take one step, so that what cannot work is refused before anything is written.
+
+    Returns: the width of the environment's action masks, None if it has none.
+    """
+    probe = RolloutWorker(replace(config, num_envs=1), iter([0]), acting, producer="probe")
+    try:
+        spec = probe.policy.spec
+        check_spaces(config.env_id, spec.observation_space, spec.action_space)
+        mask_size = probe.mask_size
+        probe.advance(1, math.inf)
+    finally:
+        probe.close()
+    return mask_size
+
+
+def _prepare(dataset: Dataset, env_id: str, mask_size: int | None) -> None:
+    """Create the dataset with the environment's spaces, or check that it has such.
+
+    Raises: SchemaMismatch.
+    """
+    if not dataset.exists():
+        # Another process may create it at this moment; its spaces are checked below.
+        with suppress(AlreadyExists):
+            dataset.create(*spaces_of(env_id), mask_size=mask_size)
+    spec = dataset.spec
+    check_spaces(env_id, spec.observation_space, spec.action_space)
+    if mask_size not in (None, spec.mask_size):
+        raise SchemaMismatch(
+            f"{dataset.name}: found action masks of width {mask_size} in {env_id}, expected "
+            f"{spec.mask_size or 'none'} as the dataset was created. Collect into a new dataset."
+        )
+
+
+def _collect(
+    orders: Sequence[Order],
+    num_workers: int,
+    committer: Committer,
+    on_shipment: Callable[[Shipment], None],
+) -> None:
+    """Run the workers until their orders are done, committing as shipments arrive."""
+    with RayWorkers(orders) if num_workers else LocalWorkers(orders) as workers:
+        for shipment in workers.shipments(_GROUP_INTERVAL_S):
+            if shipment is None:
+                committer.commit_if_due()
+                continue
+            if shipment.written is not None:
+                committer.add(shipment.written)
+            on_shipment(shipment)
+    committer.flush()
+
+
+def _settle(committer: Committer) -> dict[str, int]:
+    """Commit what was handed over before a failure, if that still works; returns the totals."""
+    with suppress(ReplayLakeError):
+        committer.flush()
+    return _totals(committer)
+
+
+def _totals(committer: Committer) -> dict[str, int]:
+    names = ("num_episodes", "num_steps", "num_shards", "num_bytes")
+    return {name: sum(getattr(commit, name) for commit in committer.commits) for name in names}
+
+
+def _now_ms() -> int:
+    return round(time.time() * 1000)
