@@ -29,7 +29,7 @@ from replaylake.datastore.schema import (
     widened_type,
 )
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Space
+from replaylake.datastore.spaces import Space, num_bytes
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.table import Commit as TableCommit
 from replaylake.datastore.table import Table, WrittenRows
@@ -138,9 +138,10 @@ class Dataset:
         if (version := self.committed(producer, sequence)) is not None:
             return Commit(version, True, 0, 0, 0, 0)
         is_new = not self._table.exists()
-        rows = self._rows(episodes, infer_spec(episodes) if is_new else self.spec)
+        spec = infer_spec(episodes) if is_new else self.spec
+        rows = self._rows(episodes, spec)
         if is_new:
-            rows = self._created_for(episodes, rows)
+            rows = self._created(spec, rows, episodes)
         done = self._table.append(
             rows,
             producer=producer,
@@ -192,10 +193,11 @@ class Dataset:
         *,
         producer: str | None = None,
         flush_steps: int = 131_072,
+        flush_bytes: int = 256 << 20,
         flush_interval_s: float | None = None,
     ) -> EpisodeWriter:
         """Return a buffering writer; use it as a context manager."""
-        return EpisodeWriter(self, producer, flush_steps, flush_interval_s)
+        return EpisodeWriter(self, producer, flush_steps, flush_bytes, flush_interval_s)
 
     def snapshot(self, version: int | None = None) -> Snapshot:
         """Pin a version, the newest by default. Raises: NotFound."""
@@ -224,9 +226,8 @@ class Dataset:
         ready = [checked(e, spec.observation_space, spec.action_space) for e in episodes]
         return encode(ready, spec)
 
-    def _created_for(self, episodes: Sequence[Episode], rows: pa.Table) -> pa.Table:
-        """Create the dataset for episodes that were checked, and return the rows it takes."""
-        spec = infer_spec(episodes)
+    def _created(self, spec: DatasetSpec, rows: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
+        """Create the dataset for rows that were checked, and return those that it takes."""
         extras = {f.name: f.type for f in rows.schema if f.name not in STANDARD_COLUMNS}
         try:
             self.create(
@@ -242,7 +243,7 @@ class Dataset:
 
 
 class EpisodeWriter:
-    """Buffers episodes and commits them by number of steps or by time.
+    """Buffers episodes and commits them by steps, by bytes of observations or by time.
 
     Every flush is one commit with the next sequence of this producer, and a flush that is repeated
     after an error adds nothing twice. Leaving the `with` block flushes, also on an exception: what
@@ -254,14 +255,17 @@ class EpisodeWriter:
         dataset: Dataset,
         producer: str | None,
         flush_steps: int,
+        flush_bytes: int,
         flush_interval_s: float | None,
     ) -> None:
         self.producer = producer or f"writer/{new_ulid()}"
         self._dataset = dataset
         self._flush_steps = flush_steps
+        self._flush_bytes = flush_bytes
         self._flush_interval_s = flush_interval_s
         self._buffer: list[Episode] = []
         self._num_buffered = 0
+        self._num_bytes = 0
         self._spec: DatasetSpec | None = None
         self._sequence: int | None = None
         self._flushed_at = time.monotonic()
@@ -292,9 +296,11 @@ class EpisodeWriter:
             episode = checked(episode, self._spec.observation_space, self._spec.action_space)
         self._buffer.append(episode)
         self._num_buffered += len(episode)
+        self._num_bytes += num_bytes(episode.observations)
         waited = time.monotonic() - self._flushed_at
         due = self._flush_interval_s is not None and waited >= self._flush_interval_s
-        if due or self._num_buffered >= self._flush_steps:
+        full = self._num_buffered >= self._flush_steps or self._num_bytes >= self._flush_bytes
+        if due or full:
             self.flush()
 
     def flush(self) -> Commit | None:
@@ -315,7 +321,7 @@ class EpisodeWriter:
                 break
             # Another writer of this name took the sequence first: these rows need one of their own.
         self._buffer = []
-        self._num_buffered = 0
+        self._num_buffered = self._num_bytes = 0
         return commit
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ _PRIMITIVES: Final[list[tuple[pa.DataType, str, str]]] = [
     (pa.float64(), "double", "DOUBLE"),
     (pa.string(), "string", "VARCHAR"),
     (pa.binary(), "binary", "BLOB"),
+    (pa.large_binary(), "binary", "BLOB"),
     (pa.date32(), "date", "DATE"),
     (pa.timestamp("us", tz="UTC"), "timestamp", "TIMESTAMPTZ"),
 ]
@@ -104,7 +105,7 @@ def _to_delta(kind: pa.DataType, name: str) -> Any:
     if pa.types.is_struct(kind):
         return _struct_to_delta(kind, f"{name}.")
     raise SchemaMismatch(
-        f"column {name!r}: found {kind}, expected a type that Delta and SQL have too. Cast it first."
+        f"column {name!r}: found {kind}, expected a type that Delta and SQL have. Cast it first."
     )
 
 

@@ -24,7 +24,6 @@ from replaylake.datastore.table import TableSnapshot
 
 _PREFIX: Final = "SELECT 1 FROM episodes WHERE "
 _NOT_ALONE: Final = {
-    "PARAMETER": "a parameter",
     "STAR": "*",
     "SUBQUERY": "a subquery",
     "WINDOW": "a window function",
@@ -46,6 +45,8 @@ def canonical_expression(expression: str) -> str:
     Raises: QueryRefused for random(), now() and the like, subqueries and window functions;
     QueryFailed if it does not parse.
     """
+    if not expression.strip():
+        raise QueryRefused("expression: found an empty one, expected SQL such as terminated.")
     with connect() as connection:
         text = f"{_PREFIX}({expression}\n)"
         check_select(connection, text)
@@ -53,7 +54,7 @@ def canonical_expression(expression: str) -> str:
         if _around(tree) != _around(parse(connection, f"{_PREFIX}true")):
             raise QueryRefused(
                 f"{expression!r}: found more than an expression, expected one over the columns of "
-                "the dataset. Leave out GROUP BY, UNION and the like."
+                "the dataset. Leave out parameters, GROUP BY, UNION and the like."
             )
         _refuse_unreproducible(connection, expression, tree)
         spelt = execute(

@@ -35,8 +35,8 @@ _SQL_KEYWORDS: Final = set(
     overlaps overlay pivot pivot_longer pivot_wider placing position positional precision primary
     qualify real references returning right row select semi setof show similar smallint some struct
     substring summarize symmetric table tablesample then time timestamp to trailing treat trim true
-    try_cast tuple union unique unpack unpivot using values varchar variadic verbose when where window
-    with xmlattributes xmlconcat xmlelement xmlexists xmlforest xmlnamespaces xmlparse xmlpi
+    try_cast tuple union unique unpack unpivot using values varchar variadic verbose when where
+    window with xmlattributes xmlconcat xmlelement xmlexists xmlforest xmlnamespaces xmlparse xmlpi
     xmlroot xmlserialize xmltable
     """.split()  # noqa: SIM905 - a literal of these would be a hundred lines
 )

@@ -145,7 +145,12 @@ def scan(snapshot: TableSnapshot) -> str:
         )
         return f"(SELECT {nulls} WHERE false)"
     paths = ", ".join(literal(str(path)) for path in snapshot.paths())
-    return f"read_parquet([{paths}], schema = map {{{columns}}})"
+    source = f"read_parquet([{paths}], schema = map {{{columns}}})"
+    # DuckDB 2.0 fails on a field of a struct that some file lacks (its issue 24253), unless an
+    # expression keeps it from reading that field alone. Only nullable columns may be absent.
+    structs = [f.name for f in snapshot.schema if f.nullable and pa.types.is_struct(f.type)]
+    kept = ", ".join(f'coalesce("{name}", NULL) AS "{name}"' for name in structs)
+    return f"(SELECT * REPLACE ({kept}) FROM {source})" if structs else source
 
 
 def parse(connection: duckdb.DuckDBPyConnection, query: str) -> Any:

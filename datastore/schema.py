@@ -171,7 +171,8 @@ def arrow_type(space: Space) -> pa.DataType:
     if isinstance(space, MultiDiscrete | MultiBinary):
         return vector_type(pa.int64(), value_shape(space)[0])
     if space.is_image:
-        return pa.binary()
+        # With 64-bit offsets: frames of one append may pass 2 GiB.
+        return pa.large_binary()
     if space.dtype == "uint64":
         raise SchemaMismatch("Box dtype uint64: no Delta type holds it. Use int64.")
     element = pa.from_numpy_dtype(np.dtype(_WIDENED.get(space.dtype, space.dtype)))
@@ -308,14 +309,12 @@ def _frames(array: Array) -> pa.Array:
     size = array[0].nbytes if num else 0
     offsets = np.arange(num + 1, dtype=np.int64) * size
     data = pa.py_buffer(np.ascontiguousarray(array))
-    large = pa.Array.from_buffers(pa.large_binary(), num, [None, pa.py_buffer(offsets), data])
-    return large.cast(pa.binary())
+    return pa.Array.from_buffers(pa.large_binary(), num, [None, pa.py_buffer(offsets), data])
 
 
 def _from_frames(column: pa.Array, shape: tuple[int, ...]) -> Array:
-    large = column.cast(pa.large_binary())
-    _, offsets, data = large.buffers()
-    if not len(large) or data is None:
+    _, offsets, data = column.buffers()
+    if not len(column) or data is None:
         return np.zeros(shape, np.uint8)
-    start = int(np.frombuffer(offsets, np.int64)[large.offset])
+    start = int(np.frombuffer(offsets, np.int64)[column.offset])
     return np.frombuffer(data, np.uint8, int(np.prod(shape)), start).reshape(shape)

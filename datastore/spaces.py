@@ -170,6 +170,13 @@ def num_values(values: Values) -> int:
     return len(values)
 
 
+def num_bytes(values: Values) -> int:
+    """Return the bytes of all leaves."""
+    if isinstance(values, Mapping):
+        return sum(num_bytes(sub) for sub in values.values())
+    return int(np.asarray(values).nbytes)
+
+
 def take(values: Values, index: Any) -> Any:
     """Index the leading dim of every leaf: an int gives one value, a slice or array Values."""
     if isinstance(values, Mapping):
@@ -393,7 +400,9 @@ def _check_num(array: Array, what: str, num: int | None) -> None:
 
 
 def _compact_bound(bound: Any) -> Any:
-    """Return a float when all elements are equal, else nested lists."""
+    """Return a float when all elements are equal, else nested tuples."""
+    if isinstance(bound, int | float):
+        return float(bound)
     array = np.asarray(bound, dtype=np.float64)
     if array.size and (array == array.flat[0]).all():
         return float(array.flat[0])

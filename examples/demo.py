@@ -73,7 +73,9 @@ def main() -> None:
 
     step("Join decisions and rewards into episodes")
     joined = replaylake("sessionise", "cartpole")
-    say(f"{joined['joined']} rewards joined, {joined['episodes']} episodes, {joined['steps']} steps")
+    say(
+        f"{joined['joined']} rewards joined, {joined['episodes']} episodes, {joined['steps']} steps"
+    )
 
     step("Train on both, the log and what was served")
     second = replaylake(
@@ -98,7 +100,10 @@ def main() -> None:
             ("rewards joined", f"{joined['joined']:,}"),
             ("steps now in the lake", f"{total:,}"),
             ("one decision", decision_id),
-            ("  made by", f"{decision['policy']}:{decision['version']}, run {lineage['run']['run_id']}"),
+            (
+                "  made by",
+                f"{decision['policy']}:{decision['version']}, run {lineage['run']['run_id']}",
+            ),
             ("  trained on", f"{source['dataset']}@{source['version']} where {source['where']}"),
             ("  content hash", source["content_hash"][:16]),
         ]
@@ -220,9 +225,7 @@ class CartPole:
 def replaylake(*arguments: str) -> dict[str, Any]:
     """Print and run a command; return its `--json` answer."""
     show(arguments)
-    done = subprocess.run(
-        [COMMAND, *arguments, "--json"], stdout=subprocess.PIPE, text=True
-    )
+    done = subprocess.run([COMMAND, *arguments, "--json"], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
     return dict(json.loads(done.stdout))
@@ -230,9 +233,7 @@ def replaylake(*arguments: str) -> dict[str, Any]:
 
 def evaluate(policy: str) -> dict[str, Any]:
     """Play 20 seeded episodes."""
-    return replaylake(
-        "evaluate", policy, "--env", "CartPole-v1", "--episodes", "20", "--seed", "0"
-    )
+    return replaylake("evaluate", policy, "--env", "CartPole-v1", "--episodes", "20", "--seed", "0")
 
 
 def free_port() -> int:

@@ -65,7 +65,7 @@ def _configs():
                     yield pytest.param(node, id=node.name)
 
 
-@pytest.mark.parametrize("config", _configs())
+@pytest.mark.parametrize("config", list(_configs()))
 def test_every_config_field_is_documented(config):
     text = (_ROOT / "docs" / "CONFIG.md").read_text()
     section = text.split(f"`{config.name}`")[1].split("\n## ")[0]

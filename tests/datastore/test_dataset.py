@@ -295,6 +295,15 @@ def test_a_writer_flushes_by_steps(dataset: Dataset, make_episode: Make) -> None
     assert writer.flush() is None
 
 
+def test_a_writer_flushes_by_bytes(dataset: Dataset, make_episode: Make) -> None:
+    frames = {"camera": np.zeros((3, 10, 10), np.uint8), "speed": np.zeros(3)}
+    episode = make_episode(observations=frames, final_observation=None)
+    with dataset.writer(flush_bytes=2 * (300 + 24)) as writer:
+        for _ in range(3):
+            writer.write(episode)
+        assert dataset.snapshot().num_steps == 6
+
+
 def test_a_writer_flushes_by_time(
     dataset: Dataset, make_episode: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,10 +377,15 @@ def test_a_flush_that_failed_after_its_commit_is_not_repeated(
 def test_an_exception_keeps_what_was_written_before_it(
     dataset: Dataset, make_episode: Make
 ) -> None:
-    with pytest.raises(KeyError, match="theirs"), dataset.writer() as writer:
-        writer.write(make_episode("a"))
-        raise KeyError("theirs")
+    with pytest.raises(KeyError, match="theirs"):
+        _write_and_raise(dataset, make_episode("a"))
     assert dataset.snapshot().num_steps == 3
+
+
+def _write_and_raise(dataset: Dataset, episode: Episode) -> None:
+    with dataset.writer() as writer:
+        writer.write(episode)
+        raise KeyError("theirs")
 
 
 def test_the_first_error_is_the_one_that_is_raised(
@@ -381,12 +395,9 @@ def test_the_first_error_is_the_one_that_is_raised(
         raise StorageFailed("no room")
 
     monkeypatch.setattr(dataset, "append", failing)
-    with pytest.raises(KeyError, match="theirs") as caught, dataset.writer() as writer:
-        writer.write(make_episode("a"))
-        raise KeyError("theirs")
-    assert caught.value.__notes__ == [
-        "The episodes written before it were not committed: no room"
-    ]
+    with pytest.raises(KeyError, match="theirs") as caught:
+        _write_and_raise(dataset, make_episode("a"))
+    assert caught.value.__notes__ == ["The episodes written before it were not committed: no room"]
     with pytest.raises(StorageFailed, match="no room"), dataset.writer() as writer:
         writer.write(make_episode("a"))
 
@@ -413,8 +424,7 @@ def test_two_processes_create_with_different_spaces(lake: Lake) -> None:
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(2)
     processes = [
-        context.Process(target=_append_after, args=(barrier, lake.path, f"w{n}", n))
-        for n in (2, 5)
+        context.Process(target=_append_after, args=(barrier, lake.path, f"w{n}", n)) for n in (2, 5)
     ]
     for process in processes:
         process.start()

@@ -56,7 +56,7 @@ def test_the_widest_over_episodes(make_episode: Make) -> None:
     assert infer_spec(discrete).action_space == Discrete(5)
     vectors = [make_episode("a", actions=[[0, 3]] * 3), make_episode("b", actions=[[2, 0]] * 3)]
     assert infer_spec(vectors).action_space == MultiDiscrete((3, 4))
-    with pytest.raises(EpisodeInvalid, match="action: found Discrete.* and Box"):
+    with pytest.raises(EpisodeInvalid, match=r"action: found Discrete.* and Box"):
         infer_spec([discrete[0], make_episode("c", actions=[0.5, 0.5, 0.5])])
     with pytest.raises(EpisodeInvalid, match=r"observation: found Box float32\[2\] and Box"):
         infer_spec([discrete[0], make_episode("c", observations=np.zeros((3, 4)))])

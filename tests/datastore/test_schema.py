@@ -104,7 +104,7 @@ def test_how_spaces_are_stored() -> None:
     stored = {
         Box((2, 3)): vector_type(pa.float32(), 6),
         Box(()): pa.float32(),
-        Box((2, 2), "uint8"): pa.binary(),
+        Box((2, 2), "uint8"): pa.large_binary(),
         Box((2,), "uint8"): vector_type(pa.int16(), 2),
         Discrete(2): pa.int64(),
         MultiDiscrete((2, 2)): vector_type(pa.int64(), 2),
@@ -213,7 +213,7 @@ def test_further_columns_are_widened_at_the_door(given: Any, kind: Any, values: 
         ([None, None], "found only nulls, expected typed values"),
         ([[None]], "found only nulls"),
         (np.array(["2026-01-01"], "datetime64[us]"), "without a time zone, expected UTC"),
-        ([datetime(2026, 1, 1)], "without a time zone, expected UTC"),  # noqa: DTZ001
+        ([datetime(2026, 1, 1)], "without a time zone, expected UTC"),
         (pa.array([1], pa.timestamp("ns", "UTC")), "expected values that timestamp"),
         (pa.array([1], pa.time64("us")), "expected a type that Delta and SQL have"),
         (pa.array([1], pa.duration("us")), "expected a type that Delta and SQL have"),

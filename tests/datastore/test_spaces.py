@@ -173,9 +173,7 @@ def test_bounds_are_inclusive(space: Space, inside: Any, outside: Any) -> None:
 
 
 def test_bounds_of_leaves_within_a_mapping() -> None:
-    values = as_values(
-        NESTED, {"camera": np.zeros((1, 2, 2)), "rest": ([3], ["a"])}, "observation"
-    )
+    values = as_values(NESTED, {"camera": np.zeros((1, 2, 2)), "rest": ([3], ["a"])}, "observation")
     with pytest.raises(EpisodeInvalid, match=r"observation\.rest\._0 at step 0: found 3"):
         check_bounds(NESTED, values, "observation")
     with pytest.raises(SchemaMismatch, match="Text has no bounds"):

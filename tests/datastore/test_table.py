@@ -26,7 +26,9 @@ SCHEMA = pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("x", p
 
 
 def rows(*ids: str, **columns: list[object] | pa.Array) -> pa.Table:
-    return pa.table({"id": pa.array(ids, pa.string()), "x": pa.array(range(len(ids)), pa.int64()), **columns})
+    return pa.table(
+        {"id": pa.array(ids, pa.string()), "x": pa.array(range(len(ids)), pa.int64()), **columns}
+    )
 
 
 @pytest.fixture
@@ -102,7 +104,10 @@ def test_columns_are_matched_by_name(table: Table) -> None:
         (pa.table({"id": pa.array([None], pa.string())}), "'id': found 1 nulls"),
         (rows("a").set_column(1, "x", pa.array([1.0])), "'x': found double, expected int64"),
         (rows("a").append_column("X", pa.array([1])), "'X': found beside 'x'"),
-        (rows("a").append_column("y", pa.array([1], pa.uint8())), "'y': found uint8, expected a type"),
+        (
+            rows("a").append_column("y", pa.array([1], pa.uint8())),
+            "'y': found uint8, expected a type",
+        ),
         (rows("a").append_column("y", pa.array([None])), "'y': found null, expected a type"),
     ],
 )
@@ -195,9 +200,7 @@ def test_rows_written_for_another_to_commit(table: Table) -> None:
         table.commit([late], producer="committer", sequence=1)
 
 
-def test_large_appends_become_several_shards(
-    table: Table, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_appends_become_several_shards(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_module, "_SHARD_ROWS", 4)
     commit = table.append(rows(*"abcdefghij"), producer="p", sequence=0)
     assert (commit.version, commit.num_shards) == (1, 3)

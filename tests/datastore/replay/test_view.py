@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import EmptyReplay, SchemaMismatch, ShardCorrupt, SpaceUnsupported
+from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.replay.view import ReplayView, concatenate
+from replaylake.datastore.spaces import Box, Discrete
+
+Make = Callable[..., Episode]
+
+
+def transitions(view: ReplayView) -> set[tuple[float, ...]]:
+    """(observation, action, reward, discount, next observation) of all that can be sampled."""
+    found = set()
+    sampler = view.uniform(256, seed=0, discount=0.5)
+    for _ in range(20):
+        batch = sampler.sample()
+        assert isinstance(batch.observations, np.ndarray)
+        assert isinstance(batch.next_observations, np.ndarray)
+        rows = zip(
+            batch.observations[:, 0].tolist(),
+            batch.actions,
+            batch.rewards.tolist(),
+            batch.discounts.tolist(),
+            batch.next_observations[:, 0].tolist(),
+            strict=True,
+        )
+        found |= {tuple(float(x) for x in row) for row in rows}
+    return found
+
+
+def test_the_discount_and_successor_of_every_kind_of_end(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("ended", 2, terminated=True)])
+    assert transitions(dataset.snapshot().replay()) == {(0, 0, 1, 0.5, 1), (1, 1, 2, 0, 2)}
+    lake.dataset("t").append([make_episode("cut", 2, truncated=True)])
+    assert transitions(lake.dataset("t").snapshot().replay()) == {
+        (0, 0, 1, 0.5, 1),
+        (1, 1, 2, 0.5, 2),
+    }
+    unknown = {"final_observation": None}
+    lake.dataset("u").append([make_episode("ended", 2, terminated=True, **unknown)])
+    view = lake.dataset("u").snapshot().replay()
+    # Its own observation stands in for the one that is missing; the discount of 0 hides it.
+    assert transitions(view) == {(0, 0, 1, 0.5, 1), (1, 1, 2, 0, 1)}
+
+
+def test_an_end_without_its_observation_cannot_be_bootstrapped(
+    lake: Lake, make_episode: Make
+) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("cut", 2, truncated=True, final_observation=None)])
+    dataset.append([make_episode("open", 3, final_observation=None)])
+    view = dataset.snapshot().replay()
+    assert (view.num_episodes, view.num_steps, view.num_transitions) == (2, 5, 3)
+    assert transitions(view) == {(0, 0, 1, 0.5, 1), (1, 1, 2, 0.5, 2)}
+    cloning = view.uniform(64, seed=0, only_bootstrappable=False)
+    rewards = {reward for _ in range(5) for reward in cloning.sample().rewards.tolist()}
+    assert rewards == {1, 2, 3}
+
+
+def test_nothing_to_bootstrap(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("one", 1, final_observation=None)])
+    view = dataset.snapshot().replay()
+    with pytest.raises(EmptyReplay, match="found 1 steps, none with a next observation"):
+        view.uniform(1, seed=0)
+    assert len(view.uniform(4, seed=0, only_bootstrappable=False).sample()) == 4
+
+
+def test_a_missing_step_is_never_crossed(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    unknown = {"final_observation": None}
+    late = make_episode("e", 2, first_step=4, truncated=True)
+    dataset.append([make_episode("e", 2, **unknown), late])
+    view = dataset.snapshot().replay()
+    assert (view.num_episodes, view.num_steps, view.num_transitions) == (1, 4, 3)
+    assert transitions(view) == {(0, 0, 1, 0.5, 1), (4, 0, 5, 0.5, 5), (5, 1, 6, 0.5, 6)}
+
+
+def test_pieces_in_any_order_over_any_shards_are_one_run(lake: Lake, make_episode: Make) -> None:
+    whole, pieces = lake.dataset("whole"), lake.dataset("pieces")
+    for dataset in (whole, pieces):
+        dataset.create(Box((2,)), Discrete(2))
+    whole.append([make_episode("a", 6, terminated=True), make_episode("b", 2, truncated=True)])
+    unknown = {"final_observation": None}
+    pieces.append([make_episode("a", 2, first_step=4, terminated=True)])
+    pieces.append([make_episode("b", 2, truncated=True), make_episode("a", 2, **unknown)])
+    pieces.append([make_episode("a", 2, first_step=2, **unknown)])
+    one, other = (d.snapshot().replay() for d in (whole, pieces))
+    assert np.sort(one.packed.records["reward"]).tolist() == (
+        np.sort(other.packed.records["reward"]).tolist()
+    )
+    assert transitions(one) == transitions(other)
+    assert one.num_transitions == other.num_transitions == 8
+
+
+def test_agents_are_runs_of_their_own(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    names = ("left", "right")
+    dataset.append([make_episode("g", 2, agent_id=name, terminated=True) for name in names])
+    view = dataset.snapshot().replay()
+    assert (view.num_episodes, view.num_transitions) == (2, 4)
+    keys = view.packed.records["key"][view.packed.steps]
+    assert len({tuple(key) for key in keys.tolist()}) == 4
+
+
+def test_keys_survive_another_layout(lake: Lake, make_episode: Make) -> None:
+    one, other = lake.dataset("one"), lake.dataset("other")
+    for dataset in (one, other):
+        dataset.create(Box((2,)), Discrete(2))
+    one.append([make_episode("a", 3), make_episode("b", 3)])
+    other.append([make_episode("b", 3)])
+    other.append([make_episode("a", 3)])
+
+    def keys(dataset: Dataset) -> list[list[int]]:
+        packed = dataset.snapshot().replay().packed
+        return sorted(packed.records["key"][packed.steps].tolist())
+
+    assert keys(one) == keys(other)
+    assert len({tuple(key) for key in keys(one)}) == 6
+
+
+def test_where_selects_whole_episodes(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("short", 1, terminated=True), make_episode("long", 4)])
+    view = dataset.snapshot().replay('"return" >= 10')
+    assert (view.num_episodes, view.num_steps) == (1, 4)
+    assert transitions(view) == {(t, t % 2, t + 1, 0.5, t + 1) for t in range(4)}
+    with pytest.raises(EmptyReplay, match=r"replay of d@1: found no step where .*99.*expected"):
+        dataset.snapshot().replay("num_steps > 99")
+
+
+def test_reward_replaces_the_logged_one(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("b", 2, extras={"cost": [1.0, 3.0]}, terminated=True)])
+    dataset.append([make_episode("a", 1, extras={"cost": [5.0]}, terminated=True)])
+    view = dataset.snapshot().replay(reward="reward - 10 * cost")
+    assert {row[2] for row in transitions(view)} == {1 - 10.0, 2 - 30.0, 1 - 50.0}
+    selected = dataset.snapshot().replay("episode_id = 'a'", reward="-cost")
+    assert transitions(selected) == {(0, 0, -5, 0, 1)}
+    assert "cost" in (selected.selections[0].reward or "")
+
+
+def test_an_empty_dataset(lake: Lake) -> None:
+    lake.dataset("d").create(Box((2,)), Discrete(2))
+    for where in (None, "terminated"):
+        with pytest.raises(EmptyReplay, match="replay of d@0: found no step"):
+            lake.dataset("d").snapshot().replay(where, reward="reward * 2")
+
+
+def test_a_damaged_shard_is_never_trained_on(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode()])
+    snapshot = dataset.snapshot()
+    (path,) = snapshot.table.paths()
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 3] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ShardCorrupt, match=path.name):
+        snapshot.replay()
+
+
+def test_progress_counts_shards(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    for i in range(3):
+        dataset.append([make_episode(f"e{i}")])
+    seen: list[tuple[int, int]] = []
+    dataset.snapshot().replay(on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_text_cannot_be_packed(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode(observations=list("abc"), final_observation="d")])
+    with pytest.raises(SpaceUnsupported, match="observation: found a Text space"):
+        dataset.snapshot().replay()
+
+
+def test_numbers_beyond_float32_are_refused(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode(rewards=[1.0, 1e300, 1.0])])
+    with pytest.raises(SpaceUnsupported, match=r"reward: found 1e\+300, expected numbers that"):
+        dataset.snapshot().replay()
+    assert dataset.snapshot().replay(reward="least(reward, 5)").num_steps == 3
+
+
+def test_views_of_one_schema_join(lake: Lake, make_episode: Make) -> None:
+    views = []
+    for name in ("one", "two"):
+        dataset = lake.dataset(name)
+        dataset.append([make_episode(name, 2, terminated=True, rewards=[len(views), 7.0])])
+        views.append(dataset.snapshot().replay())
+    joined = concatenate(views)
+    assert (joined.num_episodes, joined.num_steps, joined.num_transitions) == (2, 4, 4)
+    assert [selection.dataset for selection in joined.selections] == ["one", "two"]
+    assert transitions(joined) == transitions(views[0]) | transitions(views[1])
+    assert concatenate(views[:1]) is views[0]
+    with pytest.raises(EmptyReplay, match="found no views"):
+        concatenate([])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"actions": [0, 1, 2]}, {"observations": np.zeros((3, 2)), "final_observation": None}],
+)
+def test_views_of_other_spaces_do_not_join(
+    lake: Lake, make_episode: Make, other: dict[str, Any]
+) -> None:
+    lake.dataset("one").append([make_episode()])
+    lake.dataset("two").append([make_episode(**other)])
+    one, two = (lake.dataset(name).snapshot().replay() for name in ("one", "two"))
+    if "actions" in other:
+        with pytest.raises(SchemaMismatch, match="datasets one@1 and two@1: their spaces differ"):
+            concatenate([one, two])
+    else:
+        assert concatenate([one, two]).num_steps == 6, "both are decoded to float32"
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    commits=st.lists(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["a", "b"]),
+                st.sampled_from(["", "left"]),
+                st.integers(0, 5),
+                st.integers(1, 3),
+                st.sampled_from(["open", "terminated", "truncated"]),
+                st.booleans(),
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_what_can_be_sampled_is_what_sql_calls_a_transition(
+    tmp_path_factory: pytest.TempPathFactory, make_episode: Make, commits: list[Any]
+) -> None:
+    """Over random pieces, gaps, ends and agents; a step that is there twice is left out."""
+    dataset = open_lake(tmp_path_factory.mktemp("l"), create=True).dataset("d")
+    dataset.create(Box((2,)), Discrete(2))
+    taken: set[tuple[str, str, int]] = set()
+    for pieces in commits:
+        episodes = []
+        for name, agent, first, num, end, has_final in pieces:
+            steps = {(name, agent, step) for step in range(first, first + num)}
+            if steps & taken:
+                continue
+            taken |= steps
+            fields = {"agent_id": agent, "first_step": first, "terminated": end == "terminated"}
+            fields["truncated"] = end == "truncated"
+            if not has_final:
+                fields["final_observation"] = None
+            episodes.append(make_episode(name, num, **fields))
+        if episodes:
+            dataset.append(episodes)
+    snapshot = dataset.snapshot()
+    rows = snapshot.sql(
+        "SELECT observation[1] AS o, action AS a, reward AS r, "
+        "CASE WHEN terminated THEN 0 ELSE 0.5 END::DOUBLE AS d, "
+        "coalesce(next_observation, observation)[1] AS n FROM transitions "
+        "WHERE terminated OR next_observation IS NOT NULL"
+    ).to_pylist()
+    view = snapshot.replay()
+    assert view.num_steps == snapshot.num_steps
+    assert view.num_transitions == len(rows)
+    if rows:
+        assert transitions(view) == {tuple(float(x) for x in row.values()) for row in rows}
