@@ -15,8 +15,8 @@ class Batch:
     observations and next_observations [B, *obs] (a mapping of arrays for Dict and Tuple spaces),
     float64 decoded to float32; actions [B, *act]; rewards float32 [B] in the environment's units;
     discounts float32 [B]: gamma, or 0 where the step terminated (truncation keeps gamma);
-    behavior_log_probs float32 [B], NaN where unknown; weights float32 [B], importance weights of the
-    sampler (1 when uniform); keys uint64 [B, 2], the stable 128-bit row keys; action_masks and
+    behavior_log_probs float32 [B], NaN where unknown; weights float32 [B], the sampler's importance
+    weights (1 when uniform); keys uint64 [B, 2], the stable 128-bit row keys; action_masks and
     next_action_masks bool [B, A], or None where the dataset has none.
     """
 

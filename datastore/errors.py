@@ -1,7 +1,7 @@
 """Every error that ReplayLake raises on purpose.
 
     ReplayLakeError
-    ├── NotFound               a lake, dataset, version, policy, run, decision, column or file that is not there
+    ├── NotFound               a lake, dataset, version, policy, run, column or file
     ├── AlreadyExists          a name that is taken
     ├── NameRefused            a dataset, policy or alias name outside its pattern
     ├── FormatTooNew           written by a newer ReplayLake than this one
@@ -11,7 +11,7 @@
     ├── ShardCorrupt           bytes on disk differ from the recorded sha256, or do not parse
     ├── LogCorrupt             the commit log does not parse or has a hole
     ├── CommitConflict         a commit lost its race for good: what it builds on has changed
-    ├── QueryRefused           SQL that is not one read-only SELECT, or not reproducible where it has to be
+    ├── QueryRefused           SQL that is not one SELECT, or not reproducible where it must be
     ├── QueryFailed            SQL that DuckDB could not run
     ├── EmptyReplay            a selection that holds no step to sample
     ├── SpaceUnsupported       an algorithm, head or sampler that cannot take this space

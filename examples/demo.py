@@ -48,12 +48,8 @@ def main() -> None:
     logged = replaylake("sql", query)["rows"][0]
     say(f"{logged['episodes']} episodes, mean return {logged['mean_return']:.1f}")
 
-    step("Clone the better half of it")
-    first = replaylake(
-        *"train offline cartpole --algorithm bc --policy clone --updates 2000".split(),
-        *"--seed 0 --env CartPole-v1 --where".split(),
-        "return >= 150",
-    )
+    step("Clone the episodes that went well")
+    first = train()
     say(f"policy {first['policy']}:{first['version']}")
 
     step("Play it")
@@ -78,11 +74,7 @@ def main() -> None:
     )
 
     step("Train on both, the log and what was served")
-    second = replaylake(
-        *"train offline cartpole --algorithm bc --policy clone --updates 2000".split(),
-        *"--seed 0 --env CartPole-v1 --where".split(),
-        "return >= 150",
-    )
+    second = train()
     retrained = evaluate("clone")
     say(f"policy {second['policy']}:{second['version']}, mean {retrained['mean_return']:.1f}")
 
@@ -115,9 +107,7 @@ def main() -> None:
         "    curl -s localhost:3000/act -H 'content-type: application/json' "
         "-d '{\"observation\": [0, 0, 0.02, 0]}'"
     )
-    print(
-        "    replaylake sql 'select policy, policy_version, count(*) n from cartpole.steps group by all'"
-    )
+    print("    replaylake sql 'select policy, count(*) steps from cartpole.steps group by policy'")
 
 
 class Server:
@@ -127,7 +117,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.last_decision_id = ""
         self._arguments = [
-            *"serve clone --log-to cartpole --explore epsilon=0.05 --port".split(),
+            *["serve", "clone", "--log-to", "cartpole", "--explore", "epsilon=0.05", "--port"],
             str(port),
         ]
 
@@ -229,6 +219,14 @@ def replaylake(*arguments: str) -> dict[str, Any]:
     if done.returncode:
         sys.exit(done.returncode)
     return dict(json.loads(done.stdout))
+
+
+def train() -> dict[str, Any]:
+    """Clone the logged episodes that went well, as the next version of `clone`."""
+    return replaylake(
+        *("train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone"),
+        *("--where", "return >= 150", "--updates", "2000", "--seed", "0"),
+    )
 
 
 def evaluate(policy: str) -> dict[str, Any]:

@@ -43,9 +43,9 @@ class TrainConfig:
     seed: int = 0
     discount: float = 0.99
     device: str = "cpu"
-    # More than one pays on networks wider than 256 and an idle machine; beside other work the threads
-    # wait for each other: BC at 256x256 made 455 updates/s with one thread and 37 with two on 2 busy
-    # cores (2026-11).
+    # More than one pays on networks wider than 256 and an idle machine; beside other work threads
+    # wait for each other: BC at 256x256 made 455 updates/s with one and 37 with two on 2 busy cores
+    # (2026-11).
     threads: int = 1
     # Episodes of the closing evaluation, where an environment is named.
     evaluation_episodes: int = 20

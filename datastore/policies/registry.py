@@ -21,6 +21,7 @@ from replaylake.datastore.log import CommitLog
 from replaylake.datastore.log_file import Intent
 from replaylake.datastore.log_state import LogState
 from replaylake.datastore.names import check_alias, check_policy_name, new_ulid
+from replaylake.datastore.policies.manifest import MANIFEST
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.table_schema import new_metadata
 
@@ -74,7 +75,8 @@ class Registry:
     ) -> PolicyRef:
         """Copy a policy package into the lake as the next version of `name`, durably.
 
-        Raises: NameRefused, NotFound if there is no package, StorageFailed.
+        The copy's manifest says that name and version. Raises: NameRefused, NotFound if there is no
+        package, StorageFailed.
         """
         check_policy_name(name)
         folder = f"{_ROOT}/policies/{name}/{new_ulid()}"
@@ -99,6 +101,7 @@ class Registry:
             nonlocal version
             version = max(_versions(state, name), default=0) + 1
             key = f"policy/{name}/{version}"
+            self._stamp(f"{folder}/{MANIFEST}", name, version)
             return Intent(
                 f"register/{folder}",
                 0,
@@ -109,6 +112,13 @@ class Registry:
 
         self._log.commit(build)
         return PolicyRef(name, version, self._storage.local(folder), "version")
+
+    def _stamp(self, path: str, name: str, version: int) -> None:
+        """Write the registered name and version into a manifest."""
+        data = self._storage.get(path)
+        if data is not None:
+            body = {**json.loads(data), "name": name, "version": version}
+            self._storage.put(path, json.dumps(body, indent=2).encode())
 
     def resolve(self, text: str) -> PolicyRef:
         """Find `name:version`, `name@alias`, or `name` (its champion if set, else the newest).
