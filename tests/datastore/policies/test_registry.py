@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ def test_every_registration_is_a_new_version(registry: Registry, package: Path) 
         files = sorted(p.relative_to(ref.path).as_posix() for p in ref.path.rglob("*.*"))
         assert files == ["manifest.json", "weights/learner.safetensors"]
     (package / "manifest.json").write_bytes(b"changed")
-    assert (first.path / "manifest.json").read_bytes() == b"{}"
+    for version, ref in ((1, first), (2, second)):
+        manifest = json.loads((ref.path / "manifest.json").read_text())
+        assert manifest == {"name": "cql", "version": version}
 
 
 def test_a_package_that_is_not_there(registry: Registry, tmp_path: Path) -> None:
