@@ -19,9 +19,9 @@ from replaylake.cli.options import (
 from replaylake.cli.report import Report, count, size
 
 if TYPE_CHECKING:
-    from replaylake.datastore.inspection import Progress
+    from replaylake.datastore.ingest.inspection import Progress
+    from replaylake.datastore.ingest.receipt import Receipt
     from replaylake.datastore.lake import Lake
-    from replaylake.datastore.receipt import Receipt
     from replaylake.datastore.spaces import Space
 
 
@@ -89,7 +89,7 @@ def ingest(
       replaylake ingest logs/ --dataset cartpole --env CartPole-v1
       replaylake ingest log.csv --dataset ads --map observation=age,hour --map reward=click
     """
-    from replaylake.datastore.ingest import ingest as run
+    from replaylake.datastore.ingest.ingest import ingest as run
 
     report = Report(as_json)
     columns = parse_pairs(mapping or [], "--map")

@@ -51,8 +51,8 @@ def serve(
       curl -d '{"observation": [0, 0, 0, 0]}' http://127.0.0.1:3000/act
     """
     from replaylake.datastore.lake import open_lake
-    from replaylake.serve.service import ServeConfig
-    from replaylake.serve.service import serve as run
+    from replaylake.serve.server import ServeConfig
+    from replaylake.serve.server import serve as run
 
     report = Report(as_json)
     ref = open_lake(lake).registry.resolve(policy)

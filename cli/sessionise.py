@@ -11,7 +11,7 @@ from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOp
 from replaylake.cli.report import Report, count
 
 if TYPE_CHECKING:
-    from replaylake.datastore.sessions import SessionReceipt
+    from replaylake.datastore.sessions.sessionise import SessionReceipt
 
 
 def sessionise(
@@ -34,7 +34,7 @@ def sessionise(
       replaylake sessionise live
     """
     from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.sessions import sessionise as run
+    from replaylake.datastore.sessions.sessionise import sessionise as run
 
     report = Report(as_json)
     with report.progress("built", "episodes") as progress:

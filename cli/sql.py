@@ -115,7 +115,7 @@ def _format(form: OutputFormat | None, as_json: bool, output: Path | None) -> st
 
 
 def _save(report: Report, rows: Any, form: str, output: Path) -> None:
-    from replaylake.datastore.results import write_result
+    from replaylake.datastore.query.results import write_result
 
     if form == "table":
         raise typer.BadParameter(
@@ -134,7 +134,7 @@ def _save(report: Report, rows: Any, form: str, output: Path) -> None:
 
 
 def _print(report: Report, rows: Any, form: str) -> None:
-    from replaylake.datastore.results import write_result
+    from replaylake.datastore.query.results import write_result
 
     if form == "table":
         report.answer({}, table_lines(rows.to_pylist(), rows.column_names))

@@ -10,10 +10,10 @@ from typing import Final
 
 import pyarrow as pa
 
-from replaylake.datastore import query, relations
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NameRefused, NotFound, StorageFailed
 from replaylake.datastore.policies.registry import Registry
+from replaylake.datastore.query import query, relations
 from replaylake.datastore.storage import LocalStorage
 from replaylake.datastore.table import TableSnapshot
 

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.decision_id import DecisionId, DecisionSigner
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.policies.registry import PolicyRef
+from replaylake.datastore.sessions.decision_id import DecisionId, DecisionSigner
 
 
 def of_decision(lake: Lake, decision_id: str) -> dict[str, Any]:

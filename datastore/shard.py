@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from replaylake.datastore.errors import ShardCorrupt
-from replaylake.datastore.log_state import FileEntry
+from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage import Storage
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from replaylake.datastore import query
-from replaylake.datastore.log_state import FileEntry
+from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.query import query
 from replaylake.datastore.replay.packing import OnProgress
 from replaylake.datastore.replay.view import ReplayView, open_view
 from replaylake.datastore.schema import DatasetSpec

@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from replaylake.datastore.delta_schema import with_field_ids
 from replaylake.datastore.errors import AlreadyExists, NotFound
-from replaylake.datastore.log import CommitLog
-from replaylake.datastore.log_file import Intent, transaction_id
-from replaylake.datastore.log_state import FileEntry, LogState
+from replaylake.datastore.log.commit_file import Intent, transaction_id
+from replaylake.datastore.log.commit_log import CommitLog
+from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.shard import read_shard, write_shard
 from replaylake.datastore.storage import Storage

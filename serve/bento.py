@@ -37,7 +37,7 @@ os.environ["REPLAYLAKE_SERVE_POLICY"] = "{policy}"
 os.environ["REPLAYLAKE_SERVE_VERSION"] = "{version}"
 os.environ.setdefault("BENTOML_DO_NOT_TRACK", "True")
 
-from replaylake.serve.worker import PolicyService  # noqa: E402
+from replaylake.serve.service import PolicyService  # noqa: E402
 
 __all__ = ["PolicyService"]
 '''

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.decision_id import DecisionSigner
-from replaylake.datastore.decisions import DEFAULT_WINDOW_S, ensure_feedback_tables
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.journal import JournalConfig
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.package import check_package, load_policy
 from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.sessions.decision_id import DecisionSigner
+from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S, ensure_feedback_tables
+from replaylake.datastore.sessions.journal import JournalConfig
 from replaylake.datastore.spaces import Discrete, describe
 from replaylake.serve.feedback import DecisionLog
 from replaylake.serve.serving import Exploration, Limits, Served, Serving

@@ -10,17 +10,17 @@ from typing import Any
 import orjson
 
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.decision_id import DecisionId
-from replaylake.datastore.decisions import (
+from replaylake.datastore.policies.policy import Act, PolicySpec
+from replaylake.datastore.sessions.decision_id import DecisionId
+from replaylake.datastore.sessions.decisions import (
     DEFAULT_WINDOW_S,
     decisions_encoder,
     ensure_feedback_tables,
     recover_feedback,
     rewards_encoder,
 )
-from replaylake.datastore.journal import Journal, JournalConfig
-from replaylake.datastore.journal_file import Recovered
-from replaylake.datastore.policies.policy import Act, PolicySpec
+from replaylake.datastore.sessions.journal import Journal, JournalConfig
+from replaylake.datastore.sessions.segments import Recovered
 from replaylake.datastore.spaces import Array
 from replaylake.serve.requests import ActRequest, FeedbackRequest
 

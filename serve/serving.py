@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from replaylake.datastore.decision_id import DecisionSigner
 from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.serve.feedback import DecisionLog
 
 

@@ -17,9 +17,9 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.errors import NotFound, StorageFailed
-from replaylake.datastore.log import CommitLog
-from replaylake.datastore.log_file import Intent
-from replaylake.datastore.log_state import LogState
+from replaylake.datastore.log.commit_file import Intent
+from replaylake.datastore.log.commit_log import CommitLog
+from replaylake.datastore.log.state import LogState
 from replaylake.datastore.names import check_alias, check_policy_name, new_ulid
 from replaylake.datastore.policies.manifest import MANIFEST
 from replaylake.datastore.storage import Storage

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.errors import EmptyReplay, SchemaMismatch
-from replaylake.datastore.expressions import (
+from replaylake.datastore.query.expressions import (
     canonical_expression,
     evaluated_rewards,
     selected_episodes,

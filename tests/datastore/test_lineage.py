@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from replaylake.datastore import lineage
-from replaylake.datastore.decision_id import DecisionSigner
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.sessions.decision_id import DecisionSigner
 
 RUN = "01run"
 

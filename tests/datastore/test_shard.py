@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.errors import ShardCorrupt
-from replaylake.datastore.log_state import FileEntry
+from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.schema import NAMES_TYPE, vector_type
 from replaylake.datastore.shard import read_shard, verify_shard, write_shard
 from replaylake.datastore.storage import LocalStorage

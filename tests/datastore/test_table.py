@@ -17,8 +17,8 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
     ShardCorrupt,
 )
-from replaylake.datastore.log_file import Intent
-from replaylake.datastore.log_state import FileEntry
+from replaylake.datastore.log.commit_file import Intent
+from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.storage import LocalStorage
 from replaylake.datastore.table import Table
 

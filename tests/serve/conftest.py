@@ -18,10 +18,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from replaylake.datastore.decision_id import read_unverified  # noqa: F401  (for tests, through `kit`)
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.package import save_package
 from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.sessions.decision_id import read_unverified  # noqa: F401  (for tests, through `kit`)
 from replaylake.datastore.spaces import Box, Discrete
 
 WEIGHTS = np.array([[1.0, -1.0], [0.5, 0.25], [-2.0, 2.0], [3.0, -3.0]], np.float32)
@@ -85,7 +85,7 @@ def spawn_server(**config) -> subprocess.Popen:
     code = f"""
         import json
         from pathlib import Path
-        from replaylake.serve.service import ServeConfig, serve
+        from replaylake.serve.server import ServeConfig, serve
         fields = json.loads({json.dumps(fields)!r})
         for name in ("package", "lake"):
             if fields.get(name):

@@ -9,11 +9,11 @@ import orjson
 import pytest
 from hypothesis import strategies as st
 
-from replaylake.datastore.decision_id import DecisionSigner
 from replaylake.datastore.errors import StorageFailed
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.package import load_policy
 from replaylake.datastore.policies.policy import PolicySpec, UniformPolicy
+from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.datastore.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
 from replaylake.serve.app import create_app
 from replaylake.serve.feedback import DecisionLog

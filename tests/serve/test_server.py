@@ -14,10 +14,10 @@ import pytest
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch, ServeFailed, SpaceUnsupported
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.sessions import sessionise
+from replaylake.datastore.sessions.sessionise import sessionise
 from replaylake.datastore.spaces import Box, Discrete
 from replaylake.serve.config import ServeConfig
-from replaylake.serve.service import serve
+from replaylake.serve.server import serve
 
 
 def test_a_thousand_observations_get_the_actions_of_the_package(client, package):

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from replaylake.datastore import schema
 from replaylake.datastore.errors import QueryRefused
-from replaylake.datastore.query import (
+from replaylake.datastore.query.query import (
     check_select,
     connect,
     create_dataset_views,

@@ -23,11 +23,11 @@ from typing import Any
 import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.decision_id import read_unverified
-from replaylake.datastore.decisions import DEFAULT_WINDOW_S, recover_feedback
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.served import (
+from replaylake.datastore.sessions.decision_id import read_unverified
+from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S, recover_feedback
+from replaylake.datastore.sessions.served import (
     DECISION_ID,
     REQUEST_ID,
     Logged,

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from replaylake.datastore.dataset import Commit, Dataset
-from replaylake.datastore.door import Door
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import AlreadyExists, ConfigInvalid, SourceInvalid
 from replaylake.datastore.formats.detect import AUTO, find_format
 from replaylake.datastore.formats.format import ReadOptions
 from replaylake.datastore.formats.source import Source, find_source
-from replaylake.datastore.inspection import ABORT, REJECT, Inspection, OnProgress, Progress
+from replaylake.datastore.ingest.door import Door
+from replaylake.datastore.ingest.inspection import ABORT, REJECT, Inspection, OnProgress, Progress
+from replaylake.datastore.ingest.receipt import Counts, Receipt
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.receipt import Counts, Receipt
 from replaylake.datastore.spaces import Space
 
 # One shard of the store (64 to 256 MB); a kill loses at most this much work.

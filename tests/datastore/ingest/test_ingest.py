@@ -19,13 +19,13 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
     SourceInvalid,
 )
-from replaylake.datastore.ingest import ingest
-from replaylake.datastore.inspection import Progress
+from replaylake.datastore.ingest.ingest import ingest
+from replaylake.datastore.ingest.inspection import Progress
+from replaylake.datastore.ingest.receipt import Counts
 from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.receipt import Counts
 from replaylake.datastore.spaces import Box, Discrete
 
-_DATA = Path(__file__).parents[2] / "examples" / "data" / "rllib_cartpole"
+_DATA = Path(__file__).parents[3] / "examples" / "data" / "rllib_cartpole"
 _LARGE = _DATA / "cartpole-v1_large"
 _HEADER = "episode_id,step,observation,action,reward,terminated\n"
 

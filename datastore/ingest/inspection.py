@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from replaylake.datastore.door import Door
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.datastore.formats.format import Reading, Rejected
-from replaylake.datastore.receipt import Tally
+from replaylake.datastore.ingest.door import Door
+from replaylake.datastore.ingest.receipt import Tally
 from replaylake.datastore.schema import DatasetSpec
 
 ABORT: Final = "abort"

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from replaylake.datastore.errors import LogCorrupt
-from replaylake.datastore.log_state import FileEntry, LogState
+from replaylake.datastore.log.state import FileEntry, LogState
 
 # What Arrow and the code below raise on damaged bytes, or on a file that another engine laid out.
 _UNREADABLE: Final = (

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from replaylake.datastore.checkpoint import read_checkpoint, write_checkpoint
 from replaylake.datastore.errors import (
     CommitConflict,
     FormatTooNew,
@@ -26,8 +25,9 @@ from replaylake.datastore.errors import (
     NotFound,
     ReplayLakeError,
 )
-from replaylake.datastore.log_file import Intent, decode, encode
-from replaylake.datastore.log_state import LogState
+from replaylake.datastore.log.checkpoint import read_checkpoint, write_checkpoint
+from replaylake.datastore.log.commit_file import Intent, decode, encode
+from replaylake.datastore.log.state import LogState
 from replaylake.datastore.storage import Storage
 
 CHECKPOINT_INTERVAL: Final = 100

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from replaylake.datastore.errors import ReplayLakeError, StorageFailed
-from replaylake.datastore.journal_file import (
+from replaylake.datastore.sessions.segments import (
     SUFFIX,
     Encode,
     Segment,

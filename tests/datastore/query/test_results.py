@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, StorageFailed
-from replaylake.datastore.results import RESULT_FORMATS, write_result
+from replaylake.datastore.query.results import RESULT_FORMATS, write_result
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 TABLE = pa.table(

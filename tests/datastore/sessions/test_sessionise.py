@@ -5,18 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from replaylake.datastore.decision_id import DecisionSigner, read_unverified
-from replaylake.datastore.decisions import (
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import NotFound, SchemaMismatch
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.sessions.decision_id import DecisionSigner, read_unverified
+from replaylake.datastore.sessions.decisions import (
     decisions_encoder,
     ensure_feedback_tables,
     rewards_encoder,
 )
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import NotFound, SchemaMismatch
-from replaylake.datastore.journal import Journal, JournalConfig
-from replaylake.datastore.journal_file import framed, journal_folder
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.sessions import sessionise
+from replaylake.datastore.sessions.journal import Journal, JournalConfig
+from replaylake.datastore.sessions.segments import framed, journal_folder
+from replaylake.datastore.sessions.sessionise import sessionise
 from replaylake.datastore.spaces import Box, Dict, Discrete
 
 OBSERVATION, ACTION = Box((2,)), Discrete(3)

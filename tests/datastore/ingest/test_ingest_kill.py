@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.ingest import ingest
+from replaylake.datastore.ingest.ingest import ingest
 from replaylake.datastore.lake import Lake, open_lake
 
 _NUM_EPISODES = 60
@@ -22,7 +22,7 @@ _COMMIT_STEPS = 2 * _LENGTH
 
 _INGEST = f"""
 import sys
-from replaylake.datastore.ingest import ingest
+from replaylake.datastore.ingest.ingest import ingest
 from replaylake.datastore.lake import open_lake
 
 def acknowledge(progress):

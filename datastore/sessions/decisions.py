@@ -2,7 +2,7 @@
 
 A served decision and the reward that follows it are written by different requests, often through
 different workers, so they are rows of two tables that are never updated: `<dataset>/_decisions` and
-`<dataset>/_rewards`. `datastore/sessions.py` joins them into episodes.
+`<dataset>/_rewards`. `sessionise.py` joins them into episodes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import AlreadyExists, SchemaMismatch
-from replaylake.datastore.journal_file import Encode, Recovered, journal_folder, recover
 from replaylake.datastore.schema import TIMESTAMP_TYPE, arrow_type, to_arrow, vector_type
+from replaylake.datastore.sessions.segments import Encode, Recovered, journal_folder, recover
 from replaylake.datastore.spaces import Box, Space, as_values, describe, gather, leaves, num_actions
 
 # How long a decision takes rewards, and its episode waits for them: a day, for clients that report

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from replaylake.datastore.errors import LogCorrupt, NotFound
-from replaylake.datastore.log_state import FileEntry, TableMetadata
+from replaylake.datastore.log.state import FileEntry, TableMetadata
 
 _ENGINE: Final = "replaylake"
 # The first line begins with the sha256 of all that follows it: JSON cut at the end of a line, or

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.errors import StorageFailed
-from replaylake.datastore.journal import Journal, JournalConfig
-from replaylake.datastore.journal_file import (
+from replaylake.datastore.sessions.journal import Journal, JournalConfig
+from replaylake.datastore.sessions.segments import (
     first_pending,
     framed,
     journal_folder,

@@ -13,7 +13,6 @@ import deltalake
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore import log as log_module
 from replaylake.datastore.errors import (
     AlreadyExists,
     CommitConflict,
@@ -21,9 +20,10 @@ from replaylake.datastore.errors import (
     NotFound,
     StorageFailed,
 )
-from replaylake.datastore.log import CHECKPOINT_INTERVAL, CommitLog
-from replaylake.datastore.log_file import Intent
-from replaylake.datastore.log_state import FileEntry, LogState
+from replaylake.datastore.log.commit_file import Intent
+from replaylake.datastore.log.commit_log import CHECKPOINT_INTERVAL, CommitLog
+from replaylake.datastore.log import commit_log as log_module
+from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.storage import LocalStorage
 from replaylake.datastore.table_schema import new_metadata
 
@@ -333,7 +333,7 @@ def test_a_checkpoint_that_fails_fails_no_commit(
 
 def test_a_short_process_writes_its_checkpoint(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2]); import test_log as t\n"
+        "import sys; sys.path.insert(0, sys.argv[2]); import test_commit_log as t\n"
         "from replaylake.datastore.storage import LocalStorage\n"
         "log = t.created(LocalStorage(t.Path(sys.argv[1])))\n"
         "[t.add(log, 'p', i) for i in range(1, 101)]\n"

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.journal_file import first_pending
 from replaylake.datastore.schema import DatasetSpec, to_numpy
+from replaylake.datastore.sessions.segments import first_pending
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Array, take
 from replaylake.datastore.table import Table

@@ -1,0 +1,1 @@
+"""Ingest: foreign files into a dataset, checked at the door."""

@@ -1,0 +1,1 @@
+"""SQL over snapshots and the lake."""

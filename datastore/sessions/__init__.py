@@ -1,0 +1,1 @@
+"""Sessions: served decisions and their rewards, from the server's journal to episodes."""
