@@ -25,6 +25,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 FOLDER = Path("demo")
 LAKE = FOLDER / "lake"
+MARKER = FOLDER / "MADE_BY_DEMO"
+SERVER_LOG = FOLDER / "server.log"
 LOG = Path(os.path.relpath(HERE / "data" / "rllib_cartpole" / "cartpole-v1_large"))
 COMMAND = str(Path(sys.executable).with_name("replaylake"))
 NUM_SERVED_EPISODES = 10
@@ -34,7 +36,7 @@ _READY_TIMEOUT_S = 60
 def main() -> None:
     """Run the loop and print what it gave."""
     started = time.monotonic()
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    clear()
     port = free_port()
     os.environ["REPLAYLAKE_LAKE"] = str(LAKE)
     print(f"  $ export REPLAYLAKE_LAKE={LAKE}")
@@ -62,8 +64,11 @@ def main() -> None:
 
     step("Serve it with some exploration, and play over HTTP")
     with Server(port) as server:
-        served = [server.play(seed) for seed in range(NUM_SERVED_EPISODES)]
-    decisions = sum(num for num, _ in served)
+        decisions = 0
+        for seed in range(NUM_SERVED_EPISODES):
+            num, episode_return = server.play(seed)
+            decisions += num
+            say(f"episode {seed + 1} of {NUM_SERVED_EPISODES}: return {episode_return:.0f}")
     decision_id = server.last_decision_id
     say(f"{decisions} decisions, {decisions} rewards sent back, server stopped")
 
@@ -123,19 +128,18 @@ class Server:
 
     def __enter__(self) -> Server:
         show(self._arguments)
-        self._process = subprocess.Popen(
-            [COMMAND, *self._arguments],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
+        with SERVER_LOG.open("w") as log:
+            self._process = subprocess.Popen(
+                [COMMAND, *self._arguments],
+                stderr=log,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.__exit__()
-                assert self._process.stderr is not None
-                sys.exit(f"the server did not start:\n{self._process.stderr.read()}")
+                sys.exit(f"the server did not start:\n{SERVER_LOG.read_text()}")
             time.sleep(0.1)
         return self
 
@@ -232,6 +236,15 @@ def train() -> dict[str, Any]:
 def evaluate(policy: str) -> dict[str, Any]:
     """Play 20 seeded episodes."""
     return replaylake("evaluate", policy, "--env", "CartPole-v1", "--episodes", "20", "--seed", "0")
+
+
+def clear() -> None:
+    """Remove what an earlier run left, and nothing else that is called `demo`."""
+    if FOLDER.exists() and not MARKER.exists():
+        sys.exit(f"{FOLDER.resolve()}: found a folder that is not this demo's; run it elsewhere.")
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
+    MARKER.write_text("Made by examples/demo.py, which removes this folder when it runs again.\n")
 
 
 def free_port() -> int:

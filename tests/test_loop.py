@@ -80,6 +80,13 @@ def test_one_observation_goes_round(replaylake, tmp_path):
     train = ["train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone"]
     first = replaylake(*train, "--updates", "50", "--where", "return >= 150")
 
+    measured = replaylake(
+        "evaluate", "clone", "--env", "CartPole-v1", "--episodes", "2", "--seed", "0"
+    )
+    assert len(measured["returns"]) == 2
+    bento = replaylake("package", "clone", "--output", str(tmp_path / "bento"))
+    assert (Path(bento["output"]) / "bento.yaml").is_file()
+
     with served("clone", "--log-to", "cartpole", "--explore", "epsilon=0.5") as post:
         answer = post("/act", {"observation": _OBSERVATION, "episode_id": "visit-1"})
         post(

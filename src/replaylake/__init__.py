@@ -23,11 +23,16 @@ __all__ = [
     "ReplayLakeError",
     "Snapshot",
     "Text",
+    "TrainConfig",
     "Tuple",
     "__version__",
+    "evaluate",
+    "ingest",
     "load_policy",
     "open",
     "record",
+    "sessionise",
+    "train",
 ]
 
 if TYPE_CHECKING:
@@ -35,9 +40,11 @@ if TYPE_CHECKING:
     from replaylake.datastore.dataset import Dataset, EpisodeWriter
     from replaylake.datastore.episode import Episode
     from replaylake.datastore.errors import ReplayLakeError
+    from replaylake.datastore.ingest.ingest import ingest
     from replaylake.datastore.lake import Lake
     from replaylake.datastore.lake import open_lake as open
     from replaylake.datastore.policies.package import load_policy
+    from replaylake.datastore.sessions.sessionise import sessionise
     from replaylake.datastore.snapshot import Snapshot
     from replaylake.datastore.spaces import (
         Box,
@@ -49,6 +56,8 @@ if TYPE_CHECKING:
         Tuple,
     )
     from replaylake.offline.environments import record
+    from replaylake.offline.evaluate import evaluate
+    from replaylake.offline.train import TrainConfig, train
 
 # Where each public name lives: (module, name there).
 _HOMES = {
@@ -65,10 +74,15 @@ _HOMES = {
     "ReplayLakeError": ("datastore.errors", "ReplayLakeError"),
     "Snapshot": ("datastore.snapshot", "Snapshot"),
     "Text": ("datastore.spaces", "Text"),
+    "TrainConfig": ("offline.train", "TrainConfig"),
     "Tuple": ("datastore.spaces", "Tuple"),
+    "evaluate": ("offline.evaluate", "evaluate"),
+    "ingest": ("datastore.ingest.ingest", "ingest"),
     "load_policy": ("datastore.policies.package", "load_policy"),
     "open": ("datastore.lake", "open_lake"),
     "record": ("offline.environments", "record"),
+    "sessionise": ("datastore.sessions.sessionise", "sessionise"),
+    "train": ("offline.train", "train"),
 }
 
 # Hidden from type checkers: seeing a module-level __getattr__, they would accept any misspelt name.
