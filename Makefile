@@ -8,7 +8,7 @@ PY := .venv/bin/python
 SOURCES := $(wildcard datastore offline online serve cli tests examples benchmarks) src/replaylake/__init__.py
 WORKERS ?= 2
 
-.PHONY: demo test check clean
+.PHONY: .venv demo test check clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -18,7 +18,7 @@ WORKERS ?= 2
 	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$candidate; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then echo "no Python 3.11 or newer found as python3.11 or python3: install one" >&2; exit 1; fi; \
-	echo "setting up .venv with $$found (once, some minutes)"; \
+	echo "setting up .venv with $$found: about 140 packages, two minutes once they are downloaded"; \
 	$$found -m venv .venv
 	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[all]'
 	@touch $@

@@ -182,6 +182,17 @@ def table_lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> li
     return lines
 
 
+def fitting(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], width: int) -> list[str]:
+    """Return the columns, from the left and at least one, whose table is no wider than `width`."""
+    shown: list[str] = []
+    for column in columns:
+        lines = table_lines(rows, [*shown, column])
+        if shown and max(len(line) for line in lines) > width:
+            break
+        shown.append(column)
+    return shown
+
+
 def cell_text(value: Any) -> str:
     """Return a value as a person reads it in a table."""
     if value is None:
@@ -248,13 +259,16 @@ def _open_bar(verb: str, unit: str) -> tuple[Progress, TaskID]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
+    from rich.table import Column
 
     bar = Progress(
-        TextColumn(verb),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(f"{unit}  {{task.fields[note]}}"),
-        Remaining(),
+        TextColumn(verb, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn(unit, table_column=Column(no_wrap=True)),
+        Remaining(table_column=Column(no_wrap=True)),
+        # Last and cut short: on a narrow terminal the count and the time matter more.
+        TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
         console=Console(stderr=True),
         transient=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +18,7 @@ from replaylake.cli.options import (
     LakeOption,
     parse_pairs,
 )
-from replaylake.cli.report import Report, answer_stream, count, table_lines
+from replaylake.cli.report import Report, answer_stream, count, fitting, table_lines
 from replaylake.datastore.errors import NotFound
 
 
@@ -137,8 +138,7 @@ def _print(report: Report, rows: Any, form: str) -> None:
     from replaylake.datastore.query.results import write_result
 
     if form == "table":
-        report.answer({}, table_lines(rows.to_pylist(), rows.column_names))
-        report.say(count(rows.num_rows, "row"))
+        _print_table(report, rows)
         return
     stream = answer_stream()
     if form == "parquet" and stream.isatty():
@@ -149,3 +149,18 @@ def _print(report: Report, rows: Any, form: str) -> None:
     stream.flush()
     write_result(rows, form, stream.buffer)
     stream.buffer.flush()
+
+
+def _print_table(report: Report, rows: Any) -> None:
+    """Print the columns that fit on the terminal, and name the others; off a terminal, all."""
+    values, columns = rows.to_pylist(), rows.column_names
+    if answer_stream().isatty():
+        width = shutil.get_terminal_size().columns
+        columns = fitting(values, columns, width)
+    report.answer({}, table_lines(values, columns))
+    report.say(count(rows.num_rows, "row"))
+    left_out = [name for name in rows.column_names if name not in columns]
+    if left_out:
+        report.say(
+            f"not shown for want of width: {', '.join(left_out)} (select them, or --format csv)"
+        )

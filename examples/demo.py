@@ -106,7 +106,7 @@ def main() -> None:
         ]
     )
     print(f"\nDone in {time.monotonic() - started:.0f} s. Now by hand:\n")
-    print(f"    export PATH={os.path.relpath(Path(COMMAND).parent)}:$PATH REPLAYLAKE_LAKE={LAKE}")
+    print(f"    export PATH={Path(COMMAND).parent}:$PATH REPLAYLAKE_LAKE={LAKE.resolve()}")
     print("    replaylake serve clone --log-to cartpole --explore epsilon=0.05")
     print(
         "    curl -s localhost:3000/act -H 'content-type: application/json' "
@@ -278,4 +278,7 @@ def table(lines: list[tuple[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; no server is left")

@@ -17,6 +17,7 @@ from replaylake.cli.report import (
     WaitingReport,
     cell_text,
     count,
+    fitting,
     number_text,
     size,
     table_lines,
@@ -175,3 +176,10 @@ def test_waiting_says_nothing_of_what_is_quick(capsys: pytest.CaptureFixture[str
     with WaitingReport("running the query"):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_columns_that_fit_a_terminal():
+    rows = [{"a": 1, "b": "xxxx", "c": 2}]
+    assert fitting(rows, ["a", "b", "c"], 7) == ["a", "b"]
+    assert fitting(rows, ["a", "b", "c"], 10) == ["a", "b", "c"]
+    assert fitting(rows, ["b", "a"], 1) == ["b"]
