@@ -78,7 +78,7 @@ def policy_text(named: dict[str, Any]) -> str:
 def _policy(text: str, env: str, lake: Path) -> tuple[Policy, dict[str, Any]]:
     from replaylake.datastore.lake import open_lake
     from replaylake.datastore.policies.package import load_policy
-    from replaylake.datastore.policies.policy import UniformPolicy
+    from replaylake.datastore.policies.uniform import UniformPolicy
     from replaylake.offline.environments import spaces_of
 
     if text == RANDOM:

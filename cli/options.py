@@ -1,15 +1,16 @@
-"""Options: those that commands share, and the parsing of `key=value` and `NAME@VERSION`."""
+"""Options: those that commands share, and the parsing of `key=value`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import ConfigInvalid
 
 DEFAULT_LAKE: Final = Path("lake")
 
@@ -61,6 +62,16 @@ PolicyArgument = Annotated[
 ]
 
 
+@contextmanager
+def usage_errors(option: str) -> Iterator[None]:
+    """Report an option's value that the library refuses as wrong usage (exit 2)."""
+    try:
+        yield
+    except ConfigInvalid as error:
+        message = str(error).removeprefix(f"{option}: ")
+        raise typer.BadParameter(message, param_hint=option) from error
+
+
 def parse_pairs(texts: Sequence[str], option: str) -> dict[str, str]:
     """Split `key=value` texts. Raises: typer.BadParameter (exit 2) for a text of another form."""
     pairs: dict[str, str] = {}
@@ -72,16 +83,3 @@ def parse_pairs(texts: Sequence[str], option: str) -> dict[str, str]:
             raise typer.BadParameter(f"found {key.strip()!r} twice.", param_hint=option)
         pairs[key.strip()] = value.strip()
     return pairs
-
-
-def parse_snapshot(text: str) -> tuple[str, int | None]:
-    """Split `NAME[@VERSION]`; None is the newest. Raises: NotFound if the version is no number."""
-    name, at, version = text.partition("@")
-    if not at:
-        return name, None
-    if not version.isdecimal():
-        raise NotFound(
-            f"dataset {text!r}: found version {version!r}, expected a number such as {name}@12. "
-            f"`replaylake show {name}` says the newest."
-        )
-    return name, int(version)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption, parse_pairs
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption, usage_errors
 from replaylake.cli.report import Report, count, number_text, size
 
 if TYPE_CHECKING:
@@ -89,18 +89,20 @@ def rollout(
       replaylake rollout --env CartPole-v1 --policy random --episodes 1000 --dataset cartpole
       replaylake rollout --env CartPole-v1 --policy clone --workers 2 --seed 0 --dataset cartpole
     """
+    from replaylake.datastore.policies.exploration import parse_exploration
     from replaylake.online.rollout import fresh_seed
     from replaylake.online.rollout import rollout as run
     from replaylake.online.worker import RolloutConfig
 
     report = Report(as_json)
-    temperature, epsilon = _exploration(explore)
+    with usage_errors("--explore"):
+        exploration = parse_exploration("temperature=1" if explore is None else explore)
     config = RolloutConfig(
         env,
         num_envs=envs_per_worker,
         seed=fresh_seed() if seed is None else seed,
-        temperature=temperature,
-        epsilon=epsilon,
+        temperature=exploration.temperature or 0.0,
+        epsilon=exploration.epsilon,
     )
     with report.progress("collected", "episodes") as progress:
         receipt = run(
@@ -122,26 +124,6 @@ def _lake(path: Path, policy: str) -> Lake:
 
     lake = Lake(LocalStorage(path))
     return lake if policy == _RANDOM and not lake.registry.exists() else open_lake(path)
-
-
-def _exploration(text: str | None) -> tuple[float, float]:
-    """Return (temperature, epsilon). Raises: typer.BadParameter."""
-    if text is None:
-        return 1.0, 0.0
-    ((name, number),) = parse_pairs([text], "--explore").items()
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if name == "epsilon" and 0 <= value <= 1:
-        return 0.0, value
-    if name == "temperature" and 0 <= value < float("inf"):
-        return value, 0.0
-    raise typer.BadParameter(
-        f"found {text!r}, expected epsilon=E with E from 0 to 1, or temperature=T with T of 0 or "
-        "more.",
-        param_hint="--explore",
-    )
 
 
 def _summary(receipt: RolloutReceipt) -> Iterator[str]:

@@ -12,8 +12,9 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     PolicyArgument,
+    usage_errors,
 )
-from replaylake.cli.report import Report
+from replaylake.cli.report import Report, answer_stream
 
 
 def serve(
@@ -51,10 +52,13 @@ def serve(
       curl -d '{"observation": [0, 0, 0, 0]}' http://127.0.0.1:3000/act
     """
     from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.policies.exploration import parse_exploration
     from replaylake.serve.server import ServeConfig
     from replaylake.serve.server import serve as run
 
     report = Report(as_json)
+    with usage_errors("--explore"):
+        exploration = parse_exploration(explore)
     ref = open_lake(lake).registry.resolve(policy)
     config = ServeConfig(
         package=ref.path,
@@ -65,22 +69,27 @@ def serve(
         explore=explore,
         host=host,
         port=port,
+        reference=policy,
     )
     report.say(f"policy {ref} ({ref.selected_by})")
-    if log_to is not None and explore is None:
+    if log_to is not None and not exploration.is_on:
         report.say(
             f"warning: {log_to} is logged without exploration: off-policy evaluation on it will be "
             "unsupported. --explore epsilon=0.05 makes it possible."
         )
-    code = run(config)
-    body = {
-        "policy": ref.name,
-        "version": ref.version,
-        "selected_by": ref.selected_by,
-        "host": host,
-        "port": port,
-        "log_to": log_to,
-        "explore": explore,
-    }
-    report.answer({**body, "exit_code": code}, [])
-    raise typer.Exit(code)
+
+    def answer(ready: ServeConfig) -> None:
+        body = {
+            "policy": ref.name,
+            "version": ref.version,
+            "selected_by": ref.selected_by,
+            "host": ready.host,
+            "port": ready.port,
+            "url": ready.url,
+            "log_to": log_to,
+            "explore": explore,
+        }
+        report.answer(body, [])
+        answer_stream().flush()
+
+    raise typer.Exit(run(config, answer))

@@ -57,6 +57,7 @@ def _summary(receipt: SessionReceipt) -> Iterator[str]:
         "late": receipt.late,
         "orphaned": receipt.orphaned,
         "recovered from killed servers": receipt.recovered,
+        "damaged and kept in the journal": receipt.damaged,
     }
     said = [f"{number:,} {what}" for what, number in rest.items() if number]
     if said:

@@ -19,7 +19,8 @@ from replaylake.datastore.dataset import new_episode_id
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, RolloutFailed
 from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import Policy, UniformPolicy
+from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.policies.uniform import UniformPolicy
 from replaylake.datastore.spaces import Array, Discrete, as_batch, concatenate, take
 from replaylake.offline.environments import action_mask, from_gymnasium, make
 from replaylake.online.streams import EpisodeStreams

@@ -25,11 +25,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from replaylake.datastore.errors import EpisodeInvalid, StorageFailed
+from replaylake.datastore.policies.exploration import Exploration
 from replaylake.datastore.spaces import to_json
 from replaylake.serve.feedback import Clock, Decided, json_log_probs
 from replaylake.serve.metrics import CONTENT_TYPE, Metrics
 from replaylake.serve.requests import ActRequest, RequestRefused, parse_act, parse_feedback
-from replaylake.serve.serving import Exploration, Served, Serving
+from replaylake.serve.serving import Served, Serving
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -111,7 +112,9 @@ class _Api:
                 **_how(serving.exploration, deterministic),
             )
         except EpisodeInvalid as error:
-            raise RequestRefused(422, "observation", str(error), "what /policy says") from error
+            field = "observations" if asked.is_batch else "observation"
+            expected = "what the policy can act on; /policy says its space"
+            raise RequestRefused(422, field, str(error), expected) from error
         timestamp = self._clock.now()
         ids = serving.signer.issue(served.name, served.version, timestamp, len(asked.raw))
         if log is not None:
@@ -164,6 +167,7 @@ class _Api:
             {
                 "policy": served.name,
                 "version": served.version,
+                "reference": served.reference,
                 "head": spec.head,
                 "observation_space": to_json(spec.observation_space),
                 "action_space": to_json(spec.action_space),

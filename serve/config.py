@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.lake import open_lake
+from replaylake.datastore.policies.exploration import Exploration, parse_exploration
 from replaylake.datastore.policies.package import check_package, load_policy
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.sessions.decision_id import DecisionSigner
@@ -17,7 +17,7 @@ from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S, ensure_fee
 from replaylake.datastore.sessions.journal import JournalConfig
 from replaylake.datastore.spaces import Discrete, describe
 from replaylake.serve.feedback import DecisionLog
-from replaylake.serve.serving import Exploration, Limits, Served, Serving
+from replaylake.serve.serving import Limits, Served, Serving
 
 # Without --log-to nobody may feed back, so the key that signs ids need not outlive the process.
 _UNLOGGED: Final = b"nothing is logged"
@@ -31,7 +31,8 @@ class ServeConfig:
     where decisions and rewards go, both or neither. explore: `epsilon=0.05` or `temperature=1`;
     without it requests get the mode. workers: processes, each with the policy in memory. window_s:
     how long a decision takes rewards. sync_every: fsync each decision before it is answered,
-    instead of all of the last 5 ms at once.
+    instead of all of the last 5 ms at once. reference: what `version` was resolved from, such as
+    `clone@champion`; /policy says it.
     """
 
     package: Path
@@ -45,6 +46,7 @@ class ServeConfig:
     workers: int = 1
     window_s: float = DEFAULT_WINDOW_S
     sync_every: bool = False
+    reference: str | None = None
 
     def __post_init__(self) -> None:
         if (self.log_to is None) != (self.lake is None):
@@ -57,6 +59,12 @@ class ServeConfig:
                 "worker and a port of 0 (any free one) to 65535."
             )
         parse_exploration(self.explore)
+
+    @property
+    def url(self) -> str:
+        """Where it answers, once `port` is the real one."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that a worker reads; `from_environment` is the reverse."""
@@ -72,6 +80,7 @@ class ServeConfig:
             "WORKERS": str(self.workers),
             "WINDOW_S": repr(self.window_s),
             "SYNC_EVERY": "1" if self.sync_every else None,
+            "REFERENCE": self.reference,
         }
         return {
             f"REPLAYLAKE_SERVE_{name}": text for name, text in given.items() if text is not None
@@ -103,28 +112,10 @@ class ServeConfig:
                 workers=int(read("WORKERS") or 1),
                 window_s=float(read("WINDOW_S") or DEFAULT_WINDOW_S),
                 sync_every=read("SYNC_EVERY") == "1",
+                reference=read("REFERENCE"),
             )
         except ValueError as error:
             raise ConfigInvalid(f"REPLAYLAKE_SERVE_*: {error}; expected a number.") from error
-
-
-def parse_exploration(text: str | None) -> Exploration:
-    """Read `epsilon=0.05` or `temperature=1`. Raises: ConfigInvalid."""
-    if text is None:
-        return Exploration()
-    name, _, number = text.partition("=")
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if name == "epsilon" and 0 < value <= 1:
-        return Exploration(epsilon=value)
-    if name == "temperature" and 0 < value < math.inf:
-        return Exploration(temperature=value)
-    raise ConfigInvalid(
-        f"--explore: found {text!r}, expected epsilon=E with 0 < E <= 1, or temperature=T with "
-        "T > 0."
-    )
 
 
 def check_exploration(exploration: Exploration, spec: PolicySpec) -> None:
@@ -149,7 +140,8 @@ def load_serving(config: ServeConfig) -> Serving:
     policy = load_policy(config.package)
     exploration = parse_exploration(config.explore)
     check_exploration(exploration, policy.spec)
-    served = Served(config.policy, config.version, policy, policy.manifest.body)
+    reference = config.reference or f"{config.policy}:{config.version}"
+    served = Served(config.policy, config.version, policy, reference, policy.manifest.body)
     if config.lake is None or config.log_to is None:
         return Serving(
             served, DecisionSigner(_UNLOGGED, config.policy), None, exploration, Limits()

@@ -98,7 +98,7 @@ def parse_act(body: bytes, spec: PolicySpec, max_batch: int) -> ActRequest:
             422, "observation", found, "either observation (one) or observations (a list)"
         )
     names = {one: many if is_batch else one for one, many in _ACT_FIELDS.items()}
-    allowed = {*names.values(), "deterministic", *(("episode_id",) if is_batch else ())}
+    allowed = {*names.values(), "deterministic", "episode_id", "request_id"}
     _check_fields(fields, allowed)
     raw = fields[names["observation"]]
     if not is_batch:
@@ -236,6 +236,8 @@ def _read_names(fields: Mapping[str, Any], one: str, num: int, is_batch: bool) -
         return names
     name = fields.get(one)
     _check_name(name, one)
+    if one == "request_id" and is_batch and name is not None:
+        return [f"{name}/{row}" for row in range(num)]  # of rows of one name only one is a step
     return [name] * num
 
 

@@ -13,8 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -29,14 +30,15 @@ _START_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 5
 _POLL_S: Final = 0.02
 _INSIST_S: Final = 1.0
-_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve in the foreground until SIGINT or SIGTERM, then return 0 with no process left.
+def serve(config: ServeConfig, on_ready: Callable[[ServeConfig], None] | None = None) -> int:
+    """Serve in the foreground until SIGINT, SIGTERM or SIGHUP, then return 0 with no process left.
 
-    One line on stderr says when it is ready, and where. Raises: ServeFailed if the port is in use
-    or no worker became ready; before anything is started, whatever `check_servable` finds.
+    One line on stderr says when it is ready, and where; `on_ready` is then called, in a thread of
+    its own, with the config and the port that it listens on. Raises: ServeFailed if the port is in
+    use or no worker became ready; before anything is started, whatever `check_servable` finds.
     """
     began = time.monotonic()
     address = _resolve(config.host)
@@ -51,7 +53,7 @@ def serve(config: ServeConfig) -> int:
         "BENTOML_HOME": str(home / "bentoml"),
         "BENTOML_DO_NOT_TRACK": "True",
     }
-    watch = _ReadyWatch(config, address, began)
+    watch = _ReadyWatch(config, address, began, on_ready or (lambda config: None))
     try:
         (home / "work").mkdir()
         with _environment(variables), _stop_on_signals(), suppress(_Stopped):
@@ -92,7 +94,7 @@ class _Stopped(BaseException):
 
 @contextmanager
 def _stop_on_signals() -> Iterator[None]:
-    """Make SIGINT and SIGTERM end the server whenever they come.
+    """Make SIGINT, SIGTERM and a closed terminal (SIGHUP) end the server whenever they come.
 
     Before the supervisor has handlers of its own, ours raise. While it starts its workers it drops
     what it is told, so a thread that hears of every signal tells it again until it is gone.
@@ -104,13 +106,21 @@ def _stop_on_signals() -> Iterator[None]:
     def raise_stopped(number: int, frame: object) -> None:
         raise _Stopped
 
+    # The supervisor takes SIGHUP for "reload"; under nohup it is to be ignored, as it came.
+    stops = {signal.SIGINT, signal.SIGTERM, 0}
+    numbers = set(_STOP_SIGNALS)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.discard(signal.SIGHUP)
+    else:
+        stops.add(signal.SIGHUP)
+
     def insist() -> None:
-        while not set(heard.recv(64)) & {signal.SIGINT, signal.SIGTERM, 0}:
+        while not set(heard.recv(64)) & stops:
             pass
         while not done.wait(_INSIST_S):
             os.kill(os.getpid(), signal.SIGQUIT)
 
-    before = {number: signal.signal(number, raise_stopped) for number in _STOP_SIGNALS}
+    before = {number: signal.signal(number, raise_stopped) for number in numbers}
     wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=insist, name="signal-watch", daemon=True)
     thread.start()
@@ -130,10 +140,18 @@ def _stop_on_signals() -> Iterator[None]:
 class _ReadyWatch(threading.Thread):
     """Says when the server is ready, or stops it when it does not become so."""
 
-    def __init__(self, config: ServeConfig, address: str, began: float) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        address: str,
+        began: float,
+        on_ready: Callable[[ServeConfig], None],
+    ) -> None:
         super().__init__(name="ready-watch", daemon=True)
         self.failure: str | None = None
         self._config = config
+        # In the caller's context: what it has set there, such as where answers go, is not ours.
+        self._on_ready, self._context = on_ready, copy_context()
         self._began = began  # time.monotonic() when serve() was called
         self._address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
         self._stopping = threading.Event()
@@ -145,13 +163,13 @@ class _ReadyWatch(threading.Thread):
             elapsed_s = time.monotonic() - self._began
             if is_ready:
                 log_to = self._config.log_to
-                where = f"http://{self._config.host}:{self._config.port}"
                 sys.stderr.write(
-                    f"serving {self._config.policy}:{self._config.version} on {where}, "
+                    f"serving {self._config.policy}:{self._config.version} on {self._config.url}, "
                     f"{f'logging to {log_to}' if log_to else 'logging nothing'}, "
                     f"ready after {elapsed_s:.1f} s; stop with Ctrl-C\n"
                 )
                 sys.stderr.flush()
+                self._context.run(self._on_ready, self._config)
                 return
             if elapsed_s > _START_TIMEOUT_S:
                 self.failure = (

@@ -6,26 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from replaylake.datastore.policies.exploration import Exploration
 from replaylake.datastore.policies.policy import Policy
 from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.serve.feedback import DecisionLog
-
-
-@dataclass(frozen=True)
-class Exploration:
-    """How a server acts where a request does not ask for the mode; all zero or None: it does not.
-
-    epsilon: the mode, but with this probability an allowed action at random. temperature: drawn
-    from the head at this temperature.
-    """
-
-    epsilon: float = 0.0
-    temperature: float | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is explored."""
-        return self.epsilon > 0 or self.temperature is not None
 
 
 @dataclass(frozen=True)
@@ -38,11 +22,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Served:
-    """A policy as it is served: under which name and version, and what /policy says of it."""
+    """A policy as it is served: under which name and version, and what /policy says of it.
+
+    reference: what was asked for, such as `clone@champion`, of which the version is what it meant.
+    """
 
     name: str
     version: int
     policy: Policy
+    reference: str
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -53,7 +41,7 @@ class Serving:
     served: Served
     signer: DecisionSigner
     log: DecisionLog | None = None
-    exploration: Exploration = Exploration()
+    exploration: Exploration = field(default_factory=Exploration)
     limits: Limits = Limits()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
-from replaylake.datastore.spaces import Array, Box, Discrete, Space, Values, describe, num_values
+from replaylake.datastore.spaces import Array, Box, Discrete, Space, Values, describe
 
 # The outputs that a policy's graph has for each head, in order.
 HEAD_OUTPUTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -23,6 +23,7 @@ HEAD_OUTPUTS: Final[Mapping[str, tuple[str, ...]]] = {
     "squashed_gaussian": ("means", "log_stds"),
     "deterministic": ("actions",),
     "sampled": ("actions",),
+    "uniform": (),
 }
 HEADS: Final = tuple(HEAD_OUTPUTS)
 _DISCRETE_HEADS: Final = ("categorical", "q_values")
@@ -40,6 +41,7 @@ class PolicySpec:
         squashed_gaussian   means [N, D], log_stds [N, D]; tanh, then scaled to the action bounds
         deterministic       actions [N, D] in the environment's units
         sampled             actions [N, D]; the graph's second input is noise [N, noise_size]
+        uniform             none, and no graph: any action, with its density; cannot be exported
     """
 
     observation_space: Space
@@ -52,6 +54,8 @@ class PolicySpec:
             raise SpaceUnsupported(
                 f"policy head: found {self.head!r}, expected one of {list(HEADS)}."
             )
+        if self.head == "uniform":
+            return
         expected = Discrete if self.head in _DISCRETE_HEADS else Box
         if not isinstance(self.action_space, expected):
             raise SpaceUnsupported(
@@ -113,57 +117,6 @@ class Policy(Protocol):
         ...
 
 
-class UniformPolicy:
-    """Draws every action uniformly: the reserved policy `random`."""
-
-    def __init__(self, observation_space: Space, action_space: Space) -> None:
-        if isinstance(action_space, Discrete):
-            self._spec = PolicySpec(observation_space, action_space, "categorical")
-        elif isinstance(action_space, Box) and np.isfinite(_bounds(action_space)).all():
-            self._spec = PolicySpec(observation_space, action_space, "deterministic")
-        else:
-            raise SpaceUnsupported(
-                f"random policy: found action space {describe(action_space)}, "
-                "expected Discrete or a bounded Box."
-            )
-
-    @property
-    def spec(self) -> PolicySpec:
-        """Spaces and head."""
-        return self._spec
-
-    def initial_state(self, n: int) -> Any:
-        """Return None: stateless."""
-        return None
-
-    def act(
-        self,
-        observations: Values,
-        state: Any = None,
-        *,
-        rng: np.random.Generator | None = None,
-        deterministic: bool = True,
-        temperature: float = 1.0,
-        epsilon: float = 0.0,
-        action_mask: Array | None = None,
-    ) -> Act:
-        """Draw uniformly; `deterministic`, `temperature` and `epsilon` change nothing."""
-        num = num_values(observations)
-        space = self._spec.action_space
-        if isinstance(space, Discrete):
-            parameters = {"logits": np.zeros((num, space.n), np.float32)}
-            return act_from_head(self._spec, parameters, rng, deterministic=False, mask=action_mask)
-        low, high = _bounds(space)
-        shape = (num, *space.shape)  # type: ignore[union-attr]
-        actions = _needed(rng).uniform(low, high, shape).astype(space.dtype)  # type: ignore[union-attr]
-        log_prob = -np.log(np.broadcast_to(high - low, shape[1:])).sum()
-        return Act(actions, np.full(num, log_prob, np.float32))
-
-    def observe(self, state: Any, rewards: Array) -> Any:
-        """Return the state unchanged."""
-        return state
-
-
 def act_from_head(
     spec: PolicySpec,
     parameters: Mapping[str, Array],
@@ -174,13 +127,22 @@ def act_from_head(
     epsilon: float = 0.0,
     mask: Array | None = None,
 ) -> Act:
-    """Turn the graph's outputs into actions and log-probabilities; see Policy.act."""
+    """Turn the graph's outputs into actions and log-probabilities; see Policy.act.
+
+    Raises: EpisodeInvalid too if an output is not finite: an action made of it would be certain of
+    nothing, and say that it is of itself.
+    """
+    _check_finite(spec, parameters)
     if spec.head in _DISCRETE_HEADS:
         return _act_discrete(spec, parameters, rng, deterministic, temperature, epsilon, mask)
     if mask is not None or epsilon:
         raise SpaceUnsupported(
             f"head {spec.head}: found {'an action mask' if mask is not None else 'epsilon > 0'}, "
             "which only Discrete actions have. Leave it out, or explore with temperature."
+        )
+    if spec.head == "uniform":
+        raise SpaceUnsupported(
+            "head uniform: found it given to a graph, expected one of the others: it has no graph."
         )
     if spec.head in ("deterministic", "sampled"):
         return Act(_to_box(spec.action_space, parameters["actions"]), None)
@@ -214,7 +176,7 @@ def _act_discrete(
     if epsilon:
         probs = (1 - epsilon) * probs + epsilon * allowed / allowed.sum(axis=1, keepdims=True)
     if epsilon or not (deterministic or temperature == 0):
-        uniforms = _needed(rng).random((num, 1))
+        uniforms = needed(rng).random((num, 1))
         cumulative = probs.cumsum(axis=1)
         # Scaled by the total, because float sums end at 1 - 1e-16 and argmax of all-False is 0.
         choices = (cumulative > uniforms * cumulative[:, -1:]).argmax(axis=1)
@@ -242,14 +204,14 @@ def _act_gaussian(
     space = spec.action_space
     means = np.asarray(parameters["means"], np.float64)
     squashed = spec.head == "squashed_gaussian"
-    low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in _bounds(space))
+    low, high = (bound.reshape(-1) for bound in box_bounds(space))
     # Only the squashed head needs bounds; a plain gaussian's may be infinite.
     center, scale = ((low + high) / 2, (high - low) / 2) if squashed else (0.0, 1.0)
     if deterministic or temperature == 0:
         actions = center + scale * np.tanh(means) if squashed else means
         return Act(_to_box(space, actions), None)
     stds = np.exp(np.asarray(parameters["log_stds"], np.float64)) * temperature
-    noise = _needed(rng).standard_normal(means.shape)
+    noise = needed(rng).standard_normal(means.shape)
     raw = means + stds * noise
     log_probs = (-0.5 * (noise**2 + _LOG_2PI) - np.log(stds)).sum(axis=1)
     if not squashed:
@@ -263,13 +225,14 @@ def _act_gaussian(
 
 def _to_box(space: Space, actions: Array) -> Array:
     """Clip float actions [N, D] to the bounds and give them the space's dtype and shape."""
-    low, high = (np.asarray(bound).reshape(-1) for bound in _bounds(space))
+    low, high = (bound.reshape(-1) for bound in box_bounds(space))
     flat = np.clip(np.asarray(actions), low, high)
     actions = flat.astype(space.dtype)  # type: ignore[union-attr]
     return actions.reshape(len(flat), *space.shape)  # type: ignore[union-attr]
 
 
-def _bounds(space: Space) -> Array:
+def box_bounds(space: Space) -> Array:
+    """Return a Box's bounds, float64 [2, *shape]. Raises: SpaceUnsupported for another space."""
     if not isinstance(space, Box):
         raise SpaceUnsupported(f"found action space {describe(space)}, expected a Box.")
     return np.stack(
@@ -278,6 +241,18 @@ def _bounds(space: Space) -> Array:
             for bound in (space.low, space.high)
         ]
     )
+
+
+def _check_finite(spec: PolicySpec, parameters: Mapping[str, Array]) -> None:
+    for name, array in parameters.items():
+        is_finite = np.isfinite(array)
+        if not is_finite.all():
+            row = int((~is_finite).reshape(len(is_finite), -1).any(axis=1).argmax())
+            raise EpisodeInvalid(
+                f"head {spec.head}: found {name} that are not finite for observation {row}, "
+                "expected numbers. The policy's graph cannot take this observation; look at its "
+                "scale, or train the policy again."
+            )
 
 
 def _checked_mask(mask: Array | None, num: int, num_actions: int) -> Array:
@@ -297,7 +272,8 @@ def _checked_mask(mask: Array | None, num: int, num_actions: int) -> Array:
     return mask
 
 
-def _needed(rng: np.random.Generator | None) -> np.random.Generator:
+def needed(rng: np.random.Generator | None) -> np.random.Generator:
+    """Return the generator. Raises: EpisodeInvalid if there is none."""
     if rng is None:
         raise EpisodeInvalid(
             "act: found no rng, expected a numpy Generator, because this action is drawn at random."

@@ -17,7 +17,7 @@ _MAC_BYTES: Final = 12
 # Without it an id would begin with `-`, which a command line takes for an option.
 _PREFIX: Final = "d"
 # format, time in us, worker, counter, policy version; then the policy's name and the MAC.
-_HEAD: Final = struct.Struct(f">BQ{_WORKER_BYTES}sII")
+_HEAD: Final = struct.Struct(f">BQ{_WORKER_BYTES}sQI")
 # base64 in an alphabet that sorts as its values do: ids sort by time, then worker, then counter.
 _STANDARD: Final = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _SORTED: Final = b"-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
@@ -41,7 +41,7 @@ class DecisionSigner:
 
     An id is signed (keyed BLAKE2b, RFC 7693, 96 bits) with a key derived from the lake's, so any
     worker tells a foreign id from its own without a look-up, and an id of one dataset is refused by
-    another. Its text is URL-safe, about 55 characters, and sorts by time.
+    another. Its text is URL-safe, about 60 characters, and sorts by time.
     """
 
     def __init__(self, key: bytes, dataset: str, worker: str | None = None) -> None:

@@ -13,11 +13,40 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from replaylake.datastore.compatibility import compatible
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.errors import AlreadyExists, SchemaMismatch
-from replaylake.datastore.schema import TIMESTAMP_TYPE, arrow_type, to_arrow, vector_type
-from replaylake.datastore.sessions.segments import Encode, Recovered, journal_folder, recover
-from replaylake.datastore.spaces import Box, Space, as_values, describe, gather, leaves, num_actions
+from replaylake.datastore.errors import AlreadyExists, EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.schema import (
+    ACTION,
+    ACTION_MASK,
+    EPISODE_ID,
+    FINAL_OBSERVATION,
+    OBSERVATION,
+    POLICY,
+    POLICY_VERSION,
+    REWARD,
+    TERMINATED,
+    TIMESTAMP,
+    TIMESTAMP_TYPE,
+    TRUNCATED,
+    arrow_type,
+    to_arrow,
+    vector_type,
+)
+from replaylake.datastore.sessions.segments import (
+    NOTHING,
+    Encode,
+    Recovered,
+    journal_folder,
+    recover,
+)
+from replaylake.datastore.spaces import Space, as_values, describe, gather, num_actions
+
+# The columns that datasets do not have by these names, or only once served steps are in them.
+DECISION_ID: Final = "decision_id"
+REQUEST_ID: Final = "request_id"
+LOG_PROB: Final = "log_prob"
+DETERMINISTIC: Final = "deterministic"
 
 # How long a decision takes rewards, and its episode waits for them: a day, for clients that report
 # in nightly jobs.
@@ -27,19 +56,19 @@ DEFAULT_WINDOW_S: Final = 86_400.0
 def decisions_schema(observation_space: Space, action_space: Space) -> pa.Schema:
     """Return the columns of `<dataset>/_decisions`."""
     num = num_actions(action_space)
-    mask = [] if num is None else [pa.field("action_mask", vector_type(pa.bool_(), num))]
+    mask = [] if num is None else [pa.field(ACTION_MASK, vector_type(pa.bool_(), num))]
     return pa.schema(
         [
-            pa.field("decision_id", pa.string(), nullable=False),
-            pa.field("request_id", pa.string()),
-            pa.field("episode_id", pa.string()),
-            pa.field("timestamp", TIMESTAMP_TYPE, nullable=False),
-            pa.field("policy", pa.string(), nullable=False),
-            pa.field("policy_version", pa.int64(), nullable=False),
-            pa.field("observation", arrow_type(observation_space), nullable=False),
-            pa.field("action", arrow_type(action_space), nullable=False),
-            pa.field("log_prob", pa.float32()),
-            pa.field("deterministic", pa.bool_(), nullable=False),
+            pa.field(DECISION_ID, pa.string(), nullable=False),
+            pa.field(REQUEST_ID, pa.string()),
+            pa.field(EPISODE_ID, pa.string()),
+            pa.field(TIMESTAMP, TIMESTAMP_TYPE, nullable=False),
+            pa.field(POLICY, pa.string(), nullable=False),
+            pa.field(POLICY_VERSION, pa.int64(), nullable=False),
+            pa.field(OBSERVATION, arrow_type(observation_space), nullable=False),
+            pa.field(ACTION, arrow_type(action_space), nullable=False),
+            pa.field(LOG_PROB, pa.float32()),
+            pa.field(DETERMINISTIC, pa.bool_(), nullable=False),
             *mask,
         ]
     )
@@ -49,12 +78,12 @@ def rewards_schema(observation_space: Space) -> pa.Schema:
     """Return the columns of `<dataset>/_rewards`."""
     return pa.schema(
         [
-            pa.field("decision_id", pa.string(), nullable=False),
-            pa.field("timestamp", TIMESTAMP_TYPE, nullable=False),
-            pa.field("reward", pa.float64(), nullable=False),
-            pa.field("terminated", pa.bool_(), nullable=False),
-            pa.field("truncated", pa.bool_(), nullable=False),
-            pa.field("final_observation", arrow_type(observation_space)),
+            pa.field(DECISION_ID, pa.string(), nullable=False),
+            pa.field(TIMESTAMP, TIMESTAMP_TYPE, nullable=False),
+            pa.field(REWARD, pa.float64(), nullable=False),
+            pa.field(TERMINATED, pa.bool_(), nullable=False),
+            pa.field(TRUNCATED, pa.bool_(), nullable=False),
+            pa.field(FINAL_OBSERVATION, arrow_type(observation_space)),
         ]
     )
 
@@ -84,7 +113,7 @@ def decisions_encoder(dataset: Dataset) -> Encode:
     """Return the function from journal records to rows of the decisions table."""
     spec = dataset.spec
     schema = decisions_schema(spec.observation_space, spec.action_space)
-    typed = {"observation": spec.observation_space, "action": spec.action_space}
+    typed = {OBSERVATION: spec.observation_space, ACTION: spec.action_space}
     return lambda records: _to_table(records, schema, typed)
 
 
@@ -92,13 +121,13 @@ def rewards_encoder(dataset: Dataset) -> Encode:
     """Return the function from journal records to rows of the rewards table."""
     spec = dataset.spec
     schema = rewards_schema(spec.observation_space)
-    typed = {"final_observation": spec.observation_space}
+    typed = {FINAL_OBSERVATION: spec.observation_space}
     return lambda records: _to_table(records, schema, typed)
 
 
 def recover_feedback(dataset: Dataset) -> Recovered:
     """Commit what killed servers had written and not yet committed; live servers are left alone."""
-    total = Recovered(0, 0, 0)
+    total = NOTHING
     for table, encoder in (
         (dataset.decisions, decisions_encoder),
         (dataset.rewards, rewards_encoder),
@@ -114,9 +143,19 @@ def _to_table(
     columns = []
     for field in schema:
         cells = [record.get(field.name) for record in records]
-        space = typed.get(field.name)
-        columns.append(pa.array(cells, field.type) if space is None else _typed(space, cells))
+        if not field.nullable and None in cells:
+            raise EpisodeInvalid(
+                f"record {cells.index(None)}: found no {field.name}, expected {field.type}."
+            )
+        columns.append(_column(field, cells, typed.get(field.name)))
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _column(field: pa.Field, cells: list[Any], space: Space | None) -> pa.Array:
+    try:
+        return pa.array(cells, field.type) if space is None else _typed(space, cells)
+    except (pa.ArrowException, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise EpisodeInvalid(f"{field.name}: {error}, expected {field.type}.") from error
 
 
 def _typed(space: Space, cells: list[Any]) -> pa.Array:
@@ -136,12 +175,8 @@ def _typed(space: Space, cells: list[Any]) -> pa.Array:
 
 def _check_same(dataset: str, what: str, theirs: Space, ours: Space) -> None:
     """Compare what is stored. Box bounds may differ: a log's are often unknown."""
-    if [_stored(*leaf) for leaf in leaves(theirs)] != [_stored(*leaf) for leaf in leaves(ours)]:
+    if not compatible(theirs, ours):
         raise SchemaMismatch(
             f"dataset {dataset}: the policy's {what} space is {describe(ours)}, the dataset's is "
             f"{describe(theirs)}. Log to another dataset, or serve a policy trained on this one."
         )
-
-
-def _stored(name: str, leaf: Any) -> Any:
-    return (name, leaf.shape, leaf.dtype) if isinstance(leaf, Box) else (name, leaf)

@@ -70,9 +70,13 @@ class Journal:
         self._closed = False
         self._current = self._open_segment(0)
         self._written, self._full = threading.Event(), threading.Event()
+        # Of two threads that sync, one would be told of an error and the other acknowledge.
+        loops = [self._flush_loop]
+        if not self.config.sync_every:
+            loops.append(self._sync_loop)
         self._threads = [
             threading.Thread(target=loop, name=f"{loop.__name__}-{worker}", daemon=True)
-            for loop in (self._sync_loop, self._flush_loop)
+            for loop in loops
         ]
         for thread in self._threads:
             thread.start()
@@ -90,7 +94,8 @@ class Journal:
     def append(self, records: Iterable[bytes]) -> None:
         """Write records, each one JSON object without newlines, with one write(2), all or none.
 
-        Raises: StorageFailed if the disk refuses; then nothing of it is kept.
+        Raises: StorageFailed if the disk refuses. Then nothing of it is kept, except where only
+        the fsync of `sync_every` failed: what is kept then is unknown.
         """
         lines = framed(records)
         data = b"".join(lines)
@@ -105,6 +110,8 @@ class Journal:
             segment.num_rows += len(lines)
             if self.config.sync_every:
                 self._sync(segment)
+                if self._failure:
+                    raise StorageFailed(f"{self._failure}. Mend the disk and start again.")
         self._written.set()
         if segment.num_bytes >= self.config.segment_bytes:
             self._full.set()
@@ -112,10 +119,16 @@ class Journal:
     def flush(self) -> None:
         """Commit every record written so far. Raises: ReplayLakeError; the records stay on disk."""
         with self._commit_lock:
+            # The old ones first: while they cannot be committed, a segment for each try would use
+            # up the file descriptors and leave thousands of small files.
+            try:
+                self._commit_pending()
+            except BaseException:
+                if self._current.num_bytes >= self.config.segment_bytes:
+                    self._rotate()
+                raise
             self._rotate()
-            while self._pending:
-                self._commit(self._pending[0])
-                self._pending.popleft()
+            self._commit_pending()
 
     def close(self) -> None:
         """Commit what is left and let go. Raises: ReplayLakeError; `recover` can then commit it."""
@@ -129,10 +142,10 @@ class Journal:
             thread.join()
         try:
             self.flush()
-            os.close(self._current.fd)
             self._current.path.unlink()
             self._lock_path.unlink()
         finally:
+            os.close(self._current.fd)
             os.close(self._lock_fd)
 
     def _write(self, segment: Segment, data: bytes) -> None:
@@ -194,18 +207,16 @@ class Journal:
         fresh = self._open_segment(self._current.sequence + 1)
         with self._write_lock:
             full, self._current = self._current, fresh
-        self._sync(full)
+        with self._sync_lock:
+            self._sync(full)
+            os.close(full.fd)
+            full.fd = -1
         self._pending.append(full)
 
-    def _commit(self, segment: Segment) -> None:
-        num_damaged = commit_segment(self._table, self._encode, self.producer, segment)
-        with self._sync_lock:
-            os.close(segment.fd)
-        if num_damaged:
-            kept = segment.path.rename(segment.path.with_suffix(".damaged"))
-            _logger.error("%s: %d records cannot be read back from the disk", kept, num_damaged)
-        else:
-            segment.path.unlink()
+    def _commit_pending(self) -> None:
+        while self._pending:
+            commit_segment(self._table, self._encode, self.producer, self._pending[0])
+            self._pending.popleft()
 
     def _open_segment(self, sequence: int) -> Segment:
         path = self._folder / f"{self._worker}-{sequence}{SUFFIX}"

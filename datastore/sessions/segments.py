@@ -2,54 +2,81 @@
 
 <table>/_journal/<worker>.lock         held (flock) while the worker lives
 <table>/_journal/<worker>-<k>.jsonl    segment k: lines of `crc32 JSON`, the newest still growing
+<table>/_journal/<worker>-<k>.damaged  a segment of which some records could not be committed, kept
+                                       for a person to look at; nothing reads it
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
+from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch, StorageFailed
 from replaylake.datastore.table import Table
 
 Encode = Callable[[Sequence[dict[str, Any]]], pa.Table]
 """Turns records into rows of the table."""
 
 SUFFIX: Final = ".jsonl"
+_DAMAGED: Final = ".damaged"
 _CRC_DIGITS: Final = 8
+# What a record that no row can hold makes its encoder raise; Arrow's own errors are among them. Not
+# OSError nor StorageFailed: what a full disk or memory refuses now is taken another time.
+_UNENCODABLE: Final = (
+    EpisodeInvalid,
+    SchemaMismatch,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What `recover` did: segments and rows committed, and torn lines, which nobody relied on."""
+    """What became of segments: how many there were, and of their lines how many ...
+
+    num_rows: are rows of the table. num_torn: are the last and have no end, so that nobody was
+    answered for them. num_damaged: cannot be read or encoded; their segment is kept.
+    """
 
     num_segments: int
     num_rows: int
     num_torn: int
+    num_damaged: int
 
     def __add__(self, other: Recovered) -> Recovered:
         return Recovered(
             self.num_segments + other.num_segments,
             self.num_rows + other.num_rows,
             self.num_torn + other.num_torn,
+            self.num_damaged + other.num_damaged,
         )
+
+
+NOTHING: Final = Recovered(0, 0, 0, 0)
 
 
 @dataclass
 class Segment:
-    """A segment's file; fd is -1 where it is only read."""
+    """A segment's file; fd is -1 once it is only read."""
 
     sequence: int
     path: Path
-    fd: int
+    fd: int = -1
     num_bytes: int = 0
     num_rows: int = 0
     opened_s: float = 0.0
@@ -76,7 +103,7 @@ def recover(table: Table, encode: Encode) -> Recovered:
     A last line without its end is dropped and counted: nobody was answered for it. Safe to run at
     any time, by several processes at once. Raises: ReplayLakeError if a commit fails.
     """
-    total = Recovered(0, 0, 0)
+    total = NOTHING
     folder = journal_folder(table)
     for worker in sorted({worker for worker, _, _ in _segments(folder)}):
         try:
@@ -86,45 +113,102 @@ def recover(table: Table, encode: Encode) -> Recovered:
         try:
             mine = sorted((k, path) for name, k, path in _segments(folder) if name == worker)
             for sequence, path in mine:
-                segment = Segment(sequence, path, fd=-1)
-                num_torn = commit_segment(table, encode, producer_of(worker), segment)
-                total += Recovered(1, segment.num_rows, num_torn)
-                path.unlink()
+                total += commit_segment(table, encode, producer_of(worker), Segment(sequence, path))
             lock_path.unlink(missing_ok=True)
         finally:
             os.close(lock_fd)
     return total
 
 
-def first_pending(table: Table) -> list[dict[str, Any]]:
-    """Return the first record of every segment that is not committed yet, live workers' too."""
-    firsts = []
+def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment) -> Recovered:
+    """Append a segment's records to the table and remove its file.
+
+    A record that cannot be read back or encoded does not hold up the others: the file is then kept
+    under another name, and logged. Raises: ReplayLakeError if the commit fails; nothing is removed.
+    """
+    records, num_torn, faults = _read(segment.path)
+    tables, errors = _encoded(encode, records)
+    faults += errors
+    if tables:
+        table.append(pa.concat_tables(tables), producer=producer, sequence=segment.sequence)
+    try:
+        if faults:
+            kept = segment.path.rename(segment.path.with_suffix(_DAMAGED))
+            _logger.error("%s: %d records not committed, kept: %s", kept, len(faults), faults[0])
+        else:
+            segment.path.unlink()
+    except OSError as error:
+        raise _refused(segment.path, error) from error
+    return Recovered(1, sum(part.num_rows for part in tables), num_torn, len(faults))
+
+
+def first_pending(table: Table, field: str) -> list[int]:
+    """Return an integer field of each uncommitted segment's first record, live workers' too."""
+    firsts: list[int] = []
     for _, _, path in _segments(journal_folder(table)):
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            record = _parsed(file.readline())
-            if record is not None:
-                firsts.append(record)
+        try:
+            with path.open("rb") as file:
+                values = ((_parsed(line) or {}).get(field) for line in file)
+                firsts += islice((value for value in values if type(value) is int), 1)
+        except FileNotFoundError:
+            continue  # it has been committed
+        except OSError as error:
+            raise _refused(path, error) from error
     return firsts
 
 
-def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment) -> int:
-    """Append a segment's records; returns how many lines were torn."""
-    with segment.path.open("rb") as file:
-        parsed = [_parsed(line) for line in file]
-    records = [record for record in parsed if record is not None]
-    segment.num_rows = len(records)
-    if records:
-        table.append(encode(records), producer=producer, sequence=segment.sequence)
-    return len(parsed) - len(records)
+def _read(path: Path) -> tuple[list[dict[str, Any]], int, list[str]]:
+    """Return a segment's records, how many lines were torn, and what is wrong with others."""
+    records, num_torn, faults = [], 0, []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                record = _parsed(line)
+                if record is not None:
+                    records.append(record)
+                elif _is_torn(line):
+                    num_torn += 1
+                else:
+                    faults.append(f"line {number} is not what was written")
+    except OSError as error:
+        raise _refused(path, error) from error
+    return records, num_torn, faults
+
+
+def _encoded(encode: Encode, records: Sequence[dict[str, Any]]) -> tuple[list[pa.Table], list[str]]:
+    """Encode what can be, halving around what cannot; returns tables and what is wrong."""
+    if not records:
+        return [], []
+    try:
+        return [encode(records)], []
+    except _UNENCODABLE as error:
+        if len(records) == 1:
+            return [], [f"a record cannot be a row: {error}"]
+    middle = len(records) // 2
+    tables, faults = _encoded(encode, records[:middle])
+    more_tables, more_faults = _encoded(encode, records[middle:])
+    return tables + more_tables, faults + more_faults
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     """Return a line's record, or None if it was cut short or is not what was written."""
-    body = line[_CRC_DIGITS + 1 : -1]
-    if not line.endswith(b"\n") or line[:_CRC_DIGITS] != b"%08x" % zlib.crc32(body):
+    if not line.endswith(b"\n") or not _is_whole(line):
         return None
-    record: dict[str, Any] = json.loads(body)
-    return record
+    try:
+        record = json.loads(line[_CRC_DIGITS + 1 : -1])
+    except ValueError:
+        return None
+    return record if type(record) is dict else None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line that is no record was cut short by a crash: only the last one has no end."""
+    # A whole record before another byte than the newline was acknowledged; that byte is damaged.
+    return not line.endswith(b"\n") and not _is_whole(line)
+
+
+def _is_whole(line: bytes) -> bool:
+    return line[:_CRC_DIGITS] == b"%08x" % zlib.crc32(line[_CRC_DIGITS + 1 : -1])
 
 
 def _segments(folder: Path) -> Iterator[tuple[str, int, Path]]:
@@ -155,3 +239,10 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _refused(path: Path, error: OSError) -> StorageFailed:
+    return StorageFailed(
+        f"{path}: {error.strerror or error}, expected to commit the records in it. Mend the disk "
+        "or the permission and run it again; the records stay where they are."
+    )

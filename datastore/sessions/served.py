@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,15 +12,26 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.schema import DatasetSpec, to_numpy
+from replaylake.datastore.schema import (
+    ACTION,
+    ACTION_MASK,
+    EPISODE_ID,
+    FINAL_OBSERVATION,
+    OBSERVATION,
+    POLICY,
+    POLICY_VERSION,
+    REWARD,
+    TERMINATED,
+    TIMESTAMP,
+    TRUNCATED,
+    DatasetSpec,
+    to_numpy,
+)
+from replaylake.datastore.sessions.decisions import DECISION_ID, LOG_PROB, REQUEST_ID
 from replaylake.datastore.sessions.segments import first_pending
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Array, take
 from replaylake.datastore.table import Table
-
-DECISION_ID: Final = "decision_id"
-REQUEST_ID: Final = "request_id"
-_NEVER: Final = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Logged:
-    """What was served, at pinned versions; written maps a decision to the outcome its step has."""
+    """What was served, at pinned versions.
+
+    written maps a decision to the outcome its step has. All decisions before horizon (us) are here.
+    """
 
     decisions: pa.Table
     rewards: Mapping[str, Reward]
@@ -67,19 +81,21 @@ class Logged:
     horizon: int
 
 
-def read_logged(dataset: Dataset, snapshot: Snapshot) -> Logged:
-    """Read the two tables' newest versions, and which decisions the snapshot has as steps."""
-    # What is still in a live worker's journal is newer than this: an episode that reaches past it
-    # may have a step there, and written without it would have a false successor.
-    horizon = min(
-        (record["timestamp"] for record in first_pending(dataset.decisions)), default=_NEVER
-    )
+def read_logged(dataset: Dataset, snapshot: Snapshot, now: int) -> Logged:
+    """Read the two tables' newest versions, and which decisions the snapshot has as steps.
+
+    `now` (us) is the time, taken before. An episode whose last decision is at or after the horizon
+    may have an earlier one that is not in the tables read: written without it, it would have a
+    false successor, and that one's step number twice when it comes. What is in a journal yet is no
+    older than its first record, and what gets into one after we looked is newer than `now`.
+    """
+    horizon = min([now, *first_pending(dataset.decisions, TIMESTAMP)])
     rewards = dataset.rewards.snapshot().read()
-    narrow = [DECISION_ID, "episode_id", REQUEST_ID, "timestamp"]
+    narrow = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP]
     decisions = dataset.decisions.snapshot().read(narrow).sort_by(DECISION_ID)
     written: dict[str, tuple[float, bool, bool]] = {}
     if DECISION_ID in snapshot.spec.extras:
-        columns = [DECISION_ID, "reward", "terminated", "truncated"]
+        columns = [DECISION_ID, REWARD, TERMINATED, TRUNCATED]
         for batch in snapshot.table.batches(columns):
             served = batch.filter(pc.is_valid(batch.column(DECISION_ID)))
             ids, *outcomes = (served.column(name).to_pylist() for name in columns)
@@ -88,7 +104,7 @@ def read_logged(dataset: Dataset, snapshot: Snapshot) -> Logged:
         decisions=decisions,
         rewards=_last_rewards(rewards),
         num_rewards=rewards.num_rows,
-        final_observations=rewards.column("final_observation"),
+        final_observations=rewards.column(FINAL_OBSERVATION),
         written=written,
         horizon=horizon,
     )
@@ -98,11 +114,11 @@ def _last_rewards(rewards: pa.Table) -> dict[str, Reward]:
     """Return each decision's last reward by time; a repeat of the same one changes nothing."""
     columns = (
         rewards.column(DECISION_ID).to_pylist(),
-        rewards.column("reward").to_pylist(),
-        rewards.column("terminated").to_pylist(),
-        rewards.column("truncated").to_pylist(),
-        rewards.column("timestamp").cast(pa.int64()).to_pylist(),
-        pc.is_valid(rewards.column("final_observation")).to_pylist(),
+        rewards.column(REWARD).to_pylist(),
+        rewards.column(TERMINATED).to_pylist(),
+        rewards.column(TRUNCATED).to_pylist(),
+        rewards.column(TIMESTAMP).cast(pa.int64()).to_pylist(),
+        pc.is_valid(rewards.column(FINAL_OBSERVATION)).to_pylist(),
     )
     last: dict[str, Reward] = {}
     for row, (key, reward, terminated, truncated, timestamp, has_final) in enumerate(
@@ -145,12 +161,12 @@ class _Source:
     def __init__(self, rows: pa.Table, logged: Logged, spec: DatasetSpec) -> None:
         self._logged, self._spec = logged, spec
         self._row_of = {key: row for row, key in enumerate(rows.column(DECISION_ID).to_pylist())}
-        self._observations = to_numpy(spec.observation_space, rows.column("observation"))
-        self._actions = to_numpy(spec.action_space, rows.column("action"))
-        self._log_probs = rows.column("log_prob").to_numpy().astype(np.float32)
-        self._policies = np.asarray(rows.column("policy").to_pylist(), dtype=object)
-        self._versions = rows.column("policy_version").to_numpy()
-        self._timestamps = rows.column("timestamp").cast(pa.int64()).to_numpy()
+        self._observations = to_numpy(spec.observation_space, rows.column(OBSERVATION))
+        self._actions = to_numpy(spec.action_space, rows.column(ACTION))
+        self._log_probs = rows.column(LOG_PROB).to_numpy().astype(np.float32)
+        self._policies = np.asarray(rows.column(POLICY).to_pylist(), dtype=object)
+        self._versions = rows.column(POLICY_VERSION).to_numpy()
+        self._timestamps = rows.column(TIMESTAMP).cast(pa.int64()).to_numpy()
         self._request_ids = rows.column(REQUEST_ID)
         self._masks = self._decoded_masks(rows)
 
@@ -190,9 +206,9 @@ class _Source:
 
     def _decoded_masks(self, rows: pa.Table) -> Array | None:
         """Return bool [T, A]; a decision without a mask had every action allowed."""
-        if self._spec.mask_size is None or "action_mask" not in rows.column_names:
+        if self._spec.mask_size is None or ACTION_MASK not in rows.column_names:
             return None
-        column = rows.column("action_mask").combine_chunks()
+        column = rows.column(ACTION_MASK).combine_chunks()
         given = column.is_valid().to_numpy(zero_copy_only=False)
         if not given.any():
             return None

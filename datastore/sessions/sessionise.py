@@ -22,14 +22,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.schema import EPISODE_ID, TIMESTAMP
 from replaylake.datastore.sessions.decision_id import read_unverified
-from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S, recover_feedback
-from replaylake.datastore.sessions.served import (
+from replaylake.datastore.sessions.decisions import (
     DECISION_ID,
+    DEFAULT_WINDOW_S,
     REQUEST_ID,
+    recover_feedback,
+)
+from replaylake.datastore.sessions.segments import NOTHING, Recovered
+from replaylake.datastore.sessions.served import (
     Logged,
     Piece,
     Reward,
@@ -47,7 +51,8 @@ class SessionReceipt:
     still be completed. unrewarded: decisions whose window passed without a reward. repeated:
     unrewarded decisions whose request was sent again and then rewarded. late: steps whose reward
     changed after they were written. orphaned: rewarded decisions that are not there. recovered:
-    rows of killed servers committed first.
+    rows of killed servers committed first. damaged: their records that cannot be; the files are
+    kept in the journals' folders.
     """
 
     dataset: str
@@ -63,6 +68,7 @@ class SessionReceipt:
     late: int
     orphaned: int
     recovered: int
+    damaged: int
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -90,7 +96,8 @@ def sessionise(
         lake: the lake.
         dataset: its name.
         window_s: how long a decision waits for its reward.
-        now_s: the time to judge the window by (s since 1970, UTC); the clock's by default.
+        now_s: the time (s since 1970, UTC) to judge the window by; the clock's by default. What was
+            decided later waits.
         on_progress: called with (episodes built, episodes).
 
     Raises: NotFound if nothing was ever served into the dataset. Cost: one scan of the two tables'
@@ -102,14 +109,15 @@ def sessionise(
             f"sessionise {dataset}: found no decisions, expected some from a served policy. "
             f"`replaylake serve POLICY --log-to {dataset}` logs them."
         )
-    now = int((time.time() if now_s is None else now_s) * 1e6)
-    recovered = 0
+    now = time.time_ns() // 1000 if now_s is None else int(now_s * 1e6)
+    producer = f"sessionise:{dataset}"
+    recovered = NOTHING
     while True:
-        recovered += recover_feedback(handle).num_rows
+        recovered += recover_feedback(handle)
         # Two runs at once get the same sequence: the later finds it taken and reads anew.
-        sequence = _free_sequence(handle, producer := f"sessionise:{dataset}")
+        sequence = handle.next_sequence(producer)
         snapshot = handle.snapshot()
-        logged = read_logged(handle, snapshot)
+        logged = read_logged(handle, snapshot, now)
         counts = _Counts()
         pieces = list(_plan(logged, now - int(window_s * 1e6), counts))
         version = snapshot.version
@@ -122,28 +130,13 @@ def sessionise(
         return _receipt(dataset, version, logged, pieces, counts, recovered)
 
 
-def _free_sequence(dataset: Dataset, producer: str) -> int:
-    """Return the first sequence not committed, by doubling and then halving: they have no holes."""
-    above = 1
-    while dataset.committed(producer, above - 1) is not None:
-        above *= 2
-    low, high = above // 2, above - 1  # low is free or lies above a committed one; high is free
-    while low < high:
-        middle = (low + high) // 2
-        if dataset.committed(producer, middle) is None:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 def _plan(logged: Logged, closing: int, counts: _Counts) -> Iterator[Piece]:
     """Yield what is to be written now; decisions before `closing` (us) no longer wait."""
     columns = (
         logged.decisions.column(DECISION_ID).to_pylist(),
-        logged.decisions.column("episode_id").to_pylist(),
+        logged.decisions.column(EPISODE_ID).to_pylist(),
         logged.decisions.column(REQUEST_ID).to_pylist(),
-        logged.decisions.column("timestamp").cast(pa.int64()).to_pylist(),
+        logged.decisions.column(TIMESTAMP).cast(pa.int64()).to_pylist(),
     )
     groups: dict[tuple[bool, str], list[tuple[str, str | None, int]]] = {}
     for decision_id, episode_id, request_id, timestamp in zip(*columns, strict=True):
@@ -205,7 +198,7 @@ def _receipt(
     logged: Logged,
     pieces: Sequence[Piece],
     counts: _Counts,
-    recovered: int,
+    recovered: Recovered,
 ) -> SessionReceipt:
     known = set(logged.decisions.column(DECISION_ID).to_pylist())
     orphaned = sum(
@@ -232,5 +225,6 @@ def _receipt(
         repeated=counts.repeated,
         late=late,
         orphaned=orphaned,
-        recovered=recovered,
+        recovered=recovered.num_rows,
+        damaged=recovered.num_damaged,
     )

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -45,24 +44,6 @@ def post(port: int, path: str, body: dict[str, Any]) -> Any:
         return json.load(response)
 
 
-def wait_for(port: int, process: subprocess.Popen[str]) -> None:
-    for _ in range(300):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1):
-                return
-        except OSError:
-            assert process.poll() is None
-            time.sleep(0.1)
-    raise TimeoutError(port)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize("log_to", [(), ("--log-to", "live", "--explore", "epsilon=0.1")])
 def test_a_port_in_use(run: Any, tree: Tree, log_to: tuple[str, ...]) -> None:
     before = tree()
@@ -84,8 +65,6 @@ def test_a_port_in_use(run: Any, tree: Tree, log_to: tuple[str, ...]) -> None:
     ("arguments", "said"),
     [
         (("none",), "none"),
-        (("clone", "--explore", "epsilon=2"), "epsilon=2"),
-        (("clone", "--explore", "luck"), "luck"),
         (("clone", "--log-to", "Live"), "Live"),
         (("clone", "--host", "no.such.host.invalid"), "no.such.host.invalid"),
     ],
@@ -99,6 +78,13 @@ def test_what_is_refused_before_anything_starts(
     (line,) = [line for line in ran.err.splitlines() if line.startswith("error: ")]
     assert said in line
     assert tree() == before
+
+
+@pytest.mark.parametrize("explore", ["epsilon=2", "luck", "temperature=-1"])
+def test_exploration_of_another_form_is_wrong_usage(run: Any, explore: str) -> None:
+    ran = run("serve", "clone", "--port", "0", "--explore", explore)
+    assert ran.code == 2
+    assert "--explore" in ran.err
 
 
 @pytest.mark.parametrize("module", ["starlette", "bentoml"])
@@ -119,15 +105,18 @@ def test_without_the_extra(lake: Path, module: str) -> None:
 
 @pytest.mark.slow
 def test_a_decision_is_served_rewarded_sessionised_and_traced(run: Any, lake: Path) -> None:
-    port = free_port()
     command = [sys.executable, "-m", "replaylake.cli.main", "serve", "clone", "--json"]
-    command += ["--port", str(port), "--log-to", "live", "--lake", str(lake)]
+    command += ["--port", "0", "--log-to", "live", "--lake", str(lake)]
     environment = {**os.environ, "REPLAYLAKE_LAKE": ""}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
-            wait_for(port, process)
+            assert process.stdout is not None
+            body = json.loads(process.stdout.readline())  # printed once it is ready
+            port = body["port"]
+            with urllib.request.urlopen(f"{body['url']}/policy", timeout=10) as response:
+                assert json.load(response)["reference"] == "clone"
             act = post(port, "/act", {"observation": [0.0] * 4, "episode_id": "e"})
             decision = act["decision_id"]
             reward = {"decision_id": decision, "reward": 2.5, "terminated": True}
@@ -136,8 +125,9 @@ def test_a_decision_is_served_rewarded_sessionised_and_traced(run: Any, lake: Pa
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
-    body = json.loads(out)
+    assert out == ""
     assert (body["policy"], body["version"], body["log_to"]) == ("clone", 1, "live")
+    assert (body["host"], body["url"]) == ("127.0.0.1", f"http://127.0.0.1:{port}")
     lines = err.splitlines()
     assert lines[0] == "policy clone:1 (newest)"
     assert lines[1].startswith("warning: live is logged without exploration: off-policy evaluation")

@@ -204,7 +204,12 @@ def lake(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(package, lake):
     running = start_server(
-        package=package, policy="by_hand", version=3, lake=lake.path, log_to="served"
+        package=package,
+        policy="by_hand",
+        version=3,
+        reference="by_hand@champion",
+        lake=lake.path,
+        log_to="served",
     )
     yield running
     running.stop()

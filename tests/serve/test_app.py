@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.errors import StorageFailed
 from replaylake.datastore.lake import open_lake
+from replaylake.datastore.policies.exploration import Exploration
 from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import PolicySpec, UniformPolicy
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.policies.uniform import UniformPolicy
 from replaylake.datastore.sessions.decision_id import DecisionSigner
+from replaylake.datastore.sessions.sessionise import sessionise
 from replaylake.datastore.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
 from replaylake.serve.app import create_app
 from replaylake.serve.feedback import DecisionLog
-from replaylake.serve.serving import Exploration, Limits, Served, Serving
+from replaylake.serve.serving import Limits, Served, Serving
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 
@@ -25,7 +28,7 @@ GOOD = [0.1, 0.2, 0.3, 0.4]
 def serving(policy, *, log=None, exploration=None, limits=None, signer=None):
     signer = signer or DecisionSigner(b"k" * 32, "d")
     return Serving(
-        Served("p", 2, policy, {"algorithm": "by_hand"}),
+        Served("p", 2, policy, "p@champion", {"algorithm": "by_hand"}),
         signer,
         log,
         exploration or Exploration(),
@@ -147,7 +150,9 @@ BODIES = [
     ("mask for many", b'{"observation": [0,0,0,0], "action_masks": [[true,true]]}', "action_masks"),
     ("ids for many", b'{"observation": [0,0,0,0], "episode_ids": ["a"]}', "episode_ids"),
     ("mask for one", b'{"observations": [[0,0,0,0]], "action_mask": [true,true]}', "action_mask"),
-    ("request for one", b'{"observations": [[0,0,0,0]], "request_id": "a"}', "request_id"),
+    ("requests twice", b'{"observations": [[0,0,0,0]], "request_ids": ["a"], "request_id": "b"}',
+     "request_ids"),
+    ("request empty", b'{"observations": [[0,0,0,0]], "request_id": ""}', "request_id"),
     ("empty batch", b'{"observations": []}', "observations"),
     ("flat batch", b'{"observations": [0,0,0,0]}', "observations[0]"),
     ("8 numbers", b'{"observations": [[0,0,0,0,0,0,0,0]]}', "observations[0]"),
@@ -235,6 +240,7 @@ def test_exploration_is_the_default_where_it_is_on(app_client, policy):
 def test_policy_says_what_answers(client):
     said = client.get("/policy").json()
     assert (said["policy"], said["version"], said["head"]) == ("p", 2, "categorical")
+    assert said["reference"] == "p@champion"
     assert said["observation_space"]["shape"] == [4]
     assert said["action_space"] == {"type": "discrete", "n": 2, "start": 0}
     assert said["manifest"] == {"algorithm": "by_hand"}
@@ -367,6 +373,46 @@ def test_decisions_are_rows(logged):
     assert rows[0]["observation"] == np.asarray([0.1, 2, 3, 4], np.float32).tolist()
     assert [r["action_mask"] for r in rows] == [[False, True], None, None]
     assert {(r["policy"], r["policy_version"]) for r in rows} == {("p", 2)}
+
+
+def test_one_episode_and_request_of_a_batch_name_each_row(logged):
+    body = {"observations": [GOOD] * 3, "episode_id": "e", "request_id": "r"}
+    first = logged.post("/act", json=body).json()["decision_ids"]
+    again = logged.post("/act", json=body).json()["decision_ids"]  # its answer was lost
+    logged.log.decisions.flush()
+    rows = logged.lake.sql("select * from d.decisions order by decision_id").to_pylist()
+    assert {row["episode_id"] for row in rows} == {"e"}
+    assert [row["request_id"] for row in rows] == ["r/0", "r/1", "r/2"] * 2
+    for number, key in enumerate(again, 1):
+        logged.post("/feedback", json={"decision_id": key, "reward": number})
+    ending = {"decision_id": again[-1], "reward": 3, "terminated": True}
+    assert logged.post("/feedback", json=ending).status_code == 200
+    logged.log.rewards.flush()
+    receipt = sessionise(logged.lake, "d")
+    assert (receipt.steps, receipt.repeated) == (3, 3)
+    steps = logged.lake.sql("select decision_id, reward from d.steps order by step").to_pylist()
+    assert [(row["decision_id"], row["reward"]) for row in steps] == [
+        (again[0], 1.0), (again[1], 2.0), (again[2], 3.0)
+    ]  # fmt: skip
+    assert not set(first) & set(again)
+
+
+@pytest.mark.parametrize("head", ["categorical", "deterministic"])
+def test_an_observation_that_the_network_answers_with_nan_is_422(app_client, kit, tmp_path, head):
+    # Finite in float32, but a sum of its products is not: inf - inf.
+    weights = np.full((4, 2), 1e38, np.float32) * np.array([[1], [1], [-1], [-1]], np.float32)
+    space = Discrete(2) if head == "categorical" else Box((2,), low=-1, high=1)
+    spec = PolicySpec(Box((4,)), space, head)
+    output = "logits" if head == "categorical" else "actions"
+    graph = kit.linear_graph(weights, output, 4)
+    policy = load_policy(kit.save_policy(tmp_path / "package", spec, graph))
+    with app_client(create_app(lambda: serving(policy))) as client:
+        error = refused(client.post("/act", json={"observation": [10] * 4}), 422, "observation")
+        assert "not finite" in error["found"]
+        many = {"observations": [[0, 0, 0, 0], [10] * 4]}
+        error = refused(client.post("/act", json=many), 422, "observations")
+        assert "observation 1" in error["found"]
+        assert client.post("/act", json={"observation": [0, 0, 0, 0]}).status_code == 200
 
 
 def test_masks_that_the_dataset_cannot_keep_are_refused(app_client, policy, tmp_path):

@@ -36,6 +36,7 @@ def test_a_thousand_observations_get_the_actions_of_the_package(client, package)
 def test_the_server_says_what_it_is(client, server):
     said = client.get("/policy").json()
     assert (said["policy"], said["version"], said["log_to"]) == ("by_hand", 3, "served")
+    assert said["reference"] == "by_hand@champion"
     assert said["manifest"]["algorithm"] == "by_hand"
     assert client.get("/livez").status_code == client.get("/readyz").status_code == 200
     assert "replaylake_requests_total" in client.get("/metrics").text
@@ -113,7 +114,6 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(kit, package, t
         serve(ServeConfig(**known, lake=lake.path, log_to="other"))
     for explore in (
         "epsilon=2",
-        "epsilon=0",
         "epsilon",
         "temperature=-1",
         "temperature=nan",
@@ -134,16 +134,22 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(kit, package, t
 
 
 def test_config_survives_the_way_through_the_environment(tmp_path):
-    config = ServeConfig(tmp_path, "p", 4, tmp_path, "d", "epsilon=0.1", "::1", 1, 2, 3.5, True)
+    config = ServeConfig(
+        tmp_path, "p", 4, tmp_path, "d", "epsilon=0.1", "::1", 1, 2, 3.5, True, reference="p@best"
+    )
     assert ServeConfig.from_environment(config.to_environment()) == config
     plain = ServeConfig(tmp_path, "p", 4)
     assert ServeConfig.from_environment(plain.to_environment()) == plain
+    assert config.url == "http://[::1]:1"
+    assert plain.url == "http://127.0.0.1:3000"
     with pytest.raises(ConfigInvalid, match="REPLAYLAKE_SERVE_PACKAGE"):
         ServeConfig.from_environment({})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+@pytest.mark.parametrize(
+    "sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=["term", "int", "hup"]
+)
 def test_a_signal_ends_it_with_everything_committed_and_no_process_left(
     kit, package, tmp_path, sig
 ):

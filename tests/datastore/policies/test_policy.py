@@ -9,9 +9,9 @@ from replaylake.datastore.policies.policy import (
     HEADS,
     Act,
     PolicySpec,
-    UniformPolicy,
     act_from_head,
 )
+from replaylake.datastore.policies.uniform import UniformPolicy
 from replaylake.datastore.spaces import Box, Discrete
 
 OBSERVATION = Box((1,))
@@ -295,6 +295,62 @@ def test_the_random_policy_is_uniform_in_a_bounded_box():
     np.testing.assert_allclose(act.log_probs, -math.log(8), rtol=1e-6)
     assert act.actions.min(axis=0)[0] >= 0
     assert act.actions.dtype == np.float32
+
+
+def test_the_random_policy_draws_every_integer_of_a_box():
+    policy = UniformPolicy(OBSERVATION, Box((1,), "int64", 0, 3))
+    act = policy.act(np.zeros((8000, 1), np.float32), rng=np.random.default_rng(12))
+    assert chi_square(act.actions[:, 0], [0.25] * 4) < CHI_SQUARE_999[3]
+    np.testing.assert_allclose(np.exp(act.log_probs), 0.25, rtol=1e-6)
+    assert act.actions.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high", "num"),
+    [("uint8", 0, 255, 256), ("int8", -128, 127, 256), ("bool", 0, 1, 2), ("int32", -0.5, 1.5, 2)],
+)
+def test_the_random_policy_keeps_to_the_integers_within(dtype, low, high, num):
+    policy = UniformPolicy(OBSERVATION, Box((), dtype, low, high))
+    act = policy.act(np.zeros((20 * num, 1), np.float32), rng=np.random.default_rng(13))
+    first = math.ceil(low)
+    assert set(act.actions.astype(int).tolist()) == set(range(first, first + num))
+    np.testing.assert_allclose(act.log_probs, -math.log(num), rtol=1e-6)
+
+
+def test_the_random_policy_draws_from_the_whole_of_int64():
+    policy = UniformPolicy(OBSERVATION, Box((1,), "int64", -(2**63), 2**63 - 1))
+    act = policy.act(np.zeros((100, 1), np.float32), rng=np.random.default_rng(14))
+    assert (act.actions > 2**62).any()
+    assert (act.actions < -(2**62)).any()
+
+
+def test_an_element_without_width_is_certain():
+    for dtype, log_prob in (("float32", -math.log(4)), ("int64", -math.log(5))):
+        policy = UniformPolicy(OBSERVATION, Box((2,), dtype, [0, 1], [4, 1]))
+        act = policy.act(np.zeros((10, 1), np.float32), rng=np.random.default_rng(15))
+        np.testing.assert_allclose(act.log_probs, log_prob, rtol=1e-6)
+        assert set(act.actions[:, 1]) == {1}
+
+
+@pytest.mark.parametrize("space", [Discrete(3), Box((1,), "float32", 0, 1)])
+def test_the_random_policy_says_that_it_is_uniform_and_has_no_graph(space):
+    spec = UniformPolicy(OBSERVATION, space).spec
+    assert spec.head == "uniform"
+    with pytest.raises(SpaceUnsupported, match="no graph"):
+        act_from_head(spec, {})
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("head", HEADS[:-1])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_graph_that_does_not_answer_with_numbers_is_refused(head, number, deterministic):
+    spec = discrete(head) if head in ("categorical", "q_values") else continuous(head)
+    size = 3 if isinstance(spec.action_space, Discrete) else 1
+    for broken in HEAD_OUTPUTS[head]:
+        parameters = {name: np.zeros((4, size), np.float32) for name in HEAD_OUTPUTS[head]}
+        parameters[broken][2, 0] = number
+        with pytest.raises(EpisodeInvalid, match=f"{broken}.*not finite for observation 2"):
+            act_from_head(spec, parameters, np.random.default_rng(0), deterministic=deterministic)
 
 
 def test_the_random_policy_refuses_an_unbounded_box():

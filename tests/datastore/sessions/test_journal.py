@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +16,8 @@ import pytest
 from replaylake.datastore.errors import StorageFailed
 from replaylake.datastore.sessions.journal import Journal, JournalConfig
 from replaylake.datastore.sessions.segments import (
+    NOTHING,
+    Recovered,
     first_pending,
     framed,
     journal_folder,
@@ -94,7 +97,7 @@ def test_recover_commits_a_dead_workers_segments_once_and_drops_a_torn_line(tmp_
     (folder / "dead-0.jsonl").write_bytes(line(b'{"x":1}') + line(b'{"x":2}'))
     (folder / "dead-1.jsonl").write_bytes(line(b'{"x":3}') + line(b'{"x":4}')[:-3])
     recovered = recover(table, encode)
-    assert (recovered.num_segments, recovered.num_rows, recovered.num_torn) == (2, 3, 1)
+    assert recovered == Recovered(num_segments=2, num_rows=3, num_torn=1, num_damaged=0)
     assert rows(table) == [1, 2, 3]
     assert list(folder.iterdir()) == []
     assert recover(table, encode).num_segments == 0
@@ -111,14 +114,122 @@ def test_a_segment_committed_before_the_crash_is_not_committed_again(tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_altered_bytes_are_not_rows(tmp_path):
+GOOD = line(b'{"x":1}')
+DAMAGED = {
+    "a digit": line(b'{"x":2}').replace(b"2}", b"9}"),
+    "the checksum": b"X" + line(b'{"x":2}')[1:],
+    "a newline within": line(b'{"x":2}').replace(b":", b"\n"),
+    "zeros": bytes(20) + b"\n",
+    "no object": line(b"[2]"),
+    "no JSON": line(b"x"),
+    "of another type": line(b'{"x":"two"}'),
+    "too large": line(b'{"x":9223372036854775808}'),
+}
+
+
+@pytest.mark.parametrize("bad", DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_cannot_be_a_row_is_kept_and_holds_nothing_up(tmp_path, caplog, bad, is_last):
     table = make_table(tmp_path)
     folder = journal_folder(table)
     folder.mkdir()
-    good, bad = line(b'{"x":1}'), line(b'{"x":2}').replace(b"2}", b"9}")
-    (folder / "dead-0.jsonl").write_bytes(bad + good)
-    assert recover(table, encode).num_torn == 1
-    assert rows(table) == [1]
+    data = GOOD + bad if is_last else bad + GOOD
+    (folder / "dead-0.jsonl").write_bytes(data)
+    (folder / "dead-1.jsonl").write_bytes(line(b'{"x":5}'))
+    (folder / "other-0.jsonl").write_bytes(line(b'{"x":6}'))
+    recovered = recover(table, encode)
+    assert (recovered.num_segments, recovered.num_rows, recovered.num_torn) == (3, 3, 0)
+    assert recovered.num_damaged == bad.count(b"\n")
+    assert rows(table) == [1, 5, 6]
+    assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [
+        ("dead-0.damaged", data)
+    ]
+    assert "dead-0.damaged" in caplog.text
+    assert recover(table, encode) == NOTHING
+
+
+def test_a_last_newline_that_was_altered_is_damage_and_no_torn_line(tmp_path):
+    table = make_table(tmp_path)
+    folder = journal_folder(table)
+    folder.mkdir()
+    (folder / "dead-0.jsonl").write_bytes(GOOD + line(b'{"x":2}')[:-1] + b"K")
+    recovered = recover(table, encode)
+    assert (recovered.num_torn, recovered.num_damaged) == (0, 1)
+    assert (folder / "dead-0.damaged").exists()
+
+
+def test_a_segment_of_which_no_record_can_be_a_row_is_kept(tmp_path):
+    table = make_table(tmp_path)
+    folder = journal_folder(table)
+    folder.mkdir()
+    (folder / "dead-0.jsonl").write_bytes(line(b'{"x":"a"}') * 3)
+    assert (recover(table, encode).num_damaged, rows(table)) == (3, [])
+
+
+def test_a_live_journal_goes_on_past_a_record_that_cannot_be_a_row(tmp_path, caplog):
+    table = make_table(tmp_path)
+    journal = Journal(table, encode, worker="live", config=NEVER)
+    journal.append([b'{"x":"one","timestamp":5}', b'{"x":2,"timestamp":6}'])
+    assert first_pending(table, "timestamp") == [5]
+    journal.flush()
+    assert (first_pending(table, "timestamp"), journal.num_pending) == ([], 0)
+    journal.append([b'{"x":3,"timestamp":7}'])
+    journal.close()
+    assert rows(table) == [2, 3]
+    assert [path.name for path in journal_folder(table).iterdir()] == ["live-0.damaged"]
+    assert "live-0.damaged" in caplog.text
+
+
+def test_an_unreadable_segment_is_one_of_our_errors(tmp_path):
+    table = make_table(tmp_path)
+    (journal_folder(table) / "dead-0.jsonl").mkdir(parents=True)
+    with pytest.raises(StorageFailed, match=r"dead-0\.jsonl: Is a directory"):
+        recover(table, encode)
+    with pytest.raises(StorageFailed, match=r"dead-0\.jsonl: Is a directory"):
+        first_pending(table, "timestamp")
+
+
+def test_a_failed_fsync_is_not_acknowledged(tmp_path, monkeypatch):
+    table = make_table(tmp_path)
+    config = JournalConfig(sync_every=True, flush_interval_s=3600)
+    journal = Journal(table, encode, worker="w", config=config)
+    journal.append([b'{"x":1}'])
+
+    def broken(fd):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    with pytest.raises(StorageFailed, match="could not be synced: Input/output error"):
+        journal.append([b'{"x":2}'])
+    monkeypatch.undo()
+    with pytest.raises(StorageFailed, match="could not be synced"):
+        journal.append([b'{"x":3}'])
+    journal.close()
+    assert set(rows(table)) - {2} == {1}
+
+
+def test_commits_that_fail_use_up_neither_descriptors_nor_files(tmp_path):
+    table = make_table(tmp_path)
+    failures = [StorageFailed("full")] * 50
+
+    def encode_later(records):
+        if failures:
+            raise failures.pop()
+        return encode(records)
+
+    config = JournalConfig(flush_interval_s=3600, segment_bytes=500)
+    journal = Journal(table, encode_later, worker="w", config=config)
+    before = len(os.listdir("/proc/self/fd"))
+    # The background thread has its tries too, once a segment is full.
+    while failures:
+        journal.append([b'{"x":1}'])
+        with suppress(StorageFailed):
+            journal.flush()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    # At most 50 lines of 17 bytes; what waits is cut into segments that fit into memory.
+    assert len(list(journal_folder(table).glob("*.jsonl"))) <= 4
+    journal.close()
+    assert list(journal_folder(table).iterdir()) == []
 
 
 def test_a_live_workers_segments_are_left_alone(tmp_path):
@@ -126,10 +237,10 @@ def test_a_live_workers_segments_are_left_alone(tmp_path):
     journal = Journal(table, encode, worker="live", config=NEVER)
     journal.append([b'{"x":1,"timestamp":5}', b'{"x":2,"timestamp":6}'])
     assert recover(table, encode).num_segments == 0
-    assert first_pending(table) == [{"x": 1, "timestamp": 5}]
+    assert first_pending(table, "timestamp") == [5]
     journal.flush()
     assert rows(table) == [1, 2]
-    assert first_pending(table) == []
+    assert first_pending(table, "timestamp") == []
     journal.close()
 
 

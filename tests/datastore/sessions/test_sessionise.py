@@ -8,6 +8,7 @@ import pytest
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import NotFound, SchemaMismatch
 from replaylake.datastore.lake import open_lake
+from replaylake.datastore.sessions import served
 from replaylake.datastore.sessions.decision_id import DecisionSigner, read_unverified
 from replaylake.datastore.sessions.decisions import (
     decisions_encoder,
@@ -253,14 +254,69 @@ def test_a_dead_servers_journal_is_committed_first(log):
     ]
 
 
+def test_a_record_that_cannot_be_a_row_holds_nothing_up(log):
+    folder = journal_folder(log.dataset.rewards)
+    folder.mkdir()
+    key = log.decision(0, 0, episode=None)
+    reward = {"decision_id": key, "timestamp": int(NOW_S * 1e6), "reward": 2.0, "terminated": True,
+              "truncated": False, "final_observation": None}  # fmt: skip
+    poison = [
+        {**reward, "reward": "much"},
+        {**reward, "reward": None},
+        {**reward, "timestamp": 2**63},
+        {**reward, "final_observation": [1]},
+        {**reward, "final_observation": {"x": 1}},
+        {},
+    ]
+    records = [json.dumps(record).encode() for record in [*poison, reward]]
+    (folder / "dead-0.jsonl").write_bytes(b"".join(framed(records)))
+    receipt = log.run()
+    assert (receipt.recovered, receipt.damaged, receipt.steps) == (1, 6, 1)
+    assert [path.name for path in folder.iterdir()] == ["dead-0.damaged"]
+    assert log.run().damaged == 0
+    assert [row["reward"] for row in log.steps()] == [2.0]
+
+
+def test_a_decision_written_while_the_tables_are_read_gets_no_false_successor(log, monkeypatch):
+    # Two workers share an episode. The second's step is not yet in its journal when that is looked
+    # at, and the first's later step, which ends the episode, is committed before the tables are
+    # read.
+    log.reward(log.decision(0, 0), 1.0)
+    config = JournalConfig(flush_interval_s=3600)
+    encoder = decisions_encoder(log.dataset)
+    journal = Journal(log.dataset.decisions, encoder, worker="live", config=config)
+    (middle,) = log.signer.issue("bc", 4, int((NOW_S + 5) * 1e6))
+    record = {"decision_id": middle, "episode_id": "e", "timestamp": int((NOW_S + 5) * 1e6),
+              "policy": "bc", "policy_version": 4, "observation": [1.0, 0.5], "action": 0,
+              "log_prob": None, "deterministic": True}  # fmt: skip
+    look = served.first_pending
+
+    def look_and_lose_the_race(*args):
+        found = look(*args)
+        if not journal.num_pending:
+            journal.append([json.dumps(record).encode()])
+            log.reward(log.decision(6, 2), 3.0, terminated=True)
+        return found
+
+    monkeypatch.setattr(served, "first_pending", look_and_lose_the_race)
+    receipt = log.run(second=4)
+    assert (receipt.steps, receipt.waiting) == (0, 2)
+    monkeypatch.undo()
+    assert log.run(second=10).waiting == 2  # it is in the journal yet
+    journal.close()
+    log.reward(middle, 2.0)
+    assert log.run(second=10).steps == 3
+    assert [(row["step"], row["reward"]) for row in log.steps()] == [(0, 1.0), (1, 2.0), (2, 3.0)]
+
+
 def test_masks_travel_and_their_absence_means_every_action(log):
-    first = log.decision(0, 0, action_mask=[True, False, True])
+    first = log.decision(0, 0, action_mask=[True, True, False])
     last = log.decision(1, 1)
     log.reward(first, 1.0)
     log.reward(last, 1.0, terminated=True)
     log.run()
     assert [row["action_mask"] for row in log.steps("action_mask")] == [
-        [True, False, True],
+        [True, True, False],
         [True, True, True],
     ]
 
@@ -305,6 +361,15 @@ def test_nothing_served_is_a_clear_error(tmp_path):
         sessionise(lake, "d")
 
 
+def test_a_worker_may_issue_more_decisions_than_32_bits_count(monkeypatch):
+    signer = DecisionSigner(b"k" * 32, "d")
+    monkeypatch.setattr(signer, "_counter", 2**32 - 1)
+    ids = signer.issue("bc", 1, 5, 3)
+    assert ids == sorted(ids)
+    said = [signer.read(key) for key in ids]
+    assert [one.counter for one in said if one] == [2**32 - 1, 2**32, 2**32 + 1]
+
+
 def test_decision_ids_sort_by_time_and_cannot_be_forged():
     signer = DecisionSigner(b"k" * 32, "d")
     ids = [signer.issue("bc-1", 7, 1_000_000 + i)[0] for i in range(300)]
@@ -316,6 +381,7 @@ def test_decision_ids_sort_by_time_and_cannot_be_forged():
     assert (said.policy, said.policy_version, said.timestamp) == ("bc-1", 7, 1_000_005)
     assert (said.worker, said.counter) == (signer.worker, 5)
     assert read_unverified(ids[5]) == said
+    assert all(key.startswith("d") for key in ids)  # and never with the `-` of an option
     other_dataset = DecisionSigner(b"k" * 32, "e", signer.worker)
     other_key = DecisionSigner(b"x" * 32, "d", signer.worker)
     assert other_dataset.read(ids[5]) is None

@@ -1,0 +1,44 @@
+"""Exploration: how a policy acts where it is not to take the mode, as `--explore` says it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from replaylake.datastore.errors import ConfigInvalid
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """How to act: at 0 or None the mode.
+
+    epsilon: the mode, but with this probability an allowed action at random. temperature: drawn
+    from the head at this temperature.
+    """
+
+    epsilon: float = 0.0
+    temperature: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is explored."""
+        return self.epsilon > 0 or bool(self.temperature)
+
+
+def parse_exploration(text: str | None) -> Exploration:
+    """Read `epsilon=0.05` or `temperature=1`; None is no exploration. Raises: ConfigInvalid."""
+    if text is None:
+        return Exploration()
+    name, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if name == "epsilon" and 0 <= value <= 1:
+        return Exploration(epsilon=value)
+    if name == "temperature" and 0 <= value < math.inf:
+        return Exploration(temperature=value)
+    raise ConfigInvalid(
+        f"--explore: found {text!r}, expected epsilon=E with E from 0 to 1, or temperature=T with "
+        "T of 0 or more."
+    )
