@@ -13,7 +13,6 @@ from replaylake.cli.options import (
     DebugOption,
     JsonOption,
     LakeOption,
-    parse_snapshot,
 )
 from replaylake.cli.report import Report, count, number_text, size, table_lines
 
@@ -61,9 +60,8 @@ def show(
     from replaylake.datastore.lake import open_lake
 
     report = Report(as_json)
-    dataset, version = parse_snapshot(name)
     with report.waiting(f"reading {name}"):
-        body = open_lake(lake).dataset(dataset).snapshot(version).describe()
+        body = open_lake(lake).snapshot(name).describe()
     report.answer(body, _shown(body))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,14 +14,14 @@ from replaylake.cli.options import (
     DebugOption,
     JsonOption,
     LakeOption,
-    parse_snapshot,
 )
 from replaylake.cli.report import Report, count, interval_text, number_text
 from replaylake.datastore.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake import Lake
-    from replaylake.offline.train import Progress, TrainConfig, TrainResult
+    from replaylake.offline.train import TrainConfig, TrainResult
+    from replaylake.offline.trainer import Progress
 
 
 def offline(
@@ -44,7 +42,8 @@ def offline(
         typer.Option(
             "--algorithm",
             metavar="NAME",
-            help="bc, cql, iql, ...; d3rlpy:bc for d3rlpy's where we have our own.",
+            help="Required, here or in --config. bc, cql, iql, ...; d3rlpy:bc for d3rlpy's where "
+            "we have our own.",
         ),
     ] = None,
     where: Annotated[
@@ -105,13 +104,17 @@ def offline(
     settings = _settings(options)
     pinned = [_pinned(report, opened, text) for text in datasets]
     with (
-        report.waiting("reading the episodes") as reading,
+        report.waiting("reading the episodes") as waiting,
+        report.progress("read", "shards") as reading,
         report.progress("update", "") as progress,
-        _near_training_options(settings),
     ):
 
+        def tell_read(done: int, total: int) -> None:
+            waiting.end()
+            reading(done, total)
+
         def tell(done: Progress) -> None:
-            reading.end()
+            waiting.end()
             rate = f"{done.updates_per_s:,.0f} updates/s"
             progress(done.update, done.updates, f"{_metrics(done.metrics)}  {rate}")
 
@@ -123,24 +126,29 @@ def offline(
             where=where,
             reward=reward,
             env_id=env,
+            on_reading=tell_read,
             on_progress=tell,
         )
     report.answer(_body(result, settings), _summary(result, settings))
 
 
 def _settings(options: Mapping[str, Any]) -> TrainConfig:
-    """Sort options into the training's own and the algorithm's. Raises: ConfigInvalid."""
-    from dataclasses import fields, replace
+    """Sort options into the training's own and the algorithm's.
+
+    Raises: ConfigInvalid; typer.BadParameter (exit 2) where none is the algorithm.
+    """
+    from dataclasses import replace
 
     from replaylake.offline.options import from_options
-    from replaylake.offline.train import TrainConfig
+    from replaylake.offline.train import OWN_OPTIONS, TrainConfig
 
     if "algorithm" not in options:
-        raise ConfigInvalid(
-            "train: found no algorithm, expected one such as bc, cql or iql. Name it with "
-            "--algorithm, or as `algorithm = ...` in --config."
+        raise typer.BadParameter(
+            "found none, expected one such as bc, cql or iql, here or as `algorithm = ...` in "
+            "--config.",
+            param_hint="--algorithm",
         )
-    own = {field.name for field in fields(TrainConfig)} - {"options"}
+    own = set(OWN_OPTIONS)
     nested = options.get("options", {})
     if not isinstance(nested, dict):
         raise ConfigInvalid(f"training: options: found {nested!r}, expected a table of options.")
@@ -149,23 +157,9 @@ def _settings(options: Mapping[str, Any]) -> TrainConfig:
     return replace(config, options={**nested, **theirs})
 
 
-@contextmanager
-def _near_training_options(config: TrainConfig) -> Iterator[None]:
-    """Name the training's own options where a key that the algorithm refuses resembles one."""
-    try:
-        yield
-    except ConfigInvalid as error:
-        own = [name for name in vars(config) if name != "options"]
-        near = [name for key in config.options for name in get_close_matches(key, own, cutoff=0.7)]
-        if not near:
-            raise
-        raise ConfigInvalid(f"{error} Near it among the training's: {', '.join(near)}.") from error
-
-
 def _pinned(report: Report, lake: Lake, text: str) -> str:
     """Say what a dataset holds; return it with that version, so that it is what is trained on."""
-    name, version = parse_snapshot(text)
-    snapshot = lake.dataset(name).snapshot(version)
+    snapshot = lake.snapshot(text)
     row = snapshot.sql(
         "SELECT count(*) AS n FROM (SELECT DISTINCT policy, policy_version FROM steps "
         "WHERE policy IS NOT NULL)"
@@ -174,10 +168,10 @@ def _pinned(report: Report, lake: Lake, text: str) -> str:
     if row["n"]:
         policies = f"{row['n']:,} behavior " + ("policy" if row["n"] == 1 else "policies")
     report.say(
-        f"snapshot {name}@{snapshot.version}  {count(len(snapshot.files), 'shard')}  "
+        f"snapshot {snapshot.dataset}@{snapshot.version}  {count(len(snapshot.files), 'shard')}  "
         f"{count(snapshot.num_steps, 'step')}  {policies}"
     )
-    return f"{name}@{snapshot.version}"
+    return f"{snapshot.dataset}@{snapshot.version}"
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:

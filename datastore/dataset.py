@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
 
-from replaylake.datastore.episode import Episode, checked
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.episode_writer import EpisodeWriter as EpisodeWriter
+from replaylake.datastore.episodes import checked_all
 from replaylake.datastore.errors import (
     AlreadyExists,
     EpisodeInvalid,
     NotFound,
-    ReplayLakeError,
     SchemaMismatch,
 )
 from replaylake.datastore.inference import infer_spec as infer_spec
@@ -29,7 +28,7 @@ from replaylake.datastore.schema import (
     widened_type,
 )
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Space, num_bytes
+from replaylake.datastore.spaces import Space
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.table import Commit as TableCommit
 from replaylake.datastore.table import Table, WrittenRows
@@ -117,11 +116,13 @@ class Dataset:
         producer: str | None = None,
         sequence: int | None = None,
         info: Mapping[str, Any] | None = None,
+        spec: DatasetSpec | None = None,
     ) -> Commit:
         """Check and commit episodes as one version: all of them, durably, or none.
 
-        Creates the dataset with spaces inferred from the episodes where it does not exist; say
-        `create` first to state them. The same (producer, sequence) again adds nothing.
+        Where the dataset does not exist it is created with `spec`, by default the spaces inferred
+        from these episodes, and only once they all passed: episodes that are refused create
+        nothing. The same (producer, sequence) again adds nothing.
 
         Raises: EpisodeInvalid with the first episode that does not fit, SchemaMismatch,
         StorageFailed.
@@ -138,10 +139,10 @@ class Dataset:
         if (version := self.committed(producer, sequence)) is not None:
             return Commit(version, True, 0, 0, 0, 0)
         is_new = not self._table.exists()
-        spec = infer_spec(episodes) if is_new else self.spec
-        rows = self._rows(episodes, spec)
+        known = (spec or infer_spec(episodes)) if is_new else self.spec
+        rows = self._rows(episodes, known)
         if is_new:
-            rows = self._created(spec, rows, episodes)
+            rows = self._created(known, rows, episodes)
         done = self._table.append(
             rows,
             producer=producer,
@@ -149,6 +150,10 @@ class Dataset:
             info={"num_episodes": len(episodes), "num_steps": rows.num_rows, **(info or {})},
         )
         return _counted(done, len(episodes))
+
+    def check(self, episodes: Sequence[Episode]) -> None:
+        """Check episodes as `append` would, and write nothing. Raises: as append."""
+        self._rows(episodes, self.spec if self.exists() else infer_spec(episodes))
 
     def write(self, episodes: Sequence[Episode]) -> WrittenEpisodes:
         """Check episodes and write them durably, for `commit` to make readable.
@@ -206,10 +211,14 @@ class Dataset:
                 f"dataset {self.name!r}: not in this lake. "
                 "`replaylake list` names those that are; `replaylake ingest` makes one."
             )
-        try:
-            table = self._table.snapshot(version)
-        except NotFound as error:
-            raise NotFound(f"dataset {self.name!r}: {error}") from error
+        newest = self._table.snapshot()
+        if version is not None and not 0 <= version <= newest.version:
+            raise NotFound(
+                f"dataset {self.name!r}: found no version {version}, expected "
+                f'0..{newest.version}. `replaylake sql "select * from commits where dataset = '
+                f"'{self.name}'\"` lists them."
+            )
+        table = newest if version in (None, newest.version) else self._table.snapshot(version)
         spec = DatasetSpec.from_table(table.configuration, table.schema)
         return Snapshot(self.name, spec, table)
 
@@ -217,14 +226,16 @@ class Dataset:
         """Return each version's commit: version, timestamp (ms), operation, producer, counts."""
         return self._table.history()
 
+    def commit_info(self, version: int) -> dict[str, Any]:
+        """Return one version's commit, as `history` has it. Raises: NotFound."""
+        return self._table.commit_info(version)
+
     def _rows(self, episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
-        if spec.mask_size is None and any(e.action_masks is not None for e in episodes):
-            raise SchemaMismatch(
-                f"{self.name}: found action masks, expected none: the dataset was created without. "
-                "Ingest into a new dataset, or leave the masks out."
-            )
-        ready = [checked(e, spec.observation_space, spec.action_space) for e in episodes]
-        return encode(ready, spec)
+        try:
+            ready = checked_all(episodes, spec.observation_space, spec.action_space)
+            return encode(ready, spec)
+        except SchemaMismatch as error:
+            raise SchemaMismatch(f"dataset {self.name!r}: {error}") from error
 
     def _created(self, spec: DatasetSpec, rows: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
         """Create the dataset for rows that were checked, and return those that it takes."""
@@ -240,93 +251,6 @@ class Dataset:
             # Another writer was first, perhaps with other spaces: what counts are its own.
             return self._rows(episodes, self.spec)
         return rows
-
-
-class EpisodeWriter:
-    """Buffers episodes and commits them by steps, by bytes of observations or by time.
-
-    Every flush is one commit with the next sequence of this producer, and a flush that is repeated
-    after an error adds nothing twice. Leaving the `with` block flushes, also on an exception: what
-    was written before it is whole episodes.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        producer: str | None,
-        flush_steps: int,
-        flush_bytes: int,
-        flush_interval_s: float | None,
-    ) -> None:
-        self.producer = producer or f"writer/{new_ulid()}"
-        self._dataset = dataset
-        self._flush_steps = flush_steps
-        self._flush_bytes = flush_bytes
-        self._flush_interval_s = flush_interval_s
-        self._buffer: list[Episode] = []
-        self._num_buffered = 0
-        self._num_bytes = 0
-        self._spec: DatasetSpec | None = None
-        self._sequence: int | None = None
-        self._flushed_at = time.monotonic()
-
-    def __enter__(self) -> EpisodeWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except ReplayLakeError as failure:
-            if error is None:
-                raise
-            # The error that ended the block says more than what it left behind.
-            error.add_note(f"The episodes written before it were not committed: {failure}")
-
-    def write(self, episode: Episode) -> None:
-        """Buffer an episode, checked now if the dataset exists. Raises: as Dataset.append."""
-        if self._spec is None and self._dataset.exists():
-            self._spec = self._dataset.spec
-        if self._spec is not None:
-            # Spaces are fixed at creation, so those read once hold for the writer's life.
-            episode = checked(episode, self._spec.observation_space, self._spec.action_space)
-        self._buffer.append(episode)
-        self._num_buffered += len(episode)
-        self._num_bytes += num_bytes(episode.observations)
-        waited = time.monotonic() - self._flushed_at
-        due = self._flush_interval_s is not None and waited >= self._flush_interval_s
-        full = self._num_buffered >= self._flush_steps or self._num_bytes >= self._flush_bytes
-        if due or full:
-            self.flush()
-
-    def flush(self) -> Commit | None:
-        """Commit what is buffered; None if that is nothing. After an error the buffer is kept."""
-        self._flushed_at = time.monotonic()
-        if not self._buffer:
-            return None
-        while True:
-            is_retry = self._sequence is not None
-            if self._sequence is None:
-                self._sequence = self._dataset.next_sequence(self.producer)
-            commit = self._dataset.append(
-                self._buffer, producer=self.producer, sequence=self._sequence
-            )
-            # Forgotten only now: an append that failed may have been committed all the same.
-            self._sequence = None
-            if is_retry or not commit.already_present:
-                break
-            # Another writer of this name took the sequence first: these rows need one of their own.
-        self._buffer = []
-        self._num_buffered = self._num_bytes = 0
-        return commit
-
-    def close(self) -> None:
-        """Commit what is buffered."""
-        self.flush()
 
 
 def _counted(done: TableCommit, num_episodes: int) -> Commit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +18,20 @@ from replaylake.datastore.spaces import (
     MultiBinary,
     MultiDiscrete,
     Space,
+    Text,
     Tuple,
     Values,
     as_batch,
     as_values,
     check_bounds,
     children,
+    leaves,
     take,
 )
 
-_MAX_STEP = 2**31 - 1
+MAX_STEP: Final = 2**31 - 1
+# A softmax in float32 may give a sure action a little more than 1.
+_LOG_PROB_TOLERANCE: Final = 1e-6
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,9 @@ def checked(episode: Episode, observation_space: Space, action_space: Space) -> 
     """Return the episode with every array in its stored dtype, or refuse it whole.
 
     Checks lengths, shapes, dtypes (cast when exact), finite numbers, the steps' range and, for
-    actions, the space's bounds: an action outside a Discrete space would index past a network's
-    head. Observation bounds are for `check_in_spaces`, because real logs overshoot nominal ones.
+    countable actions, the space's bounds (one outside would index past a network's head), the
+    action's own mask, and that no log-probability is above 0. Observation bounds are for
+    `check_in_spaces`, because real logs overshoot nominal ones.
 
     Raises: EpisodeInvalid with the episode, the field, what was found and what was expected.
     """
@@ -101,26 +106,32 @@ def _checked(episode: Episode, observation_space: Space, action_space: Space) ->
     num = len(episode.rewards)
     if num == 0:
         raise EpisodeInvalid("found no steps, expected at least one. Leave empty episodes out.")
-    if episode.first_step < 0 or episode.first_step + num - 1 > _MAX_STEP:
+    if episode.first_step < 0 or episode.first_step + num - 1 > MAX_STEP:
         raise EpisodeInvalid(
             f"step: found {episode.first_step}..{episode.first_step + num - 1}, expected "
-            f"0..{_MAX_STEP}. Renumber the steps from 0."
+            f"0..{MAX_STEP}. Renumber the steps from 0."
         )
     final = episode.final_observation
     if final is not None:
         final = take(as_values(observation_space, as_batch(final), "final_observation", 1), 0)
     actions = as_values(action_space, episode.actions, "action", num)
     _check_discrete(action_space, actions, "action")
+    masks = _checked_masks(episode.action_masks, num)
+    if masks is not None and isinstance(action_space, Discrete):
+        _check_allowed(np.asarray(actions), action_space, masks)
+    log_probs = _checked_log_probs(episode.behavior_log_probs, num)
+    if log_probs is not None and _is_countable(action_space):
+        _check_probabilities(log_probs)
     return replace(
         episode,
         observations=as_values(observation_space, episode.observations, "observation", num),
         actions=actions,
         rewards=_numbers(episode.rewards, np.float64, "reward", num),
         final_observation=final,
-        behavior_log_probs=_checked_log_probs(episode.behavior_log_probs, num),
+        behavior_log_probs=log_probs,
         policy_versions=_optional(episode.policy_versions, np.int64, "policy_version", num),
         policies=_checked_policies(episode.policies, num),
-        action_masks=_checked_masks(episode.action_masks, num),
+        action_masks=masks,
         timestamps=_optional(episode.timestamps, np.int64, "timestamp", num),
         env_steps=_optional(episode.env_steps, np.int32, "env_step", num),
         extras={name: _checked_extra(name, array, num) for name, array in episode.extras.items()},
@@ -135,6 +146,37 @@ def _check_discrete(space: Space, values: Values, what: str) -> None:
             _check_discrete(sub, parts[key], f"{what}.{key}")
     elif isinstance(space, Discrete | MultiDiscrete | MultiBinary):
         check_bounds(space, values, what)
+
+
+def _is_countable(space: Space) -> bool:
+    return not any(isinstance(leaf, Box | Text) for _, leaf in leaves(space))
+
+
+def _check_allowed(actions: Array, space: Discrete, masks: Array) -> None:
+    """Refuse an action that its own mask forbids: no policy could have chosen it."""
+    chosen = actions - space.start
+    # The space may be wider than the mask, whose width the dataset fixes and the encoder checks.
+    inside = chosen < masks.shape[1]
+    allowed = np.zeros(len(chosen), dtype=bool)
+    allowed[inside] = masks[inside, chosen[inside]]
+    if not allowed.all():
+        row = int(np.argmin(allowed))
+        raise EpisodeInvalid(
+            f"action at step {row}: found {actions[row]}, which its action_mask forbids, expected "
+            f"one of {(np.flatnonzero(masks[row]) + space.start).tolist()}. Check that mask and "
+            "action belong to the same step."
+        )
+
+
+def _check_probabilities(log_probs: Array) -> None:
+    """Refuse the logarithm of more than 1. A density may be above it; NaN is an unknown one."""
+    above = log_probs > _LOG_PROB_TOLERANCE
+    if above.any():
+        row = int(np.argmax(above))
+        raise EpisodeInvalid(
+            f"behavior_log_prob at step {row}: found {log_probs[row]:g}, expected at most 0, the "
+            "natural logarithm of a probability. Map a column of probabilities as behavior_prob."
+        )
 
 
 def _numbers(raw: Any, dtype: Any, what: str, num: int) -> Array:

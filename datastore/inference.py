@@ -30,15 +30,27 @@ def infer_spec(episodes: Sequence[Episode]) -> DatasetSpec:
     Integer actions without a shape become Discrete(max + 1). Raises: EpisodeInvalid if the
     episodes differ in shape or kind.
     """
-    spaces = [_spaces_of(episode) for episode in episodes]
-    observation = _common([pair[0] for pair in spaces], "observation")
-    action = _common([pair[1] for pair in spaces], "action")
     shapes = {np.shape(e.action_masks) for e in episodes if e.action_masks is not None}
     sizes = {shape[1] if len(shape) == 2 else -1 for shape in shapes}
     if len(sizes) > 1 or -1 in sizes:
         raise EpisodeInvalid(
             f"action_mask: found shapes {sorted(shapes)}, expected [T, A] with one A."
         )
+    mask_size = sizes.pop() if sizes else None
+    spaces = dict.fromkeys(map(_spaces_of, episodes))
+    return widest([DatasetSpec(*pair, mask_size) for pair in spaces])
+
+
+def widest(specs: Sequence[DatasetSpec]) -> DatasetSpec:
+    """Return the narrowest spec that holds what each of these does.
+
+    Raises: EpisodeInvalid if there is none.
+    """
+    observation = _common([spec.observation_space for spec in specs], "observation")
+    action = _common([spec.action_space for spec in specs], "action")
+    sizes = {spec.mask_size for spec in specs} - {None}
+    if len(sizes) > 1:
+        raise EpisodeInvalid(f"action_mask: found {sizes} actions, expected one number of them.")
     mask_size = sizes.pop() if sizes else None
     if mask_size is not None and isinstance(action, Discrete):
         if mask_size < action.n:

@@ -12,8 +12,10 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NameRefused, NotFound, StorageFailed
+from replaylake.datastore.names import parse_snapshot
 from replaylake.datastore.policies.registry import Registry
 from replaylake.datastore.query import query, relations
+from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.storage import LocalStorage
 from replaylake.datastore.table import TableSnapshot
 
@@ -58,6 +60,11 @@ class Lake:
             handle = self._handles.setdefault(name, Dataset(self._storage, name))
         return handle
 
+    def snapshot(self, text: str) -> Snapshot:
+        """Pin `NAME`, at its newest version, or `NAME@VERSION`. Raises: NotFound, NameRefused."""
+        name, version = parse_snapshot(text)
+        return self.dataset(name).snapshot(version)
+
     def datasets(self) -> list[str]:
         """Return the names of the datasets, sorted."""
         names = []
@@ -78,9 +85,17 @@ class Lake:
         """
         return query.run(text, self, parameters)
 
-    def signing_key(self) -> bytes:
-        """Return the 32 bytes that sign decision ids, made once for the lake."""
+    def signing_key(self, *, create: bool = True) -> bytes:
+        """Return the 32 bytes that sign decision ids, made once for the lake.
+
+        Raises: NotFound if there is none and `create` is false, StorageFailed.
+        """
         key = self._storage.get(_KEY_PATH)
+        if key is None and not create:
+            raise NotFound(
+                f"lake {self.path}: found no signing key, expected one: nothing was served with "
+                "--log-to from this lake. Check --lake."
+            )
         if key is None:
             self._storage.put_new(_KEY_PATH, os.urandom(_KEY_BYTES), private=True)
             key = self._storage.get(_KEY_PATH)

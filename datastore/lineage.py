@@ -6,6 +6,7 @@ decision -> policy version -> run -> dataset@version, SQL, content hash -> inges
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -134,11 +135,13 @@ def _ingests(dataset: Dataset, version: int) -> list[dict[str, Any]]:
 
 
 def _signed_by(lake: Lake, decision_id: str) -> tuple[Dataset, DecisionId]:
-    key = lake.signing_key()
-    for name in lake.datasets():
-        said = DecisionSigner(key, name).read(decision_id)
-        if said is not None:
-            return lake.dataset(name), said
+    # A read makes no key: without one, nothing was ever signed.
+    with suppress(NotFound):
+        key = lake.signing_key(create=False)
+        for name in lake.datasets():
+            said = DecisionSigner(key, name).read(decision_id)
+            if said is not None:
+                return lake.dataset(name), said
     raise NotFound(
         f"decision {decision_id!r}: found no dataset of this lake that signed it, expected an id "
         "that /act answered while serving with --log-to. Check the id and --lake; a server without "

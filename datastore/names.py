@@ -53,6 +53,20 @@ def check_dataset_name(name: str) -> str:
     return name
 
 
+def parse_snapshot(text: str) -> tuple[str, int | None]:
+    """Split `NAME` (None: the newest version) or `NAME@VERSION`. Raises: NameRefused."""
+    name, at, version = text.partition("@")
+    check_dataset_name(name)
+    if not at:
+        return name, None
+    if not (version.isascii() and version.isdecimal()):
+        raise NameRefused(
+            f"dataset {text!r}: found version {version!r}, expected a whole number such as "
+            f"{name}@12. `replaylake show {name}` says the newest."
+        )
+    return name, int(version)
+
+
 def check_policy_name(name: str) -> str:
     """Return the name of a policy. Raises: NameRefused, also for the reserved run and random."""
     if not _POLICY.fullmatch(name) or name in ("run", "random"):

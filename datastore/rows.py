@@ -32,9 +32,10 @@ def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
     """Lay checked episodes out as rows of the dataset, in order.
 
     Columns in `extras` that the spec lacks are added at the end, as nullable.
-    Raises: SchemaMismatch, EpisodeInvalid.
+    Raises: SchemaMismatch; EpisodeInvalid, also for a step that is there twice.
     """
     _check_ids(episodes)
+    _check_distinct(episodes)
     lengths = np.asarray([len(episode) for episode in episodes])
     ends = lengths.cumsum() - 1
     num = int(lengths.sum())
@@ -71,7 +72,7 @@ def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
     }
     if spec.mask_size is not None or any(e.action_masks is not None for e in episodes):
         columns[schema.ACTION_MASK] = _masks(episodes, spec, lengths)
-    extras = _encoded_extras(episodes, spec, lengths)
+    extras = _encoded_extras(episodes, spec, lengths) if _has_extras(episodes) else {}
     fields = arrow_schema(spec)
     arrays = {name: pa.array(column) for name, column in columns.items()}
     arrays |= {name: extras.pop(name) for name in spec.extras if name in extras}
@@ -92,6 +93,46 @@ def _check_ids(episodes: Sequence[Episode]) -> None:
                 )
         if not episode.episode_id:
             raise EpisodeInvalid("episode_id: found '', expected the id of an episode.")
+
+
+def check_encodable(episode: Episode, spec: DatasetSpec) -> None:
+    """Check of a checked episode what `encode` would refuse: ids, mask and further columns.
+
+    Raises: EpisodeInvalid, SchemaMismatch.
+    """
+    lengths = np.asarray([len(episode)])
+    _check_ids([episode])
+    if episode.action_masks is not None:
+        _masks([episode], spec, lengths)
+    if episode.extras:
+        _encoded_extras([episode], spec, lengths)
+
+
+def _has_extras(episodes: Sequence[Episode]) -> bool:
+    return any(episode.extras for episode in episodes)
+
+
+def _check_distinct(episodes: Sequence[Episode]) -> None:
+    """Refuse one step of an episode and agent twice: which of the two happened is not known."""
+    numbers: dict[tuple[str, str], int] = {}
+    codes = np.asarray(
+        [numbers.setdefault((e.episode_id, e.agent_id), len(numbers)) for e in episodes]
+    )
+    if len(numbers) == len(episodes):
+        return
+    first = np.asarray([episode.first_step for episode in episodes])
+    order = np.lexsort((first, codes))
+    ends = first + np.asarray([len(episode) for episode in episodes])
+    before, after = order[:-1], order[1:]
+    overlap = (codes[before] == codes[after]) & (first[after] < ends[before])
+    if overlap.any():
+        episode = episodes[int(after[np.argmax(overlap)])]
+        agent = f" of agent {episode.agent_id!r}" if episode.agent_id else ""
+        raise EpisodeInvalid(
+            f"episode {episode.source_episode_id or episode.episode_id}: found step "
+            f"{episode.first_step}{agent} twice, expected each step once. Give every episode an id "
+            "of its own, and the pieces of one episode their first_step."
+        )
 
 
 def _per_episode(values: list[str | None], lengths: Array) -> pa.DictionaryArray:
@@ -136,6 +177,9 @@ def _optional(arrays: list[Array | None], lengths: Array, kind: pa.DataType) -> 
     if all(array is None for array in arrays):
         return pa.nulls(int(lengths.sum()), kind)
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    known = [array for array in arrays if array is not None]
+    if len(known) == len(arrays):
+        return pa.array(np.concatenate(known), plain).cast(kind)
     parts = [
         pa.nulls(num, plain) if array is None else pa.array(array, plain)
         for array, num in zip(arrays, lengths.tolist(), strict=True)
@@ -146,9 +190,14 @@ def _optional(arrays: list[Array | None], lengths: Array, kind: pa.DataType) -> 
 def _masks(episodes: Sequence[Episode], spec: DatasetSpec, lengths: Array) -> pa.Array:
     if spec.mask_size is None:
         raise SchemaMismatch(
-            "action_mask: found a mask, expected none, as the dataset has no masks."
+            "found action masks, expected none: the dataset was created without. Ingest into a "
+            "new dataset, or leave the masks out."
         )
     kind = vector_type(pa.bool_(), spec.mask_size)
+    known = [e.action_masks for e in episodes if e.action_masks is not None]
+    if len(known) == len(episodes) and {m.shape[1] for m in known} == {spec.mask_size}:
+        flat = pa.array(np.concatenate(known).reshape(-1))
+        return pa.FixedSizeListArray.from_arrays(flat, type=kind)
     parts = []
     for episode, num in zip(episodes, lengths.tolist(), strict=True):
         masks = episode.action_masks

@@ -74,7 +74,7 @@ _ACTION_SPACE_KEY: Final = "replaylake.action_space"
 _MASK_SIZE_KEY: Final = "replaylake.mask_size"
 
 # Names that the SQL views add.
-_VIEW_COLUMNS: Final = ("next_observation", "__next_step", "__next_observation")
+_VIEW_COLUMNS: Final = ("next_observation",)
 # Delta has no unsigned integers and no float16: they are widened at the door.
 _WIDENED: Final = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
 

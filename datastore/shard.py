@@ -61,10 +61,7 @@ def verify_shard(path: Path, entry: FileEntry) -> None:
             while block := file.read(1 << 22):
                 digest.update(block)
     except OSError as error:
-        raise ShardCorrupt(
-            f"{path}: {error.strerror}, expected the shard that the log names. "
-            "Restore the file from a copy of the lake."
-        ) from error
+        raise _unreadable(path, error) from error
     if not entry.sha256:
         raise ShardCorrupt(
             f"{path}: found no sha256 in the log, expected one: another engine wrote this file. "
@@ -75,6 +72,21 @@ def verify_shard(path: Path, entry: FileEntry) -> None:
             f"{path}: found sha256 {digest.hexdigest()[:16]}, expected {entry.sha256[:16]} as "
             "committed. The file was altered or damaged; restore it from a copy of the lake."
         )
+
+
+def check_present(path: Path) -> None:
+    """Look for a shard's file. Raises: ShardCorrupt."""
+    try:
+        path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ShardCorrupt:
+    return ShardCorrupt(
+        f"{path}: {error.strerror}, expected the shard that the log names. Restore the file from a "
+        "copy of the lake."
+    )
 
 
 def _settings(schema: pa.Schema) -> dict[str, Any]:

@@ -7,7 +7,6 @@ creation; nullable ones may come with a later append.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,12 +22,11 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.shard import read_shard, write_shard
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.table_schema import (
-    FieldIdTaken,
     configuration_of,
     conform,
+    has_other_ids,
     merged_schema,
     new_metadata,
-    refuse_other_ids,
     table_schema,
     with_schema,
 )
@@ -142,14 +140,11 @@ class Table:
         Columns are matched by name; new nullable ones extend the schema. Raises: NotFound if the
         table does not exist, SchemaMismatch if a column's type differs or a required one is absent.
         """
-        while True:
-            if (done := self.committed(producer, sequence)) is not None:
-                return Commit(done, True, 0, 0, 0)
-            written = self.write(data)
-            with suppress(FieldIdTaken):
-                return self.commit(
-                    [written], producer=producer, sequence=sequence, operation=operation, info=info
-                )
+        if (done := self.committed(producer, sequence)) is not None:
+            return Commit(done, True, 0, 0, 0)
+        return self.commit(
+            [self.write(data)], producer=producer, sequence=sequence, operation=operation, info=info
+        )
 
     def write(self, data: pa.Table) -> WrittenRows:
         """Write shards durably, for `commit` to make readable, here or in another process.
@@ -176,19 +171,34 @@ class Table:
     ) -> Commit:
         """Commit written shards as one version: all of them, durably, or none.
 
-        Raises: SchemaMismatch if another writer added columns since they were written.
+        Shards that hold the field id of a column that another writer added since are written again.
+        Raises: SchemaMismatch if that column has another type, ShardCorrupt.
         """
+        parts = tuple(written)
+        while True:
+            try:
+                return self._commit(parts, producer, sequence, operation, info or {})
+            except _FieldIdTaken:
+                parts = tuple(map(self._rewritten, parts))
+
+    def _commit(
+        self,
+        written: Sequence[WrittenRows],
+        producer: str,
+        sequence: int,
+        operation: str,
+        info: Mapping[str, Any],
+    ) -> Commit:
         entries = tuple(entry for part in written for entry in part.entries)
 
         def build(state: LogState) -> Intent:
             current = merged = table_schema(state)
             for part in written:
                 merged = merged_schema(merged, part.schema)
-                refuse_other_ids(merged, part.schema)
+                if has_other_ids(merged, part.schema):
+                    raise _FieldIdTaken
             metadata = None if merged is current else with_schema(state, merged)
-            return Intent(
-                producer, sequence, operation, add=entries, metadata=metadata, info=info or {}
-            )
+            return Intent(producer, sequence, operation, add=entries, metadata=metadata, info=info)
 
         done = self.log.commit(build)
         if done.already_present:
@@ -196,6 +206,18 @@ class Table:
         num_rows = sum(entry.num_rows for entry in entries)
         num_bytes = sum(entry.size_bytes for entry in entries)
         return Commit(done.version, False, num_rows, len(entries), num_bytes)
+
+    def _rewritten(self, part: WrittenRows) -> WrittenRows:
+        """Write rows again from their shards, with the field ids that the table has now."""
+        merged = merged_schema(table_schema(self.log.newest()), part.schema)
+        if not has_other_ids(merged, part.schema):
+            return part
+        again = [
+            self.write(read_shard(self.storage.local(f"{self.root}/{entry.path}"), entry))
+            for entry in part.entries
+        ]
+        entries = tuple(entry for rows in again for entry in rows.entries)
+        return WrittenRows(again[0].schema if again else merged, entries)
 
     def committed(self, producer: str, sequence: int) -> int | None:
         """Return the version that holds a (producer, sequence), or None."""
@@ -232,3 +254,11 @@ class Table:
     def history(self) -> list[dict[str, Any]]:
         """Return each version's commitInfo, oldest first."""
         return self.log.history()
+
+    def commit_info(self, version: int) -> dict[str, Any]:
+        """Return one version's commitInfo. Raises: NotFound."""
+        return self.log.info(version)
+
+
+class _FieldIdTaken(Exception):
+    """Another writer gave a new column's field id, which shards hold, to a column of its own."""

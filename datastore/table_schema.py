@@ -108,17 +108,9 @@ def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
         ) from error
 
 
-class FieldIdTaken(SchemaMismatch):
-    """Another writer gave a new column's field id, which shards hold, to a column of its own."""
-
-
-def refuse_other_ids(current: pa.Schema, written: pa.Schema) -> None:
-    for field in written:
-        if field_id(field) != field_id(current.field(field.name)):
-            raise FieldIdTaken(
-                f"column {field.name!r}: another writer added columns since these rows were "
-                "written. Nothing was committed; write them again."
-            )
+def has_other_ids(current: pa.Schema, written: pa.Schema) -> bool:
+    """Whether a column that was written has another field id in the current schema."""
+    return any(field_id(field) != field_id(current.field(field.name)) for field in written)
 
 
 def with_schema(state: LogState, schema: pa.Schema) -> TableMetadata:

@@ -10,7 +10,7 @@ an actor's loss may run through the critic without training it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from replaylake.datastore.batch import Batch
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.offline.graph import PolicyGraph
 from replaylake.offline.networks import ObservationFeatures
+from replaylake.offline.options import expect
 
 
 class Losses(NamedTuple):
@@ -36,16 +37,19 @@ class Losses(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Targets:
-    """Which networks have a target copy, and how it follows.
+class Target:
+    """How a network's target copy follows it.
 
     Every `period` updates: target <- (1 - tau) * target + tau * network. (1, n) copies every n
     updates (Mnih et al. 2015); (0.005, 1) averages (Lillicrap et al. 2016).
     """
 
-    groups: Sequence[str] = ()
     tau: float = 1.0
     period: int = 1
+
+    def __post_init__(self) -> None:
+        expect(0 < self.tau <= 1, "target: tau", self.tau, "more than 0, at most 1")
+        expect(self.period >= 1, "target: period", self.period, "1 or more")
 
 
 Networks = nn.ModuleDict
@@ -86,7 +90,8 @@ class Algorithm:
     spec: spaces and head of the policy that is learned. losses, postprocess, optimizer: see the
     module; `losses` gets tensors and the learner's own generator. `optimizer` gets one dict per
     group with its `name` and `params`. networks: makes the modules by group, called once under the
-    learner's seed. targets: which of them have target copies. policy: the exported graph.
+    learner's seed. targets: those that have target copies, by group. update_periods: groups whose
+    loss is stepped down only every n-th update (TD3's actor), by group. policy: the exported graph.
     needs_bootstrap: whether it looks at next observations, so that steps without one are left out.
     config: the options it was made with, for the manifest; normalisation: likewise.
     """
@@ -98,7 +103,8 @@ class Algorithm:
         default_factory=lambda: adam(3e-4)
     )
     postprocess: Callable[[Networks, Batch], Batch] = unchanged
-    targets: Targets = Targets()
+    targets: Mapping[str, Target] = field(default_factory=dict)
+    update_periods: Mapping[str, int] = field(default_factory=dict)
     policy: Callable[[Networks], PolicyGraph] | None = None
     needs_bootstrap: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from replaylake.datastore.dataset import Dataset, EpisodeWriter, new_episode_id
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episode import Episode, checked
 from replaylake.datastore.errors import (
     ConfigInvalid,
     EpisodeInvalid,
     ExtraMissing,
     NotFound,
+    SchemaMismatch,
     SpaceUnsupported,
 )
 from replaylake.datastore.spaces import (
@@ -31,7 +32,6 @@ from replaylake.datastore.spaces import (
     Space,
     Text,
     Tuple,
-    as_batch,
     children,
 )
 
@@ -133,7 +133,9 @@ def record(
 
     An episode is written when it ends, committed within seconds, and durable at the latest when
     `close()` returns. Close the environment: what is still buffered is committed then, an episode
-    still open as an open piece. A reset before the end marks the episode as truncated.
+    still open as an open piece. A reset before the end marks the episode as truncated. One that is
+    refused (a reward that is not finite, an observation of another shape) is dropped whole: the
+    step, reset or close that ended it raises why, and the next `reset()` begins another.
 
     Args:
         env: a single environment; wrap each one of a vector environment before it is vectorised.
@@ -168,33 +170,33 @@ class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._dataset = dataset
         # A loop that is killed loses the seconds since the last flush, not the run.
         self._writer: EpisodeWriter = dataset.writer(producer=producer, flush_interval_s=5.0)
-        self._steps: list[tuple[Any, Any, float, Array | None]] = []
+        self._steps: list[tuple[Any, Any, Array, Array | None]] = []
         self._observation: Any = None
         self._mask: Array | None = None
+        self._mask_size: int | None = None  # the dataset's once it is known, 0 for no masks
         self._ended = True
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Reset, writing an episode that had not ended as truncated."""
-        if self._steps and not self._ended:
+        """Reset, writing an episode that had not ended as truncated. Raises: as `record` says."""
+        if self._steps:
             self._write(truncated=True)
         observation, info = self.env.reset(**kwargs)
         self._ended = False
-        self._observation, self._mask = _copied(observation), _mask_in(info)
+        self._observation, self._mask = _copied(observation), action_mask(info)
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step, and write the episode down if this ended it."""
+        """Step, and write the episode down if this ended it. Raises: as `record` says."""
         if self._ended:
             raise EpisodeInvalid("record: found a step before reset, expected reset first.")
         action_taken = _copied(action)  # before the step: an environment may write into it
         observation, reward, terminated, truncated, info = self.env.step(action)
-        # numpy accepts float(), and some environments return arrays of one element.
-        value = float(np.asarray(reward).item())
+        # Some environments return rewards as arrays of one element.
+        value = np.array(reward).squeeze()
         self._steps.append((self._observation, action_taken, value, self._mask))
-        self._observation, self._mask = _copied(observation), _mask_in(info)
+        self._observation, self._mask = _copied(observation), action_mask(info)
         if terminated or truncated:
             self._write(terminated=bool(terminated), truncated=bool(truncated))
-            self._ended = True
         return observation, reward, terminated, truncated, info
 
     def close(self) -> None:
@@ -202,41 +204,51 @@ class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         try:
             if self._steps:
                 self._write()
-            self._writer.close()
         finally:
-            self._ended = True
-            self.env.close()  # type: ignore[no-untyped-call]
+            try:
+                self._writer.close()
+            finally:
+                self._ended = True
+                self.env.close()  # type: ignore[no-untyped-call]
 
     def _write(self, *, terminated: bool = False, truncated: bool = False) -> None:
+        # First of all, so that a refused episode leaves nothing behind that a later step goes on.
+        self._ended = True
         steps, self._steps = self._steps, []
         observations, actions, rewards, masks = zip(*steps, strict=True)
-        num = len(steps)
-        known = self._policy is not None
+        num, policy, version = len(steps), self._policy, self._policy_version
         has_masks = all(mask is not None for mask in masks)
-        if not self._dataset.exists():
-            mask_size = len(masks[0]) if has_masks else None
-            self._dataset.create(*self._spaces, mask_size=mask_size)
-        self._writer.write(
-            Episode(
-                episode_id=new_episode_id(self._writer.producer),
-                observations=_stacked(self._spaces[0], observations),
-                actions=_stacked(self._spaces[1], actions),
-                rewards=np.asarray(rewards, np.float64),
-                terminated=terminated,
-                truncated=truncated,
-                final_observation=self._observation,
-                policies=np.full(num, self._policy, dtype=object) if known else None,
-                policy_versions=None
-                if self._policy_version is None
-                else np.full(num, self._policy_version, np.int64),
-                action_masks=np.stack(masks) if has_masks else None,
-            )
+        episode = Episode(
+            episode_id=new_episode_id(self._writer.producer),
+            observations=_stacked(self._spaces[0], observations, "observation"),
+            actions=_stacked(self._spaces[1], actions, "action"),
+            rewards=_stack(rewards, "reward"),
+            terminated=terminated,
+            truncated=truncated,
+            final_observation=self._observation,
+            policies=None if policy is None else np.full(num, policy, dtype=object),
+            policy_versions=None if version is None else np.full(num, version, np.int64),
+            action_masks=_stack(masks, "action_mask") if has_masks else None,
         )
+        # Before the dataset is made, and before the writer holds it together with others.
+        episode = checked(episode, *self._spaces)
+        mask_size = None if episode.action_masks is None else episode.action_masks.shape[1]
+        if not self._dataset.exists():
+            self._dataset.create(*self._spaces, mask_size=mask_size)
+        if self._mask_size is None:
+            self._mask_size = self._dataset.spec.mask_size or 0
+        if mask_size is not None and mask_size != self._mask_size:
+            raise SchemaMismatch(
+                f"record into {self._dataset.name}: found action masks of {mask_size} actions, "
+                f"expected {self._mask_size or 'none'} as the dataset has. Record into a new one."
+            )
+        self._writer.write(episode)
 
 
 def action_mask(info: Mapping[str, Any]) -> Array | None:
     """Return the mask bool [A] that an environment puts into info["action_mask"], if it does."""
-    return _mask_in(info)
+    mask = info.get("action_mask")
+    return None if mask is None else np.asarray(mask).astype(bool)
 
 
 def _parsed_policy(policy: str | None) -> tuple[str | None, int | None]:
@@ -252,11 +264,6 @@ def _parsed_policy(policy: str | None) -> tuple[str | None, int | None]:
     return name, int(version)
 
 
-def _mask_in(info: Mapping[str, Any]) -> Array | None:
-    mask = info.get("action_mask")
-    return None if mask is None else np.asarray(mask).astype(bool)
-
-
 def _copied(value: Any) -> Any:
     """Copy one observation or action: environments reuse their buffers."""
     if isinstance(value, Mapping):
@@ -266,15 +273,25 @@ def _copied(value: Any) -> Any:
     return value if isinstance(value, str) else np.array(value)
 
 
-def _stacked(space: Space, values: tuple[Any, ...]) -> Any:
+def _stack(values: tuple[Any, ...], what: str) -> Array:
+    try:
+        return np.stack([np.asarray(value) for value in values])
+    except ValueError as error:
+        shapes = sorted({np.shape(value) for value in values})
+        raise EpisodeInvalid(
+            f"{what}: found the shapes {shapes} in one episode, expected one. Mend the environment."
+        ) from error
+
+
+def _stacked(space: Space, values: tuple[Any, ...], what: str) -> Any:
     if isinstance(space, Dict | Tuple):
         return {
-            key: _stacked(sub, tuple(value[key] for value in values))
+            key: _stacked(sub, tuple(value[key] for value in values), f"{what}.{key}")
             for key, sub in children(space).items()
         }
     if isinstance(space, Text):
         return np.array(values, dtype=object)
-    return np.concatenate([as_batch(value) for value in values])
+    return _stack(values, what)
 
 
 def _bound_array(bound: Any, space: Box) -> Array:

@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from replaylake.datastore.compatibility import compatible
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
 from replaylake.datastore.policies.policy import Policy
 from replaylake.datastore.spaces import (
     Array,
-    Box,
-    Dict,
     Space,
-    Tuple,
     as_batch,
-    children,
     concatenate,
     describe,
 )
@@ -137,21 +134,12 @@ def check_spaces(env_id: str, observation_space: Space, action_space: Space) -> 
     for what, our, their in zip(
         ("observation", "action"), (observation_space, action_space), theirs, strict=True
     ):
-        if _kind(our) != _kind(their):
+        if not compatible(our, their, any_width=True):
             raise SchemaMismatch(
                 f"environment {env_id}: its {what} space is {describe(their)}, expected "
                 f"{describe(our)} as the data and its policy have. Name the environment that the "
                 "log is from."
             )
-
-
-def _kind(space: Space) -> Any:
-    """Return what has to agree: everything but bounds and float widths."""
-    if isinstance(space, Dict | Tuple):
-        return {key: _kind(sub) for key, sub in children(space).items()}
-    if isinstance(space, Box):
-        return (space.shape, np.dtype(space.dtype).kind)
-    return space
 
 
 def _start(env: Environment, policy: Policy, episode: int, seed: int) -> _Slot:

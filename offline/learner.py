@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.spaces import Array
 from replaylake.offline.algorithm import Algorithm, Networks
 from replaylake.offline.graph import PolicyGraph
+from replaylake.offline.options import expect
 from replaylake.offline.state import pack_state, unpack_state
 
 
@@ -90,8 +91,12 @@ class GradientLearner:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._networks = algorithm.networks().to(self._device)
+        _check_groups("targets", algorithm.targets, self._networks)
+        _check_groups("update_periods", algorithm.update_periods, self._networks)
+        for group, period in algorithm.update_periods.items():
+            expect(period >= 1, f"update_periods: {group}", period, "1 or more")
         self._targets = Networks(
-            {group: deepcopy(self._networks[group]) for group in algorithm.targets.groups}
+            {group: deepcopy(self._networks[group]) for group in algorithm.targets}
         ).requires_grad_(False)
         self._parameters = {
             group: list(module.parameters()) for group, module in self._networks.items()
@@ -123,14 +128,14 @@ class GradientLearner:
         return self._algorithm.normalisation
 
     def update(self, batch: Batch) -> Update:
-        """Step every parameter group down its own loss, then let the targets follow."""
+        """Step each parameter group that is due down its own loss, then let the targets follow."""
         tensors = to_torch(batch, self._device)
         with torch.no_grad():
             tensors = self._algorithm.postprocess(self._networks, tensors)
         losses = self._algorithm.losses(self._networks, self._targets, tensors, self._rng)
+        self._num_updates += 1
         self._set_gradients(losses.groups)
         self._optimizer.step()
-        self._num_updates += 1
         self._follow()
         metrics = {f"{group}_loss": loss.detach() for group, loss in losses.groups.items()}
         metrics |= {name: value.detach() for name, value in losses.metrics.items()}
@@ -163,29 +168,27 @@ class GradientLearner:
         self._num_updates = tree["num_updates"]
 
     def _set_gradients(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Differentiate each loss by its own group's parameters; other groups are not stepped."""
+        """Differentiate each loss by its own group's parameters.
+
+        A group without a loss, or whose update is not due, gets no gradient: it is not stepped.
+        """
         self._optimizer.zero_grad(set_to_none=True)
-        last = list(losses)[-1]
-        for group, loss in losses.items():
-            if group not in self._parameters:
-                raise ConfigInvalid(
-                    f"losses: found parameter group {group!r}, expected one of "
-                    f"{sorted(self._parameters)}. Name each loss after the network it trains."
-                )
+        _check_groups("losses", losses, self._networks)
+        periods = self._algorithm.update_periods
+        due = [group for group in losses if self._num_updates % periods.get(group, 1) == 0]
+        for group in due:
             parameters = self._parameters[group]
             gradients = torch.autograd.grad(
-                loss, parameters, retain_graph=group != last, allow_unused=True
+                losses[group], parameters, retain_graph=group != due[-1], allow_unused=True
             )
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
     def _follow(self) -> None:
-        targets = self._algorithm.targets
-        if not targets.groups or self._num_updates % targets.period:
-            return
         with torch.no_grad():
-            for group in targets.groups:
-                _lerp(self._targets[group], self._networks[group], targets.tau)
+            for group, target in self._algorithm.targets.items():
+                if self._num_updates % target.period == 0:
+                    _lerp(self._targets[group], self._networks[group], target.tau)
 
 
 @contextmanager
@@ -197,6 +200,16 @@ def torch_threads(num: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _check_groups(what: str, named: Iterable[str], networks: Networks) -> None:
+    """Refuse what is not a parameter group. Raises: ConfigInvalid."""
+    for group in named:
+        if group not in networks:
+            raise ConfigInvalid(
+                f"{what}: found parameter group {group!r}, expected one of {sorted(networks)}. "
+                f"Name each after the network that it trains."
+            )
 
 
 def _lerp(target: nn.Module, network: nn.Module, tau: float) -> None:

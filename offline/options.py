@@ -36,13 +36,20 @@ def to_options(config: Any) -> dict[str, Any]:
     return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
 
-def check_keys(options: Mapping[str, Any], known: Iterable[str], what: str) -> None:
-    """Refuse unknown keys. Raises: ConfigInvalid with the near matches, or all that there are."""
+def check_keys(
+    options: Mapping[str, Any], known: Iterable[str], what: str, others: Iterable[str] = ()
+) -> None:
+    """Refuse unknown keys. Raises: ConfigInvalid with the near matches, or all that there are.
+
+    `others` are keys that belong elsewhere, and are named where one resembles an unknown key.
+    """
     known = sorted(known)
     for key in options:
         if key not in known:
+            near = difflib.get_close_matches(key, [*known, *others], n=3, cutoff=0.6)
             raise ConfigInvalid(
-                f"{what}: found option {key!r}, expected {near_matches(key, known)}. "
+                f"{what}: found option {key!r}, expected "
+                f"{' or '.join(near) if near else f'one of {known}'}. "
                 "Mend the spelling or leave it out."
             )
 

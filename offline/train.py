@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from replaylake.datastore import schema
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SchemaMismatch, TrainingFailed
+from replaylake.datastore.compatibility import difference, joined
+from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.names import check_policy_name, new_ulid
 from replaylake.datastore.policies.package import load_policy, save_package
 from replaylake.datastore.policies.registry import PolicyRef
 from replaylake.datastore.replay.packing import gather
 from replaylake.datastore.replay.view import ReplayView, concatenate
+from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Array, Box, describe
-from replaylake.offline.algorithms.catalog import check_algorithm, make_learner
+from replaylake.datastore.spaces import Array, Box
+from replaylake.offline.algorithms.catalog import (
+    check_algorithm,
+    check_masks,
+    check_options,
+    make_learner,
+)
 from replaylake.offline.evaluate import Evaluation, check_spaces, evaluate
 from replaylake.offline.export import export_onnx
 from replaylake.offline.learner import Learner, torch_threads
 from replaylake.offline.options import expect
+from replaylake.offline.run_record import recorded_run
+from replaylake.offline.trainer import GPU_CHECK_UPDATES, Progress, run_updates
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,7 @@ class TrainConfig:
         expect(episodes >= 1, "training: evaluation_episodes", episodes, "1 or more")
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a run is: updates done of all, the last update's metrics, updates a second so far."""
-
-    update: int
-    updates: int
-    metrics: Mapping[str, float]
-    updates_per_s: float
+OWN_OPTIONS: Final = tuple(f.name for f in fields(TrainConfig) if f.name != "options")
 
 
 @dataclass(frozen=True)
@@ -95,86 +96,123 @@ def train(
     where: str | None = None,
     reward: str | None = None,
     env_id: str | None = None,
+    on_reading: Callable[[int, int], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> TrainResult:
     """Learn a policy from the lake and register it as a new version.
 
     Args:
         lake: where the datasets are and the policy goes.
-        datasets: `NAME` or `NAME@VERSION`, of one schema.
+        datasets: `NAME` or `NAME@VERSION`, whose spaces are compatible.
         config: algorithm, its options, updates, seed.
         policy_name: what to register it as.
         where: SQL condition over `episodes`: which whole episodes to learn from.
         reward: SQL expression over `steps` in place of the logged reward.
         env_id: Gymnasium id to evaluate the result in, kept in the package.
+        on_reading: called with (shards decoded, shards) as the episodes are read.
         on_progress: called about four times a second, and after the last update.
 
     Deterministic on the CPU: the same data, config and seed give the same weights.
+    The run's record says `running` from the first update on, then `done` or `failed`.
     Raises: NotFound, NameRefused, SchemaMismatch, EmptyReplay, SpaceUnsupported, ConfigInvalid
-    before anything is learned; TrainingFailed naming the update where a loss is not finite. Nothing
-    is registered then.
+    before anything is learned or recorded; TrainingFailed naming the update where a loss is not
+    finite. No policy is registered then.
     """
     check_policy_name(policy_name)
-    snapshots = [_snapshot(lake, text) for text in datasets]
-    _check_same_spaces(snapshots)
-    spec = snapshots[0].spec
+    snapshots = [lake.snapshot(text) for text in datasets]
+    spec = _joined_spec(snapshots)
     check_algorithm(config.algorithm, spec.action_space)
+    check_options(config.algorithm, spec.action_space, config.options, others=OWN_OPTIONS)
     if env_id is not None:
         check_spaces(env_id, spec.observation_space, spec.action_space)
-    view = concatenate([snapshot.replay(where, reward=reward) for snapshot in snapshots])
+    view = concatenate(_replayed(snapshots, where, reward, on_reading))
+    if view.has_masked_actions:
+        check_masks(config.algorithm, spec.action_space)
     learner = _learner(view, config)
-    run_id = new_ulid()
-    started = time.time()
-    with torch_threads(config.threads):
-        metrics, updates_per_s = _learn(learner, view, config, on_progress)
-    manifest = _manifest(learner, view, config, run_id, policy_name, metrics)
-    with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
+    sampler = view.uniform(
+        config.batch_size,
+        seed=config.seed,
+        discount=learner.discount,
+        only_bootstrappable=learner.needs_bootstrap,
+    )
+    manifest = _manifest(learner, view, config, policy_name)
+    with (
+        recorded_run(lake.registry, manifest, view) as record,
+        tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch,
+    ):
+        with torch_threads(config.threads):
+            manifest["metrics"], updates_per_s = run_updates(
+                learner,
+                sampler,
+                config.updates,
+                check_updates=1 if config.device == "cpu" else GPU_CHECK_UPDATES,
+                on_progress=on_progress,
+            )
         package, evaluation = _packaged(Path(scratch), learner, config, manifest, env_id)
-        lineage = {key: manifest[key] for key in ("datasets", "algorithm", "seed", "run_id")}
-        ref = lake.registry.register(policy_name, package, run_id=run_id, lineage=lineage)
-    result = TrainResult(
+        # The policy and the end of its run are one commit: neither is there without the other.
+        ref = lake.registry.register(
+            policy_name,
+            package,
+            run_id=manifest["run_id"],
+            lineage={key: manifest[key] for key in ("datasets", "algorithm", "seed", "run_id")},
+            run={
+                **record,
+                "status": "done",
+                "ended_ms": round(time.time() * 1000),
+                "metrics": manifest["metrics"],
+                "updates_per_s": updates_per_s,
+                "evaluation": None if evaluation is None else evaluation.to_json(),
+            },
+        )
+    return TrainResult(
         policy=ref,
-        run_id=run_id,
+        run_id=manifest["run_id"],
         datasets=tuple(manifest["datasets"]),
         num_steps=view.num_steps,
         num_episodes=view.num_episodes,
-        metrics=metrics,
+        metrics=manifest["metrics"],
         updates_per_s=updates_per_s,
         evaluation=evaluation,
     )
-    lake.registry.record_run(run_id, _run_record(result, manifest, started))
-    return result
 
 
-def _snapshot(lake: Lake, text: str) -> Snapshot:
-    """Pin `NAME` or `NAME@VERSION`."""
-    name, at, version = text.partition("@")
-    if at and not version.isdecimal():
-        raise NotFound(
-            f"dataset {text!r}: found version {version!r}, expected NAME or NAME@VERSION with a "
-            "whole number. `replaylake show NAME` lists the versions."
-        )
-    return lake.dataset(name).snapshot(int(version) if at else None)
-
-
-def _check_same_spaces(snapshots: Sequence[Snapshot]) -> None:
+def _joined_spec(snapshots: Sequence[Snapshot]) -> DatasetSpec:
+    """Return the spec of all datasets together, before any is read."""
     if not snapshots:
         raise ConfigInvalid("training: found no dataset, expected at least one.")
     first = snapshots[0]
+    spec = first.spec
     for other in snapshots[1:]:
-        for what in ("observation_space", "action_space", "mask_size"):
-            ours, theirs = getattr(first.spec, what), getattr(other.spec, what)
-            if ours != theirs:
-                found, expected = (
-                    (str(theirs), str(ours))
-                    if what == "mask_size"
-                    else (describe(theirs), describe(ours))
-                )
-                raise SchemaMismatch(
-                    f"datasets {first.dataset} and {other.dataset}: found {what} {found} in the "
-                    f"second, expected {expected} as in the first. Train on each alone, or ingest "
-                    "both with the same --env."
-                )
+        if (differs := difference(spec, other.spec)) is not None:
+            raise SchemaMismatch(
+                f"datasets {first.dataset} and {other.dataset}: {differs}, expected one. Train on "
+                "each alone, or ingest both with the same --env."
+            )
+        spec = joined(spec, other.spec)
+    return spec
+
+
+def _replayed(
+    snapshots: Sequence[Snapshot],
+    where: str | None,
+    reward: str | None,
+    on_reading: Callable[[int, int], None] | None,
+) -> list[ReplayView]:
+    num_shards = sum(len(snapshot.files) for snapshot in snapshots)
+    views, num_before = [], 0
+    for snapshot in snapshots:
+        told = None
+        if on_reading is not None:
+            told = partial(_tell_all, on_reading, num_before, num_shards)
+        views.append(snapshot.replay(where, reward=reward, on_progress=told))
+        num_before += len(snapshot.files)
+    return views
+
+
+def _tell_all(
+    on_reading: Callable[[int, int], None], num_before: int, num_all: int, done: int, of: int
+) -> None:
+    on_reading(num_before + done, num_all)
 
 
 def _learner(view: ReplayView, config: TrainConfig) -> Learner:
@@ -199,48 +237,6 @@ def _logged_range(view: ReplayView) -> tuple[Array, Array] | None:
     rows = view.packed.records[view.packed.steps]
     actions = np.asarray(gather(rows, schema.ACTION, space))
     return actions.min(axis=0), actions.max(axis=0)
-
-
-def _learn(
-    learner: Learner,
-    view: ReplayView,
-    config: TrainConfig,
-    on_progress: Callable[[Progress], None] | None,
-) -> tuple[dict[str, float], float]:
-    """Run the updates; returns the mean metrics of the last tenth, and updates a second."""
-    sampler = view.uniform(
-        config.batch_size,
-        seed=config.seed,
-        discount=learner.discount,
-        only_bootstrappable=learner.needs_bootstrap,
-    )
-    num_averaged = max(1, config.updates // 10)
-    sums: dict[str, float] = {}
-    began = reported = time.perf_counter()
-    for update in range(1, config.updates + 1):
-        batch = sampler.sample()
-        metrics = {name: float(value) for name, value in learner.update(batch).metrics.items()}
-        _check_finite(metrics, update, batch)
-        if update > config.updates - num_averaged:
-            sums = {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
-        now = time.perf_counter()
-        if on_progress is not None and (now - reported > 0.25 or update == config.updates):
-            reported = now
-            on_progress(Progress(update, config.updates, metrics, update / (now - began)))
-    updates_per_s = config.updates / (time.perf_counter() - began)
-    return {name: total / num_averaged for name, total in sums.items()}, updates_per_s
-
-
-def _check_finite(metrics: Mapping[str, float], update: int, batch: Batch) -> None:
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            keys = ", ".join(bytes(key).hex() for key in batch.keys[:3])
-            raise TrainingFailed(
-                f"training: {name} is {value} at update {update}, expected a finite number (batch "
-                f"of {len(batch)} rows, first keys {keys}). Nothing was registered. Lower the "
-                "learning rate, or look for outliers and, with action masks, logged actions that "
-                "are masked."
-            )
 
 
 def _packaged(
@@ -273,34 +269,16 @@ def _manifest(
     learner: Learner,
     view: ReplayView,
     config: TrainConfig,
-    run_id: str,
     policy_name: str,
-    metrics: Mapping[str, float],
 ) -> dict[str, Any]:
     return {
         "name": policy_name,
-        "run_id": run_id,
+        "run_id": new_ulid(),
         "algorithm": config.algorithm,
         "seed": config.seed,
         "config": {**asdict(config), "options": dict(learner.config)},
         "normalisation": dict(learner.normalisation),
         "datasets": [asdict(selection) for selection in view.selections],
-        "metrics": dict(metrics),
+        "metrics": {},
         "evaluation": None,
-    }
-
-
-def _run_record(result: TrainResult, manifest: Mapping[str, Any], started: float) -> dict[str, Any]:
-    return {
-        "kind": "train offline",
-        "status": "done",
-        "policy": result.policy.name,
-        "policy_version": result.policy.version,
-        "started_ms": round(started * 1000),
-        "ended_ms": round(time.time() * 1000),
-        "updates_per_s": result.updates_per_s,
-        "num_steps": result.num_steps,
-        "num_episodes": result.num_episodes,
-        **{key: manifest[key] for key in ("algorithm", "seed", "config", "datasets", "metrics")},
-        "evaluation": None if result.evaluation is None else result.evaluation.to_json(),
     }

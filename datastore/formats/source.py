@@ -50,18 +50,22 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Source:
-    """Distinct files in reading order; `content_hash` covers their bytes and order, no names."""
+    """Distinct files in reading order; `content_hash` covers their bytes and order, no names.
+
+    `repeated` are further files of the same bytes as one of them, under the first one's path.
+    """
 
     files: tuple[SourceFile, ...]
     content_hash: str
     notes: tuple[str, ...] = ()
+    repeated: tuple[SourceFile, ...] = ()
 
 
 def find_source(given: Sequence[Path | str]) -> Source:
     """Collect files and folders (walked) in the natural order of their paths, and hash them.
 
-    A file given twice, or a second file of the same bytes, is read once. Raises: NotFound if a path
-    does not exist, SourceInvalid if there is no file, or one is empty or unreadable.
+    A file given twice is one file; a second file of the same bytes is `repeated`. Raises: NotFound
+    if a path does not exist, SourceInvalid if there is no file, or one is empty or unreadable.
     """
     paths: dict[Path, None] = {}
     skipped = []
@@ -94,7 +98,7 @@ def unreadable(name: str, error: Exception) -> SourceInvalid:
 
 def _hashed(paths: Sequence[Path], skipped: Sequence[str]) -> Source:
     files: dict[str, SourceFile] = {}
-    notes = []
+    notes, repeated = [], []
     if skipped:
         notes.append(f"skipped by name: {', '.join(sorted(set(skipped))[:10])}")
     names = list(_short_names(paths))
@@ -103,9 +107,10 @@ def _hashed(paths: Sequence[Path], skipped: Sequence[str]) -> Source:
         if file.num_bytes == 0:
             raise SourceInvalid(f"{name}: found 0 bytes, expected data. Leave the file out.")
         if (first := files.setdefault(file.sha256, file)) is not file:
-            notes.append(f"{name} holds the same bytes as {first.name}: read once")
+            repeated.append(first)
+            notes.append(f"{name} holds the same bytes as {first.name}: committed once")
     joined = hashlib.sha256("".join(files).encode()).hexdigest()
-    return Source(tuple(files.values()), joined, tuple(notes))
+    return Source(tuple(files.values()), joined, tuple(notes), tuple(repeated))
 
 
 def _hash(path: Path, name: str) -> SourceFile:

@@ -206,6 +206,7 @@ class _Decoder:
             else:
                 # 1e-3 is room for float32 rounding of the logged policy's softmax.
                 outside = np.isinf(values) | ((values > 1e-3) & is_discrete)
+                values = np.where((values > 0) & is_discrete & ~outside, 0.0, values)
         if outside.any():
             self._faults.append(Fault("propensity", name, outside))
         return None if np.isnan(values).all() else values.astype(np.float32)

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.formats.arrays import names_of, stored
+from replaylake.datastore.formats.arrays import flags, names_of, stored
 from replaylake.datastore.formats.fields import Layout, lay_out
 from replaylake.datastore.formats.format import ReadOptions, Rejected
 from replaylake.datastore.formats.grouping import Census, Groups, group
@@ -158,8 +158,8 @@ class TabularReading:
         ended = np.zeros(table.num_rows, bool)
         for name in names:
             if name is not None:
-                column = pc.fill_null(table.column(name), False) if table.num_rows else []
-                ended |= np.asarray(column).astype(bool)
+                # What is no flag ends nothing here; decoding marks its row.
+                ended |= flags(_joined(table, name)).values
         return ended
 
     def _groups(self, table: pa.Table, name: str) -> Groups:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.episode import Episode, check_in_spaces, checked
+from replaylake.datastore.episode import MAX_STEP, Episode, check_in_spaces, checked
 from replaylake.datastore.errors import EpisodeInvalid, SourceInvalid
 from replaylake.datastore.formats.format import Finding, Rejected
 from replaylake.datastore.inference import infer_spec
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import (
+    Array,
     Box,
     Discrete,
     MultiDiscrete,
@@ -48,16 +49,18 @@ class Door:
         episodes = [self.fitted(episode) for episode in batch]
         if not episodes:
             return [], []
-        refused: list[Refusal] = []
-        if self._known is not None:
+        episodes, refused = _countable(episodes)
+        if episodes and self._known is None:
+            self._check_masks(episodes)
+            self._learn(episodes)
+        if episodes and (spaces := self._known or self._learned) is not None:
             try:
-                self._check_one(_joined(episodes), self._known)
+                self._check_one(_joined(episodes), spaces)
             except EpisodeInvalid:
-                episodes, refused = self._sort_out(episodes, self._known)
+                episodes, more = self._sort_out(episodes, spaces)
+                refused += more
         if episodes:
             self._check_masks(episodes)
-        if episodes and self._known is None:
-            self._learn(episodes)
         return episodes, refused
 
     def spec(self, num_actions: int | None) -> DatasetSpec:
@@ -94,10 +97,20 @@ class Door:
         )
 
     @property
+    def has_environment(self) -> bool:
+        """Whether an environment's spaces were named."""
+        return self._spaces is not None
+
+    @property
     def _known(self) -> tuple[Space, Space] | None:
         if self._spec is not None:
             return self._spec.observation_space, self._spec.action_space
         return self._spaces
+
+    @property
+    def _learned(self) -> tuple[Space, Space] | None:
+        found = self._found
+        return None if found is None else (found.observation_space, found.action_space)
 
     def _check_one(self, episode: Episode, known: tuple[Space, Space]) -> None:
         ready = checked(episode, *known)
@@ -110,12 +123,13 @@ class Door:
         accepted, refused = [], []
         for episode in episodes:
             try:
+                # The observations speak before the final one, which is no column of most logs.
+                self._check_one(replace(episode, final_observation=None), known)
                 self._check_one(episode, known)
             except EpisodeInvalid as error:
                 name = episode.source_episode_id or episode.episode_id
                 message = str(error).removeprefix(f"episode {name}: ")
-                rejected = Rejected(name, len(episode), (Finding("space", message),))
-                refused.append((rejected, episode))
+                refused.append(_refusal(episode, "space", message))
             else:
                 accepted.append(episode)
         return accepted, refused
@@ -141,6 +155,30 @@ class Door:
         self._found = found if self._found is None else _wider(self._found, found)
 
 
+def _countable(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Refusal]]:
+    """Refuse what the writer would refuse after the dataset was made: ids and step numbers."""
+    accepted, refused = [], []
+    for episode in episodes:
+        ticks = episode.env_steps
+        greatest = episode.first_step + len(episode) - 1
+        if ticks is not None and len(ticks):
+            greatest = max(greatest, int(ticks.max()))
+        if "\0" in episode.episode_id or "\0" in episode.agent_id:
+            found = f"episode_id and agent_id: found {episode.episode_id!r}, expected text without "
+            refused.append(_refusal(episode, "name", f"{found}NUL"))
+        elif greatest > MAX_STEP or (ticks is not None and int(ticks.min()) < -MAX_STEP):
+            found = f"step or env_step: found {greatest}, expected at most {MAX_STEP}"
+            refused.append(_refusal(episode, "step", found))
+        else:
+            accepted.append(episode)
+    return accepted, refused
+
+
+def _refusal(episode: Episode, check: str, message: str) -> Refusal:
+    name = episode.source_episode_id or episode.episode_id
+    return Rejected(name, len(episode), (Finding(check, message),)), episode
+
+
 def _joined(episodes: Sequence[Episode]) -> Episode:
     """Return one long pseudo-episode: numpy then checks all of them at once.
 
@@ -155,9 +193,31 @@ def _joined(episodes: Sequence[Episode]) -> Episode:
                 [*(e.actions for e in episodes), *_repeated(episodes, len(finals))]
             ),
             rewards=np.concatenate([*(e.rewards for e in episodes), np.zeros(len(finals))]),
+            behavior_log_probs=_joined_log_probs(episodes, len(finals)),
+            action_masks=_joined_masks(episodes, len(finals)),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise EpisodeInvalid(f"episodes of different shapes: {error}") from error
+
+
+def _joined_log_probs(episodes: Sequence[Episode], num_finals: int) -> Array | None:
+    if all(episode.behavior_log_probs is None for episode in episodes):
+        return None
+    unknown = [np.full(len(e), np.nan, np.float32) for e in episodes]
+    known = [e.behavior_log_probs for e in episodes]
+    parts = [u if k is None else k for k, u in zip(known, unknown, strict=True)]
+    return np.concatenate([*parts, np.full(num_finals, np.nan, np.float32)])
+
+
+def _joined_masks(episodes: Sequence[Episode], num_finals: int) -> Array | None:
+    masks = [episode.action_masks for episode in episodes]
+    width = max((mask.shape[1] for mask in masks if mask is not None), default=None)
+    if width is None:
+        return None
+    lengths = [*map(len, episodes), num_finals]
+    filled = [np.ones((num, width), dtype=np.bool_) for num in lengths]
+    parts = [f if m is None else m for m, f in zip([*masks, None], filled, strict=True)]
+    return np.concatenate(parts)
 
 
 def _repeated(episodes: Sequence[Episode], num: int) -> list[Values]:

@@ -14,11 +14,18 @@ from typing import Any, Final
 
 from replaylake.datastore.dataset import Commit, Dataset
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import AlreadyExists, ConfigInvalid, SourceInvalid
+from replaylake.datastore.errors import AlreadyExists, ConfigInvalid
 from replaylake.datastore.formats.detect import AUTO, find_format
 from replaylake.datastore.formats.format import ReadOptions
 from replaylake.datastore.formats.source import Source, find_source
 from replaylake.datastore.ingest.door import Door
+from replaylake.datastore.ingest.earlier import (
+    DIGITS,
+    is_complete,
+    notes_of_grown,
+    producer_of,
+    refuse_overlap,
+)
 from replaylake.datastore.ingest.inspection import ABORT, REJECT, Inspection, OnProgress, Progress
 from replaylake.datastore.ingest.receipt import Counts, Receipt
 from replaylake.datastore.lake import Lake
@@ -26,7 +33,6 @@ from replaylake.datastore.spaces import Space
 
 # One shard of the store (64 to 256 MB); a kill loses at most this much work.
 _COMMIT_STEPS: Final = 1_000_000
-_PREFIX_DIGITS: Final = 16
 
 
 def ingest(
@@ -69,7 +75,7 @@ def ingest(
     handle = lake.dataset(dataset)
     source = find_source(sources)
     history = handle.history() if handle.exists() else []
-    _refuse_overlap(source, history, dataset)
+    refuse_overlap(source, history, dataset)
     options = ReadOptions(dict(mapping or {}), time_limit)
     known = find_format(format, source.files)
     reading = known.read(source.files, options)
@@ -77,26 +83,36 @@ def ingest(
     if observation_space is not None and action_space is not None:
         spaces = (observation_space, action_space)
     spec = handle.spec if handle.exists() else None
-    inspection = Inspection(reading, Door(spec, spaces), on_invalid, on_progress)
+    door = Door(spec, spaces)
+    inspection = Inspection(reading, door, on_invalid, on_progress)
     inspection.run()
+    if inspection.num_episodes:
+        inspection.spec()  # refuses what no table can hold, before anything is made
+    again = [Inspection(known.read([f], options), door, REJECT, None) for f in source.repeated]
+    for inspected in again:
+        inspected.run()
+        inspection.tally.join(inspected.tally)
     job = _Job(handle, source, known.name, options, commit_steps, on_progress)
     lake.registry.create()  # the handle may be of a lake not made yet: a refused source makes none
     job.run(inspection)
-    tally, already = inspection.tally, job.already_present
+    num_episodes, num_steps = job.already_present
+    num_episodes += sum(inspected.num_episodes for inspected in again)
+    num_steps += sum(inspected.num_steps for inspected in again)
+    tally = inspection.tally
     return Receipt(
         dataset=dataset,
         version=job.version,
         source=tuple(map(str, sources)),
-        num_files=len(source.files),
+        num_files=len(source.files) + len(source.repeated),
         content_hash=source.content_hash,
         format=known.name,
-        episodes=Counts(job.num_episodes, tally.num_episodes, already[0]),
-        steps=Counts(job.num_steps, tally.num_steps, already[1]),
+        episodes=Counts(job.num_episodes, tally.num_episodes, num_episodes),
+        steps=Counts(job.num_steps, tally.num_steps, num_steps),
         num_shards=job.num_shards,
         num_bytes=job.num_bytes,
         reasons=tally.reasons(),
         rejected=tuple(tally.shown),
-        notes=(*source.notes, *reading.notes, *job.notes),
+        notes=(*source.notes, *reading.notes, *notes_of_grown(source, history), *job.notes),
         renames=dict(reading.renames),
     )
 
@@ -120,8 +136,8 @@ class _Job:
             "mapping": dict(options.mapping),
             "time_limit": options.time_limit,
         }
-        self._producer = _producer(source)
-        self._prefix = f"{source.content_hash[:_PREFIX_DIGITS]}/"
+        self._producer = producer_of(source)
+        self._prefix = f"{source.content_hash[:DIGITS]}/"
         self._sequence = 0
         self._present: set[tuple[str, str]] = set()
         self._commit_steps = commit_steps
@@ -142,7 +158,7 @@ class _Job:
         if (last := self._catch_up()) is not None:
             self._note_earlier(last)
             # What was deleted from an ingest that ended stays deleted: its rows are not looked at.
-            if _is_complete(last):
+            if is_complete(last):
                 self.already_present = (inspection.num_episodes, inspection.num_steps)
                 return
         self._create(inspection)
@@ -178,7 +194,7 @@ class _Job:
             return None
         last = max(earlier, key=lambda commit: int(commit["sequence"]))
         self._sequence = int(last["sequence"]) + 1
-        if _is_complete(last) and not is_contested:
+        if is_complete(last) and not is_contested:
             return last
         rows = snapshot.sql(
             "SELECT DISTINCT episode_id, agent_id FROM steps "
@@ -199,7 +215,8 @@ class _Job:
                 "num_of": inspection.num_episodes,
             }
             if self._sequence == 0:
-                info["source_files"] = [f.sha256[:_PREFIX_DIGITS] for f in self._source.files]
+                info["source_files"] = [f.sha256[:DIGITS] for f in self._source.files]
+                info["source_names"] = [f.name for f in self._source.files]
             commit = self._dataset.append(
                 batch, producer=self._producer, sequence=self._sequence, info=info
             )
@@ -245,7 +262,7 @@ class _Job:
             return
 
     def _note_earlier(self, last: Mapping[str, Any]) -> None:
-        if _is_complete(last):
+        if is_complete(last):
             self.notes.append("already ingested: the dataset has this content, nothing was added")
         else:
             self.notes.append("an earlier ingest of this content was cut short: continued")
@@ -253,30 +270,4 @@ class _Job:
             self.notes.append(
                 f"this content is in the dataset as it was read before ({last.get('read_as')}); to "
                 "read it in another way, ingest it into a new dataset"
-            )
-
-
-def _is_complete(last: Mapping[str, Any]) -> bool:
-    return bool(last["num_through"] == last["num_of"])
-
-
-def _producer(source: Source) -> str:
-    return f"ingest/{source.content_hash[:32]}"
-
-
-def _refuse_overlap(source: Source, history: Sequence[Mapping[str, Any]], dataset: str) -> None:
-    """Refuse files that another ingest brought in: their episodes would be there twice."""
-    names = {file.sha256[:_PREFIX_DIGITS]: file.name for file in source.files}
-    for commit in history:
-        if commit.get("producer") == _producer(source):
-            continue
-        known = [names[d] for d in commit.get("source_files", ()) if d in names]
-        if known:
-            new = [name for name in names.values() if name not in known]
-            only = f"Ingest only the new ones ({', '.join(new[:5])})"
-            advice = only if new else "Leave them out"
-            raise SourceInvalid(
-                f"{known[0]}: {len(known)} of {len(names)} files are in dataset {dataset!r} "
-                f"already, from another ingest (version {commit['version']}), and would be there "
-                f"twice. {advice}, or ingest all into a new dataset."
             )

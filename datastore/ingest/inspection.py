@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from replaylake.datastore.delta_schema import to_delta
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.datastore.formats.format import Reading, Rejected
 from replaylake.datastore.ingest.door import Door
 from replaylake.datastore.ingest.receipt import Tally
-from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.schema import DatasetSpec, arrow_schema
 
 ABORT: Final = "abort"
 REJECT: Final = "reject"
@@ -69,8 +70,14 @@ class Inspection:
         self._check(batch)
 
     def spec(self) -> DatasetSpec:
-        """Return what the dataset has to hold. Raises: SourceInvalid if no episode was accepted."""
-        return self._door.spec(self._reading.num_actions)
+        """Return what the dataset has to hold, its further columns too.
+
+        Raises: SourceInvalid if no episode was accepted; SchemaMismatch if no table can hold it.
+        """
+        spec = self._door.spec(self._reading.num_actions)
+        spec = replace(spec, extras={**self._reading.extras, **spec.extras})
+        to_delta(arrow_schema(spec))
+        return spec
 
     def episodes(self) -> Iterator[Episode]:
         """Return the accepted episodes: those kept, or a second reading."""
@@ -98,10 +105,11 @@ class Inspection:
     def _reject(self, rejected: Rejected) -> None:
         self.tally.add(rejected)
         if self._aborts:
-            reasons = "; ".join(finding.message for finding in rejected.findings[:3])
+            reasons = "; ".join(finding.message.rstrip(".") for finding in rejected.findings[:3])
+            wrong = "--env or the log" if self._door.has_environment else "the log"
             raise EpisodeInvalid(
                 f"episode {rejected.source_episode_id}: {reasons}. Nothing was ingested. Correct "
-                "the log, or leave such episodes out with --on-invalid reject."
+                f"{wrong}, or leave such episodes out with --on-invalid reject."
             )
 
     def _keep(self, episodes: Sequence[Episode]) -> None:

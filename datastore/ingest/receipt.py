@@ -14,7 +14,10 @@ _MAX_SHOWN: Final = 100
 
 @dataclass(frozen=True)
 class Counts:
-    """Episodes or steps; `read` is the sum of the other three."""
+    """Episodes or steps; `read`, all that the source's files hold, is the sum of the other three.
+
+    What is in a further file of the same bytes is already present.
+    """
 
     committed: int = 0
     rejected: int = 0
@@ -116,6 +119,15 @@ class Tally:
         for finding in rejected.findings:
             example = f"episode {rejected.source_episode_id}: {finding.message}"
             self._examples.setdefault(finding.check, example)
+
+    def join(self, other: Tally) -> None:
+        """Count what another one collected too."""
+        self.num_episodes += other.num_episodes
+        self.num_steps += other.num_steps
+        self.shown = [*self.shown, *other.shown][:_MAX_SHOWN]
+        for check, count in other._counts.items():
+            self._counts[check] = self._counts.get(check, 0) + count
+        self._examples = {**other._examples, **self._examples}
 
     def reasons(self) -> tuple[Reason, ...]:
         """Return each check that failed, the most frequent first."""

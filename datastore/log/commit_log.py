@@ -114,14 +114,21 @@ class CommitLog:
 
     def history(self, since: int = 0) -> list[dict[str, Any]]:
         """Return the commitInfo, with `version` added, of each version from `since` on."""
-        infos = []
-        for version in range(since, self.newest().version + 1):
-            actions = self._read_commit(version)
-            if actions is None:
-                raise self._hole(version, self.newest().version)
-            found = [action["commitInfo"] for action in actions if "commitInfo" in action]
-            infos.append({"version": version, **(found[0] if found else {})})
-        return infos
+        return [self._info(version) for version in range(since, self.newest().version + 1)]
+
+    def info(self, version: int) -> dict[str, Any]:
+        """Return the commitInfo of one version, as `history` does. Raises: NotFound, LogCorrupt."""
+        newest = self.newest().version
+        if not 0 <= version <= newest:
+            raise NotFound(f"version {version}: not in {self._folder}, which has 0..{newest}.")
+        return self._info(version)
+
+    def _info(self, version: int) -> dict[str, Any]:
+        actions = self._read_commit(version)
+        if actions is None:
+            raise self._hole(version, self.newest().version)
+        found = [action["commitInfo"] for action in actions if "commitInfo" in action]
+        return {"version": version, **(found[0] if found else {})}
 
     def _newest_or_empty(self) -> LogState:
         try:

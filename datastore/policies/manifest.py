@@ -128,6 +128,12 @@ def manifest_bytes(
         ) from error
 
 
+def stamped(manifest: Manifest, name: str, version: int) -> bytes:
+    """Return manifest.json with the name and version that the package is registered as."""
+    body = {**manifest.body, "name": name, "version": version}
+    return json.dumps(body, indent=2).encode() + b"\n"
+
+
 def _spec_to_json(spec: PolicySpec) -> dict[str, Any]:
     return {
         "observation_space": to_json(spec.observation_space),

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import NotFound, StorageFailed
+from replaylake.datastore.errors import NotFound
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import LogState
 from replaylake.datastore.names import check_alias, check_policy_name, new_ulid
-from replaylake.datastore.policies.manifest import MANIFEST
+from replaylake.datastore.policies.manifest import MANIFEST, read_checked, stamped
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.table_schema import new_metadata
 
@@ -33,7 +33,11 @@ _REFERENCE: Final = re.compile(r"([^:@]+)(?::(\d+)|@([^:@]+))?")
 
 @dataclass(frozen=True)
 class PolicyRef:
-    """A version of a policy: its package's folder, and what chose it."""
+    """A version of a policy, and what chose it.
+
+    `path` is a local folder that holds the package, to be read and never written: the lake's own
+    copy, or where the lake is remote, one that was fetched.
+    """
 
     name: str
     version: int
@@ -71,24 +75,27 @@ class Registry:
         self._log.newest()
 
     def register(
-        self, name: str, package: Path, *, run_id: str, lineage: Mapping[str, Any]
+        self,
+        name: str,
+        package: Path,
+        *,
+        run_id: str,
+        lineage: Mapping[str, Any],
+        run: Mapping[str, Any] | None = None,
     ) -> PolicyRef:
         """Copy a policy package into the lake as the next version of `name`, durably.
 
-        The copy's manifest says that name and version. Raises: NameRefused, NotFound if there is no
-        package, StorageFailed.
+        The package is checked, and the copy's manifest says that name and version. With `run`, the
+        run's record is committed in the same moment, `policy` and `policy_version` added.
+
+        Raises: NameRefused, StorageFailed; NotFound, PackageInvalid or FormatTooNew if `package` is
+        not one, before anything is copied.
         """
         check_policy_name(name)
+        manifest, files = read_checked(Path(package))
         folder = f"{_ROOT}/policies/{name}/{new_ulid()}"
-        files = sorted(file for file in package.rglob("*") if file.is_file())
-        if not files:
-            raise NotFound(f"{package}: found no files, expected a policy package.")
-        for file in files:
-            try:
-                data = file.read_bytes()
-            except OSError as error:
-                raise StorageFailed(f"{file}: {error.strerror}, expected to read it.") from error
-            self._storage.put(f"{folder}/{file.relative_to(package).as_posix()}", data)
+        for file, data in files.items():
+            self._storage.put(f"{folder}/{file}", data)
         body = {
             "path": folder,
             "run_id": run_id,
@@ -101,24 +108,22 @@ class Registry:
             nonlocal version
             version = max(_versions(state, name), default=0) + 1
             key = f"policy/{name}/{version}"
-            self._stamp(f"{folder}/{MANIFEST}", name, version)
+            entries: dict[str, str | None] = {key: json.dumps(body)}
+            if run is not None:
+                made = {"policy": name, "policy_version": version}
+                entries[_run_key(run_id)] = _run_text(run_id, {**run, **made})
+            # Before the commit, so that whoever sees the version finds it stamped.
+            self._storage.put(f"{folder}/{MANIFEST}", stamped(manifest, name, version))
             return Intent(
                 f"register/{folder}",
                 0,
                 "REGISTER POLICY",
-                entries={key: json.dumps(body)},
+                entries=entries,
                 expected={key: None},
             )
 
         self._log.commit(build)
         return PolicyRef(name, version, self._storage.local(folder), "version")
-
-    def _stamp(self, path: str, name: str, version: int) -> None:
-        """Write the registered name and version into a manifest."""
-        data = self._storage.get(path)
-        if data is not None:
-            body = {**json.loads(data), "name": name, "version": version}
-            self._storage.put(path, json.dumps(body, indent=2).encode())
 
     def resolve(self, text: str) -> PolicyRef:
         """Find `name:version`, `name@alias`, or `name` (its champion if set, else the newest).
@@ -198,11 +203,9 @@ class Registry:
 
     def record_run(self, run_id: str, body: Mapping[str, Any]) -> None:
         """Write or replace a run's record. Raises: StorageFailed."""
-        text = json.dumps({"run_id": run_id, **body})
+        entries = {_run_key(run_id): _run_text(run_id, body)}
         producer = f"run/{new_ulid()}"
-        self._log.commit(
-            lambda state: Intent(producer, 0, "RECORD RUN", entries={f"run/{run_id}": text})
-        )
+        self._log.commit(lambda state: Intent(producer, 0, "RECORD RUN", entries=entries))
 
     def runs(self) -> _Rows:
         """Return every run's record, oldest first."""
@@ -218,6 +221,14 @@ class Registry:
                 "sets it."
             )
         return version
+
+
+def _run_key(run_id: str) -> str:
+    return f"run/{run_id}"
+
+
+def _run_text(run_id: str, body: Mapping[str, Any]) -> str:
+    return json.dumps({"run_id": run_id, **body})
 
 
 def _policies(state: LogState) -> Iterator[tuple[str, str]]:

@@ -11,12 +11,14 @@ import pyarrow as pa
 
 from replaylake.datastore import schema
 from replaylake.datastore.delta_schema import field_id, to_duckdb
-from replaylake.datastore.errors import QueryFailed, QueryRefused
+from replaylake.datastore.errors import NotFound, QueryFailed, QueryRefused
+from replaylake.datastore.shard import check_present
 from replaylake.datastore.table import TableSnapshot
 
 _LAKE_VIEWS: Final = ("commits", "datasets", "policies", "runs", "shards")
 _STEP_VIEWS: Final = ("steps", "episodes", "transitions")
 _FEEDBACK_VIEWS: Final = ("decisions", "rewards")
+_DATASET_VIEWS: Final = (*_STEP_VIEWS, *_FEEDBACK_VIEWS)
 
 # One row per episode and agent. arg_max by step picks what the last row says.
 _EPISODES: Final = f"""
@@ -39,16 +41,17 @@ GROUP BY {schema.EPISODE_ID}, {schema.AGENT_ID}
 
 # The next_observation rule of HOUSE section 4: the following row counts only if it is the next
 # step of the same episode and agent, and this row has not ended.
+# The names with spaces are of no dataset's columns.
 _TRANSITIONS: Final = f"""
-SELECT * EXCLUDE (__next_step, __next_observation),
+SELECT * EXCLUDE ("next step", "following observation"),
        CASE WHEN {schema.FINAL_OBSERVATION} IS NOT NULL THEN {schema.FINAL_OBSERVATION}
             WHEN NOT {schema.TERMINATED} AND NOT {schema.TRUNCATED}
-                 AND __next_step = {schema.STEP} + 1 THEN __next_observation
+                 AND "next step" = {schema.STEP} + 1 THEN "following observation"
        END AS next_observation
 FROM (
     SELECT *,
-           lead({schema.STEP}) OVER following AS __next_step,
-           lead({schema.OBSERVATION}) OVER following AS __next_observation
+           lead({schema.STEP}) OVER following AS "next step",
+           lead({schema.OBSERVATION}) OVER following AS "following observation"
     FROM {{steps}}
     WINDOW following AS (PARTITION BY {schema.EPISODE_ID}, {schema.AGENT_ID} ORDER BY {schema.STEP})
 )
@@ -57,6 +60,10 @@ FROM (
 
 class Catalog(Protocol):
     """Finds what a query names."""
+
+    def datasets(self) -> list[str]:
+        """Return the names of all datasets."""
+        ...
 
     def table(self, dataset: str, view: str) -> TableSnapshot | None:
         """Return the pinned table behind a view (steps, decisions or rewards); None if none."""
@@ -71,7 +78,7 @@ def run(query: str, catalog: Catalog, parameters: Mapping[str, object] | None = 
     """Run one SELECT with `$name` parameters and return Arrow.
 
     Raises: QueryRefused if it is not one SELECT, QueryFailed with DuckDB's own words, NotFound if
-    it names a dataset that does not exist.
+    it names a dataset or view that does not exist, ShardCorrupt if a file of one is missing.
     """
     with connect() as connection:
         check_select(connection, query)
@@ -133,7 +140,10 @@ def scan(snapshot: TableSnapshot) -> str:
     """Return a FROM item over exactly the snapshot's files, columns matched by field id.
 
     Inferring columns from the first file would hide those that later appends added.
+    Raises: ShardCorrupt if a file is not there.
     """
+    for path in snapshot.paths():
+        check_present(path)
     columns = ", ".join(
         f"{field_id(field)}: {{name: {literal(field.name)}, "
         f"type: {literal(to_duckdb(field.type))}, default_value: NULL}}"
@@ -170,6 +180,8 @@ def _create_views(connection: duckdb.DuckDBPyConnection, query: str, catalog: Ca
             relation = catalog.relation(view) if view in _LAKE_VIEWS else None
             if relation is not None:
                 connection.register(view, relation)
+            else:
+                _refuse_without_dataset(view, catalog)
         elif view in _FEEDBACK_VIEWS or view in _STEP_VIEWS:
             made = (dataset, view if view in _FEEDBACK_VIEWS else _STEP_VIEWS)
             if made not in done and (snapshot := catalog.table(dataset, view)) is not None:
@@ -180,14 +192,43 @@ def _create_views(connection: duckdb.DuckDBPyConnection, query: str, catalog: Ca
                 else:
                     create_dataset_views(connection, f"{dataset}.", snapshot)
             done.add(made)
+        elif dataset in catalog.datasets():
+            raise NotFound(
+                f"{dataset}.{view}: found no such view, expected {', '.join(_DATASET_VIEWS)}."
+            )
+
+
+def _refuse_without_dataset(view: str, catalog: Catalog) -> None:
+    """Refuse a dataset's view, or a dataset, alone: DuckDB would suggest tables of its own."""
+    names = catalog.datasets()
+    if view not in (*_DATASET_VIEWS, *names):
+        return
+    if view in names:
+        expected = f"one of its views, such as {view}.steps"
+    elif names:
+        expected = f"the dataset before it: {', '.join(f'{name}.{view}' for name in names[:5])}"
+    else:
+        expected = f"<dataset>.{view}, and this lake has no dataset yet: ingest one"
+    raise NotFound(f"{view}: found no such view of the lake, expected {expected}.")
 
 
 def _named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[tuple[str, str]]:
-    """Yield (dataset or "", view) for each base table of the query, as SQL folds their case."""
-    for node in walk(parse(connection, query)):
+    """Yield (dataset or "", view) for each base table of the query, as SQL folds their case.
+
+    Those that the query defines itself with WITH are left out.
+    """
+    nodes = list(walk(parse(connection, query)))
+    own = {
+        str(entry["key"]).lower()
+        for node in nodes
+        if isinstance(entries := node.get("cte_map"), dict)
+        for entry in entries.get("map", ())
+    }
+    for node in nodes:
         if node.get("type") == "BASE_TABLE":
-            dataset = node.get("schema_name", "").lower()
-            yield "" if dataset == "main" else dataset, node["table_name"].lower()
+            dataset, view = node.get("schema_name", "").lower(), node["table_name"].lower()
+            if dataset or view not in own:
+                yield "" if dataset == "main" else dataset, view
 
 
 def walk(node: Any) -> Iterator[dict[str, Any]]:

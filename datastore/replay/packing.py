@@ -33,6 +33,7 @@ from replaylake.datastore.table import TableSnapshot
 
 OnProgress = Callable[[int, int], None]
 KEY: Final = "key"
+BOOTSTRAPPABLE: Final = "bootstrappable"
 _COLUMNS: Final = (
     schema.EPISODE_ID,
     schema.AGENT_ID,
@@ -83,6 +84,7 @@ def record_dtype(spec: DatasetSpec) -> np.dtype[np.void]:
         (schema.BEHAVIOR_LOG_PROB, np.float32),
         (KEY, np.uint64, (2,)),
         (schema.TERMINATED, np.bool_),
+        (BOOTSTRAPPABLE, np.bool_),
     ]
     if spec.mask_size is not None:
         fields.append((schema.ACTION_MASK, np.bool_, (spec.mask_size,)))
@@ -170,7 +172,8 @@ def _fill(
     terminated = table[schema.TERMINATED].to_numpy()
     has_final = pc.is_valid(table[schema.FINAL_OBSERVATION]).to_numpy()
     ended = terminated | table[schema.TRUNCATED].to_numpy() | has_final
-    follows = (np.diff(codes) == 0) & (np.diff(steps) == 1) & ~ended[:-1]
+    adjoins = (np.diff(codes) == 0) & (np.diff(steps) == 1)
+    follows = adjoins & ~ended[:-1]
     last = np.append(~follows, True)
     positions = np.arange(num) + np.concatenate(([0], np.cumsum(last)[:-1]))
     records = np.zeros(num + int(last.sum()), dtype)
@@ -203,7 +206,15 @@ def _fill(
             spec.observation_space,
             to_numpy(spec.observation_space, finals),
         )
+    if spec.mask_size is not None:
+        # A piece of an episode ends in a final observation, which is the next piece's first one:
+        # that row has the mask that goes with it.
+        truncated = table[schema.TRUNCATED].to_numpy()
+        goes_on = np.flatnonzero(adjoins & has_final[:-1] & ~(terminated | truncated)[:-1])
+        masks_of = records[schema.ACTION_MASK]
+        masks_of[positions[goes_on] + 1] = masks_of[positions[goes_on + 1]]
     successor = ~last | has_final | terminated
+    records[BOOTSTRAPPABLE][positions] = successor
     return Packed(records, positions, positions[successor], len(np.unique(codes)))
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from replaylake.datastore.batch import Batch
+from replaylake.datastore.spaces import Array
 
 
-def to_torch(batch: Batch, device: torch.device | str = "cpu") -> Batch:
+def to_torch(batch: Batch[Array], device: torch.device | str = "cpu") -> Batch[torch.Tensor]:
     """Return the batch with tensors of the same shapes and dtypes, on `device`.
 
     On the CPU the tensors share the arrays' memory. Keys stay numpy: they name rows, and nothing is
     computed from them.
     """
-    return replace(
-        batch,
+    return Batch(
         observations=_tensors(batch.observations, device),
         actions=_tensors(batch.actions, device),
         rewards=_tensors(batch.rewards, device),
@@ -27,8 +26,10 @@ def to_torch(batch: Batch, device: torch.device | str = "cpu") -> Batch:
         next_observations=_tensors(batch.next_observations, device),
         behavior_log_probs=_tensors(batch.behavior_log_probs, device),
         weights=_tensors(batch.weights, device),
+        keys=batch.keys,
         action_masks=_tensors(batch.action_masks, device),
         next_action_masks=_tensors(batch.next_action_masks, device),
+        bootstrappable=_tensors(batch.bootstrappable, device),
     )
 
 

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from replaylake.datastore import schema
 from replaylake.datastore.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.replay.packing import KEY, gather
+from replaylake.datastore.replay.packing import BOOTSTRAPPABLE, KEY, gather
 from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.spaces import Array
 
 
 class UniformSampler:
@@ -43,7 +44,7 @@ class UniformSampler:
         self.batch_size = batch_size
         self.discount = discount
 
-    def sample(self) -> Batch:
+    def sample(self) -> Batch[Array]:
         """Draw `batch_size` transitions; see Batch for shapes. Cost: two gathers of B records."""
         chosen = self._starts[self._rng.integers(0, len(self._starts), self.batch_size)]
         rows = self._records.take(chosen, axis=0).view(self._dtype)[:, 0]
@@ -64,6 +65,7 @@ class UniformSampler:
             next_action_masks=np.ascontiguousarray(following[schema.ACTION_MASK])
             if masked
             else None,
+            bootstrappable=np.ascontiguousarray(rows[BOOTSTRAPPABLE]),
         )
 
     def state_dict(self) -> dict[str, Any]:

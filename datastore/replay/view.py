@@ -7,14 +7,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from replaylake.datastore.errors import EmptyReplay, SchemaMismatch
+from replaylake.datastore import schema
+from replaylake.datastore.compatibility import difference, joined
+from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, SchemaMismatch
 from replaylake.datastore.query.expressions import (
     canonical_expression,
     evaluated_rewards,
     selected_episodes,
 )
-from replaylake.datastore.replay.packing import KEY, OnProgress, Packed, pack, selection_hash
+from replaylake.datastore.replay.packing import (
+    KEY,
+    OnProgress,
+    Packed,
+    pack,
+    record_dtype,
+    selection_hash,
+)
 from replaylake.datastore.replay.uniform import UniformSampler
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.table import TableSnapshot
@@ -55,6 +65,12 @@ class ReplayView:
     def num_transitions(self) -> int:
         """Steps that can be bootstrapped: not an end that lacks its final observation."""
         return len(self.packed.bootstrappable)
+
+    @property
+    def has_masked_actions(self) -> bool:
+        """Whether some step has an action that its mask forbids."""
+        masked = self.spec.mask_size is not None
+        return masked and not self.packed.records[schema.ACTION_MASK].all()
 
     @property
     def num_episodes(self) -> int:
@@ -127,30 +143,51 @@ def open_view(
 
 
 def concatenate(views: Sequence[ReplayView]) -> ReplayView:
-    """Join views of datasets with the same spaces. Raises: SchemaMismatch, EmptyReplay."""
+    """Join views of compatible datasets; where only some have masks, the others' are all true.
+
+    Raises: SchemaMismatch, EmptyReplay; ConfigInvalid if a dataset is there twice.
+    """
     if not views:
         raise EmptyReplay("concatenate: found no views, expected at least one.")
+    names = [selection.dataset for view in views for selection in view.selections]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigInvalid(
+            f"replay of {', '.join(names)}: found {', '.join(twice)} twice, expected each dataset "
+            "once: its steps would count double. Name it once, at one version."
+        )
     first = views[0]
-    for view in views[1:]:
-        if view.packed.records.dtype != first.packed.records.dtype or (
-            view.spec.action_space != first.spec.action_space
-        ):
-            raise SchemaMismatch(
-                f"datasets {first._names()} and {view._names()}: their spaces differ, expected one "
-                "schema. Train on each alone, or ingest them with the same --env."
-            )
     if len(views) == 1:
         return first
+    spec = first.spec
+    for view in views[1:]:
+        if (differs := difference(spec, view.spec)) is not None:
+            raise SchemaMismatch(
+                f"datasets {first._names()} and {view._names()}: {differs}, expected one. Train on "
+                "each alone, or ingest them with the same --env."
+            )
+        spec = joined(spec, view.spec)
     offsets = np.cumsum([0, *(len(view.packed.records) for view in views[:-1])])
     packed = Packed(
-        records=np.concatenate([view.packed.records for view in views]),
+        records=np.concatenate([_with_mask(view.packed.records, spec) for view in views]),
         steps=np.concatenate([v.packed.steps + o for v, o in zip(views, offsets, strict=True)]),
         bootstrappable=np.concatenate(
             [v.packed.bootstrappable + o for v, o in zip(views, offsets, strict=True)]
         ),
         num_episodes=sum(view.num_episodes for view in views),
     )
-    return ReplayView(first.spec, packed, tuple(s for view in views for s in view.selections))
+    return ReplayView(spec, packed, tuple(s for view in views for s in view.selections))
+
+
+def _with_mask(records: NDArray[np.void], spec: DatasetSpec) -> NDArray[np.void]:
+    """Return the records with an action mask, all true where they had none."""
+    dtype = record_dtype(spec)
+    if records.dtype == dtype:
+        return records
+    filled = np.zeros(len(records), dtype)
+    filled[schema.ACTION_MASK] = True
+    for name in records.dtype.names or ():
+        filled[name] = records[name]
+    return filled
 
 
 def _finite(rewards: pa.Table, expression: str) -> pa.Table:
@@ -160,6 +197,10 @@ def _finite(rewards: pa.Table, expression: str) -> pa.Table:
         row = int(np.argwhere(~np.isfinite(column))[0][0])
         raise SchemaMismatch(
             f"reward {expression}: found {column[row]} in row {row}, expected finite numbers. "
-            "Wrap it in coalesce(...)."
+            + (
+                "Bound it, as in least(..., 1e6), or leave out what it divides by: nullif(..., 0)."
+                if np.isinf(column[row])
+                else "Wrap it in coalesce(...)."
+            )
         )
     return rewards

@@ -6,8 +6,8 @@ space. `d3rlpy:bc` asks for d3rlpy's where we have our own too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Final, Protocol
 
 import torch
@@ -17,9 +17,10 @@ from replaylake.datastore.spaces import Array, Box, Discrete, Space, describe, v
 from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
-from replaylake.offline.d3rlpy.table import TABLE
+from replaylake.offline.d3rlpy.learner import check_options as check_d3rlpy_options
+from replaylake.offline.d3rlpy.table import TABLE, D3rlpyAlgorithm
 from replaylake.offline.learner import GradientLearner, Learner
-from replaylake.offline.options import from_options, near_matches
+from replaylake.offline.options import check_keys, from_options, near_matches
 
 _D3RLPY: Final = "d3rlpy:"
 
@@ -48,6 +49,11 @@ class AlgorithmInfo:
     head: str
     kind: str
     paper: str
+
+    @property
+    def honours_masks(self) -> bool:
+        """Whether it keeps to action masks; d3rlpy has none, and only discrete actions have any."""
+        return self.provider == "replaylake" and self.actions == "discrete"
 
 
 _FUNCTIONS: Final[Mapping[str, tuple[AlgorithmFunction, type]]] = {"bc": (bc, BCConfig)}
@@ -93,6 +99,36 @@ def check_algorithm(name: str, action_space: Space) -> AlgorithmInfo:
     return fitting[0]
 
 
+def check_options(
+    name: str, action_space: Space, options: Mapping[str, Any], *, others: Iterable[str] = ()
+) -> None:
+    """Refuse options that the named algorithm does not have.
+
+    `others` are options of the caller's own, which an unknown one may have been meant for.
+    Raises: ConfigInvalid with the near matches; NotFound, SpaceUnsupported, ExtraMissing.
+    """
+    info = check_algorithm(name, action_space)
+    if info.provider == "d3rlpy":
+        check_d3rlpy_options(_row(info), options, others)
+    else:
+        _, config_class = _FUNCTIONS[info.name]
+        known = [field.name for field in fields(config_class)]
+        check_keys(options, known, f"algorithm {name}", others)
+
+
+def check_masks(name: str, action_space: Space) -> None:
+    """Refuse an algorithm that ignores action masks. Raises: SpaceUnsupported, NotFound."""
+    info = check_algorithm(name, action_space)
+    if info.honours_masks:
+        return
+    able = sorted({i.name for i in algorithms() if i.honours_masks})
+    raise SpaceUnsupported(
+        f"algorithm {name}: found action masks that are not all true, expected none: it would "
+        f"learn from and choose actions that were not allowed. Algorithms that honour masks: "
+        f"{', '.join(able)}."
+    )
+
+
 def make_learner(
     name: str,
     observation_space: Space,
@@ -121,9 +157,8 @@ def make_learner(
     info = check_algorithm(name, action_space)
     device = _checked_device(device)
     if info.provider == "d3rlpy":
-        row = next(r for r in TABLE if (r.name, r.actions) == (info.name, info.actions))
         return D3rlpyLearner(
-            row,
+            _row(info),
             observation_space,
             action_space,
             options=options,
@@ -136,6 +171,10 @@ def make_learner(
     config: Any = from_options(config_class, options, f"algorithm {name}")
     algorithm = function(observation_space, action_space, config, logged_actions)
     return GradientLearner(algorithm, seed=seed, discount=discount, device=device)
+
+
+def _row(info: AlgorithmInfo) -> D3rlpyAlgorithm:
+    return next(r for r in TABLE if (r.name, r.actions) == (info.name, info.actions))
 
 
 def _checked_device(device: torch.device | str) -> torch.device:

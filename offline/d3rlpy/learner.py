@@ -3,22 +3,26 @@
 d3rlpy's own sampler, scalers, logger and files are not used. Actions are normalised here, and a
 step is terminal where its discount is 0: our batches keep the last step of a truncated episode,
 which d3rlpy's sampler drops.
+
+d3rlpy takes no action masks, no importance weights, and one discount for all steps. A batch that
+would need them is refused, never learned from as if they were not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
+import numpy as np
 import torch
 
 from replaylake.datastore.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.datastore.spaces import Array, Box, Discrete, Space, Values
+from replaylake.datastore.spaces import Array, Box, Discrete, Space
 from replaylake.offline.action_scaling import ActionScaling, action_scaling
 from replaylake.offline.d3rlpy.graphs import policy_module
 from replaylake.offline.d3rlpy.library import load_d3rlpy
@@ -37,6 +41,14 @@ _SAID_ELSEWHERE: Final = {
     "action_scaler": "nothing: actions are always normalised by their bounds or logged range",
     "reward_scaler": "the training option reward, an SQL expression",
 }
+
+
+def check_options(
+    algorithm: D3rlpyAlgorithm, options: Mapping[str, Any], others: Iterable[str] = ()
+) -> None:
+    """Refuse options that the algorithm does not have. Raises: ConfigInvalid with near matches."""
+    config_class = getattr(load_d3rlpy().algos, algorithm.config_class)
+    _check_keys(config_class, options, f"algorithm d3rlpy:{algorithm.name}", others)
 
 
 class D3rlpyLearner:
@@ -101,7 +113,12 @@ class D3rlpyLearner:
         return {} if self._scaling is None else {"actions": self._scaling.to_json()}
 
     def update(self, batch: Batch) -> Update:
-        """Take one gradient step; d3rlpy draws from this learner's own random state."""
+        """Take one gradient step; d3rlpy draws from this learner's own random state.
+
+        Raises: SpaceUnsupported for action masks that are not all true, ConfigInvalid for weights
+        other than 1, and for discounts other than 0 and gamma where the algorithm bootstraps.
+        """
+        self._refuse_unsupported(batch)
         with self._own_randomness():
             metrics = self._impl.update(self._d3rlpy_batch(batch), self._num_updates)
         self._num_updates += 1
@@ -148,6 +165,35 @@ class D3rlpyLearner:
             ) from error
         return algorithm
 
+    def _refuse_unsupported(self, batch: Batch) -> None:
+        what = f"algorithm d3rlpy:{self._algorithm.name}"
+        for masks in (batch.action_masks, batch.next_action_masks):
+            if masks is not None and not masks.all():
+                raise SpaceUnsupported(
+                    f"{what}: found action masks that are not all true, expected none: d3rlpy "
+                    "has no masks. Use an algorithm that honours them, such as bc."
+                )
+        if not (batch.weights == 1).all():
+            raise ConfigInvalid(
+                f"{what}: found importance weights of {batch.weights.min():g} to "
+                f"{batch.weights.max():g}, expected 1: d3rlpy has none. Sample uniformly."
+            )
+        if not self.needs_bootstrap:
+            return
+        if batch.bootstrappable is not None and not batch.bootstrappable.all():
+            raise ConfigInvalid(
+                f"{what}: found steps without a next observation, expected none: d3rlpy would "
+                "bootstrap from their own. Sample with only_bootstrappable."
+            )
+        discounts = batch.discounts
+        others = discounts[(discounts != 0) & (discounts != np.float32(self._discount))]
+        if len(others):
+            raise ConfigInvalid(
+                f"{what}: found a discount of {others[0]:g} in a batch, expected 0 (terminated) or "
+                f"{self._discount:g}, the one that d3rlpy was given. Sample with the learner's "
+                "discount and single steps."
+            )
+
     def _d3rlpy_batch(self, batch: Batch) -> Any:
         tensors = to_torch(batch, self._device)
         raw: Any = tensors.actions
@@ -169,7 +215,7 @@ class D3rlpyLearner:
             device=self._d3rlpy.impl.device,
         )
 
-    def _observed(self, observations: Values) -> torch.Tensor:
+    def _observed(self, observations: torch.Tensor | Mapping[str, Any]) -> torch.Tensor:
         with torch.no_grad():
             features: torch.Tensor = self._features(observations)
         return features
@@ -197,6 +243,16 @@ class D3rlpyLearner:
             torch.set_rng_state(before)
 
 
+def _check_keys(
+    config_class: Any, options: Mapping[str, Any], what: str, others: Iterable[str] = ()
+) -> None:
+    for key, instead in _SAID_ELSEWHERE.items():
+        if key in options:
+            raise ConfigInvalid(f"{what}: found option {key!r}, expected {instead}.")
+    known = {field.name for field in fields(config_class)} - {*_SAID_ELSEWHERE}
+    check_keys(options, [*known, "hidden_sizes"], what, others)
+
+
 def _checked_options(
     config_class: Any, options: Mapping[str, Any], what: str, device: torch.device
 ) -> dict[str, Any]:
@@ -205,14 +261,9 @@ def _checked_options(
     Numbers and words are taken as they are, factories from {type, params}, and `hidden_sizes` is
     given to every network at once.
     """
-    for key, instead in _SAID_ELSEWHERE.items():
-        if key in options:
-            raise ConfigInvalid(f"{what}: found option {key!r}, expected {instead}.")
-    known = {
-        field.name: field for field in fields(config_class) if field.name not in _SAID_ELSEWHERE
-    }
+    _check_keys(config_class, options, what)
+    known = {field.name: field for field in fields(config_class)}
     encoders = [name for name in known if name.endswith("encoder_factory")]
-    check_keys(options, [*known, "hidden_sizes"], what)
     if options.get("compile_graph") and device.type != "cuda":
         raise ConfigInvalid(f"{what}: found compile_graph on {device}, expected a CUDA device.")
     arguments: dict[str, Any] = {}

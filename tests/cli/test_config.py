@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from replaylake.cli.config import parse_literal, read_options
-from replaylake.cli.options import parse_pairs, parse_snapshot
+from replaylake.cli.options import parse_pairs
 from replaylake.datastore.errors import ConfigInvalid, NotFound
 
 
@@ -70,10 +70,3 @@ def test_pairs_keep_what_follows_the_first_equals_sign() -> None:
 def test_pairs_refused(texts: list[str], said: str) -> None:
     with pytest.raises(typer.BadParameter, match=said):
         parse_pairs(texts, "--map")
-
-
-def test_a_snapshot_is_a_name_and_perhaps_a_version() -> None:
-    assert parse_snapshot("cartpole") == ("cartpole", None)
-    assert parse_snapshot("cartpole@12") == ("cartpole", 12)
-    with pytest.raises(NotFound, match="found version 'x', expected a number"):
-        parse_snapshot("cartpole@x")

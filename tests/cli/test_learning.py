@@ -70,7 +70,6 @@ def test_flags_win_over_set_and_set_over_the_file(run: Any, tmp_path: Path) -> N
         (("train", "offline", "absent", "--algorithm", "bc", "--policy", "p"), "absent"),
         (("train", "offline", "cartpole@9", "--algorithm", "bc", "--policy", "p"), "9"),
         (("train", "offline", "cartpole", "--algorithm", "bcc", "--policy", "p"), "bc"),
-        (("train", "offline", "cartpole", "--policy", "p"), "--algorithm"),
         (("train", "offline", "cartpole", "--algorithm", "bc", "--policy", "random"), "random"),
         (("train", "offline", "cartpole", "--algorithm", "td3", "--policy", "p"), "td3"),
         ((*TRAIN, "--set", "learning_rat=1"), "learning_rate"),
@@ -117,6 +116,20 @@ def test_what_is_refused_changes_nothing(
     assert "fault in ReplayLake" not in line
     assert said in line, line
     assert files() == before
+
+
+def test_no_algorithm_is_wrong_usage(run: Any) -> None:
+    ran = run("train", "offline", "cartpole", "--policy", "p")
+    assert ran.code == 2
+    assert "--algorithm" in ran.err
+
+
+def test_an_option_of_the_training_that_is_misspelt_is_one_message(run: Any) -> None:
+    ran = run(*TRAIN, "--set", "update=1")
+    assert ran.err.splitlines()[-1] == (
+        "error: algorithm bc: found option 'update', expected updates. Mend the spelling or leave "
+        "it out."
+    )
 
 
 def test_evaluate(run: Any) -> None:

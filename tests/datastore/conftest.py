@@ -11,6 +11,9 @@ import pytest
 
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.policies.manifest import GRAPH, LEARNER, MANIFEST, manifest_bytes
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.spaces import Box, Discrete
 from replaylake.datastore.storage import LocalStorage
 
 
@@ -41,3 +44,15 @@ def _make_episode(name: str = "e", num_steps: int = 3, **fields: Any) -> Episode
 @pytest.fixture
 def make_episode() -> Callable[..., Episode]:
     return _make_episode
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A policy package that passes every check but loading: its graph is no ONNX."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    files = {GRAPH: b"graph", LEARNER: b"weights"}
+    spec = PolicySpec(Box((2,)), Discrete(2), "categorical")
+    for name, data in {**files, MANIFEST: manifest_bytes(spec, {"seed": 7}, files)}.items():
+        (folder / name).write_bytes(data)
+    return folder

@@ -27,7 +27,7 @@ def test_every_array_gets_its_stored_dtype(make_episode: Make) -> None:
             policies=["a", None, "b"],
             timestamps=np.array([1, 2, 3], np.int32),
             env_steps=[0, 2, 4],
-            action_masks=[[True, False]] * 3,
+            action_masks=[[True, True]] * 3,
             extras={"note": ["x", "y", "z"]},
         ),
         OBSERVATION,
@@ -102,3 +102,29 @@ def test_an_environment_s_bounds_are_a_check_of_their_own(make_episode: Make) ->
     episode = checked(make_episode(), bounded, ACTION)
     with pytest.raises(EpisodeInvalid, match=r"^episode e: observation at step 2: found \[ ?2"):
         check_in_spaces(episode, bounded, ACTION)
+
+
+def test_an_action_that_its_mask_forbids(make_episode: Make) -> None:
+    masks = np.array([[True, False], [False, True], [False, True]])
+    with pytest.raises(EpisodeInvalid, match=r"episode e: action at step 2: found 0, .*of \[1\]"):
+        checked(make_episode(action_masks=masks), OBSERVATION, ACTION)
+    masks[2] = True
+    checked(make_episode(action_masks=masks), OBSERVATION, ACTION)
+    # Column 0 of the mask stands for the space's first action.
+    shifted = make_episode(num_steps=2, actions=[5, 6], action_masks=masks[:2])
+    checked(shifted, OBSERVATION, Discrete(2, start=5))
+    with pytest.raises(EpisodeInvalid, match=r"found 6, which .* expected one of \[5\]"):
+        checked(
+            make_episode(num_steps=1, actions=[6], action_masks=masks[:1]),
+            OBSERVATION,
+            Discrete(2, start=5),
+        )
+
+
+def test_a_probability_above_one(make_episode: Make) -> None:
+    above = make_episode(behavior_log_probs=[0.0, np.nan, 3.0])
+    with pytest.raises(EpisodeInvalid, match=r"behavior_log_prob at step 2: found 3, .* at most 0"):
+        checked(above, OBSERVATION, ACTION)
+    checked(make_episode(behavior_log_probs=[0.0, 9e-7, -3.0]), OBSERVATION, ACTION)
+    # A density may be above 1.
+    checked(make_episode(behavior_log_probs=[3.0] * 3, actions=[0.5] * 3), OBSERVATION, Box(()))

@@ -13,7 +13,13 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import FormatTooNew, LogCorrupt, NotFound, StorageFailed
+from replaylake.datastore.errors import (
+    FormatTooNew,
+    LogCorrupt,
+    NameRefused,
+    NotFound,
+    StorageFailed,
+)
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.version import VERSION
 
@@ -107,6 +113,33 @@ def test_datasets_are_listed_by_name(lake: Lake, make_episode: Make) -> None:
     (lake.path / "Notes.txt").write_text("")
     assert lake.datasets() == ["a", "b"]
     assert lake.dataset("a") is lake.dataset("a")
+
+
+def test_a_snapshot_by_name(lake: Lake, make_episode: Callable[..., Episode]) -> None:
+    lake.dataset("d").append([make_episode()])
+    found = [lake.snapshot(text) for text in ("d", "d@1", "d@0")]
+    assert [(s.dataset, s.version, s.num_steps) for s in found] == [
+        ("d", 1, 3),
+        ("d", 1, 3),
+        ("d", 0, 0),
+    ]
+    with pytest.raises(NotFound, match=r"^dataset 'd': found no version 12, expected 0\.\.1\."):
+        lake.snapshot("d@12")
+    with pytest.raises(NotFound, match="dataset 'absent': not in this lake"):
+        lake.snapshot("absent@1")
+
+
+@pytest.mark.parametrize("text", ["d@", "d@x", "d@-1", "d@1@2", "d@1.0", "d@²", "D", "", "@1"])
+def test_a_snapshot_s_name_is_refused(lake: Lake, text: str) -> None:
+    with pytest.raises(NameRefused, match="dataset"):
+        lake.snapshot(text)
+
+
+def test_a_key_is_made_only_when_asked_for(lake: Lake) -> None:
+    with pytest.raises(NotFound, match="found no signing key, expected one"):
+        lake.signing_key(create=False)
+    key = lake.signing_key()
+    assert lake.signing_key(create=False) == key
 
 
 def test_the_signing_key_is_made_once(lake: Lake) -> None:

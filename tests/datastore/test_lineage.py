@@ -31,7 +31,7 @@ def selection(version: int, **kwargs: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def lake(tmp_path: Path) -> Lake:
+def lake(tmp_path: Path, package: Path) -> Lake:
     """Versions 1 and 2 by one producer, 3 by another; policy p:1 learned from version 2."""
     lake = open_lake(tmp_path / "lake", create=True)
     dataset = lake.dataset("d")
@@ -39,9 +39,6 @@ def lake(tmp_path: Path) -> Lake:
     dataset.append([episode("a/0")], producer="ingest/a", sequence=0, info=info)
     dataset.append([episode("a/1"), episode("a/2")], producer="ingest/a", sequence=1, info=info)
     dataset.append([episode("b/0")], producer="ingest/b", sequence=0)
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "policy.onnx").write_bytes(b"graph")
     body = {"algorithm": "bc", "datasets": [selection(2, where='("return" > 1)')]}
     lake.registry.register("p", package, run_id=RUN, lineage=body)
     lake.registry.record_run(
@@ -104,9 +101,15 @@ def test_an_id_that_the_lake_did_not_sign(lake: Lake, change: Any) -> None:
         lineage.of_decision(lake, change(decision))
 
 
-def test_a_dataset_since_removed_has_no_ingests(lake: Lake, tmp_path: Path) -> None:
+def test_asking_makes_no_key(lake: Lake) -> None:
+    with pytest.raises(NotFound, match="no dataset of this lake that signed it"):
+        lineage.of_decision(lake, "x")
+    assert not (lake.path / "_lake" / "keys").exists()
+
+
+def test_a_dataset_since_removed_has_no_ingests(lake: Lake, package: Path) -> None:
     body = {"algorithm": "bc", "datasets": [selection(1, dataset="gone")]}
-    lake.registry.register("p", tmp_path / "package", run_id="unrecorded", lineage=body)
+    lake.registry.register("p", package, run_id="unrecorded", lineage=body)
     traced = lineage.of_policy(lake, "p:2")
     assert traced["datasets"][0]["ingests"] == []
     assert traced["run"]["run_id"] == "unrecorded"

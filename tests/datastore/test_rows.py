@@ -76,8 +76,18 @@ def test_masks(make_episode: Make) -> None:
     wide = make_episode("wide", 1, action_masks=[[True] * 3])
     with pytest.raises(EpisodeInvalid, match=r"episode wide: action_mask: found 3 .*expected 2"):
         columns([wide], spec)
-    with pytest.raises(SchemaMismatch, match="action_mask: found a mask, expected none"):
+    with pytest.raises(SchemaMismatch, match="found action masks, expected none"):
         columns([masked])
+
+
+def test_a_step_that_is_there_twice(make_episode: Make) -> None:
+    piece = make_episode("e", 3, first_step=2)
+    columns([make_episode("e", 2), piece, make_episode("e", 2, agent_id="left")])
+    with pytest.raises(EpisodeInvalid, match="episode e: found step 2 twice"):
+        columns([piece, make_episode("f", 3), make_episode("e", 3)])
+    agents = [make_episode("e", 1, agent_id=name) for name in ("left", "left")]
+    with pytest.raises(EpisodeInvalid, match="found step 0 of agent 'left' twice"):
+        columns(agents)
 
 
 def test_a_mapping_is_null_as_a_whole_where_it_is_unknown(make_episode: Make) -> None:
@@ -125,7 +135,7 @@ def test_a_known_further_column_keeps_its_type(make_episode: Make) -> None:
         columns([make_episode("a", 1, extras={"n": ["x"]})], spec)
 
 
-@pytest.mark.parametrize("name", ["reward", "Reward", "a-b", "next_observation", "__next_step"])
+@pytest.mark.parametrize("name", ["reward", "Reward", "a-b", "next_observation"])
 def test_names_of_further_columns(make_episode: Make, name: str) -> None:
     with pytest.raises(SchemaMismatch, match=f"column '{name}': expected"):
         columns([make_episode("a", 1, extras={name: [1]})])

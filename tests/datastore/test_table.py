@@ -196,8 +196,20 @@ def test_rows_written_for_another_to_commit(table: Table) -> None:
     assert table.commit(parts, producer="committer", sequence=0).already_present
     late = table.write(rows("c", mine=[1]))
     table.append(rows("d", theirs=[1]), producer="p", sequence=0)
-    with pytest.raises(SchemaMismatch, match="'mine': another writer added columns"):
-        table.commit([late], producer="committer", sequence=1)
+    late_too = table.write(rows("e"))
+    # The field id that `late` was written with is that of `theirs` by now.
+    commit = table.commit([late, late_too], producer="committer", sequence=1)
+    assert (commit.version, commit.num_rows, commit.num_shards) == (3, 2, 2)
+    assert table.commit([late, late_too], producer="committer", sequence=1).already_present
+    read = Table(table.storage, table.root).snapshot().read()
+    assert read["id"].to_pylist() == list("abdce")
+    assert read["mine"].to_pylist() == [None, None, None, 1, None]
+    assert read["theirs"].to_pylist() == [None, None, 1, None, None]
+    assert delta_rows(table).sort_by("id")["mine"].to_pylist() == [None, None, 1, None, None]
+    other_type = table.write(rows("f", more=[1]))
+    table.append(rows("g", more=["text"]), producer="p", sequence=1)
+    with pytest.raises(SchemaMismatch, match="column 'more': found int64, expected string"):
+        table.commit([other_type], producer="committer", sequence=2)
 
 
 def test_large_appends_become_several_shards(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,61 @@ def test_each_continues_bit_for_bit_from_its_packaged_state(row, batch, tmp_path
         np.testing.assert_array_equal(state[name], whole[name], err_msg=name)
 
 
+DQN = ("dqn", "discrete")
+
+
+@pytest.mark.parametrize("name", [DQN, ("bc", "discrete")])
+@pytest.mark.parametrize("which", ["action_masks", "next_action_masks"])
+def test_masks_are_refused_unless_all_true(name, which, batch):
+    masks = np.ones((32, 3), bool)
+    learner = make(row_of(*name))
+    learner.update(batch(**{which: masks.copy()}))
+    masks[5, 1] = False
+    with pytest.raises(SpaceUnsupported, match=r"masks that are not all true.*such as bc"):
+        learner.update(batch(**{which: masks}))
+
+
+def test_importance_weights_are_refused(batch):
+    weights = np.array([7] + [1] * 31, np.float32)
+    with pytest.raises(ConfigInvalid, match="importance weights of 1 to 7"):
+        make(row_of(*DQN)).update(batch(weights=weights))
+
+
+def test_steps_without_a_successor_are_refused_where_it_bootstraps(batch):
+    known = np.array([False] + [True] * 31)
+    with pytest.raises(ConfigInvalid, match="without a next observation"):
+        make(row_of(*DQN)).update(batch(bootstrappable=known))
+    make(row_of("bc", "discrete")).update(batch(bootstrappable=known))
+
+
+def test_discounts_are_gamma_or_zero(batch):
+    half = np.full(32, 0.5, np.float32)
+    with pytest.raises(ConfigInvalid, match=r"a discount of 0\.5 .*expected 0 .*or 0\.99"):
+        make(row_of(*DQN)).update(batch(discounts=half))
+    # Cloning looks at no discount.
+    make(row_of("bc", "discrete")).update(batch(discounts=half))
+    learner = D3rlpyLearner(
+        row_of(*DQN), OBSERVATION, DISCRETE, options=SMALL, seed=0, discount=0.5
+    )
+    learner.update(batch(discounts=half))
+
+
+def test_a_gamma_of_zero_learns_the_reward_alone(batch):
+    """All discounts are 0 then: what comes next must not matter."""
+    learners = [
+        D3rlpyLearner(row_of(*DQN), OBSERVATION, DISCRETE, options=SMALL, seed=0, discount=0.0)
+        for _ in range(2)
+    ]
+    made = batch(discounts=np.zeros(32, np.float32))
+    other = dataclasses.replace(made, next_observations=made.next_observations + 100)
+    first, second = (
+        learner.update(one).metrics for learner, one in zip(learners, (made, other), strict=True)
+    )
+    assert {name: float(v) for name, v in first.items()} == {
+        name: float(v) for name, v in second.items()
+    }
+
+
 def d3rlpys_own_updates(row, batches, seed=0):
     """The same updates by d3rlpy alone: its config, its scaler, its update."""
     d3rlpy = load_d3rlpy()

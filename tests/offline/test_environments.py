@@ -243,6 +243,117 @@ def test_a_dataset_of_other_spaces_is_refused(lake):
         env.step(0)
 
 
+class Faulty(Counter):
+    """Its first episode has a reward that is not finite; `mask_sizes` are those of each reset."""
+
+    def __init__(self, mask_sizes=(), **options):
+        super().__init__(**options)
+        self._resets = 0
+        self._mask_sizes = mask_sizes
+
+    def reset(self, **kwargs):
+        self._resets += 1
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, np.inf if self._resets == 1 else reward, terminated, truncated, info
+
+    def _info(self):
+        if not self._mask_sizes:
+            return {}
+        return {"action_mask": np.ones(self._mask_sizes[self._resets - 1], bool)}
+
+
+def test_a_refused_episode_is_dropped_whole_and_the_next_is_recorded(lake):
+    env = record(Faulty(), lake.dataset("log"))
+    with pytest.raises(EpisodeInvalid, match=r"reward at step 0: found inf"):
+        play(env, 1)
+    assert not lake.dataset("log").exists()
+    with pytest.raises(EpisodeInvalid, match="expected reset first"):
+        env.step(1)
+    play(env, 1)
+    env.close()
+    assert rows(lake, "step, reward, terminated") == [
+        {"step": t, "reward": 10.0, "terminated": t == 2} for t in range(3)
+    ]
+
+
+def test_an_episode_refused_at_reset_or_close_leaves_the_others(lake):
+    env = record(Faulty(), lake.dataset("log"))
+    env.reset()
+    env.step(1)
+    with pytest.raises(EpisodeInvalid, match="found inf"):
+        env.reset()
+    with pytest.raises(EpisodeInvalid, match="expected reset first"):
+        env.step(1)
+    play(env, 2)
+    env.close()
+    assert lake.sql("select num_steps from log.episodes").to_pylist() == [{"num_steps": 3}] * 2
+
+    last = Faulty()
+    last._resets = 1
+    env = record(last, lake.dataset("log"))
+    play(env, 1)
+    env.reset()
+    last._resets = 1
+    env.step(1)
+    with pytest.raises(EpisodeInvalid, match="found inf"):
+        env.close()
+    assert lake.sql("select num_steps from log.episodes").to_pylist() == [{"num_steps": 3}] * 3
+
+
+class Uneven(Counter):
+    """Its reward or its observation changes shape in the first episode's second step."""
+
+    def __init__(self, what):
+        super().__init__()
+        self._what, self._steps = what, 0
+
+    def step(self, action):
+        self._steps += 1
+        observation, reward, *rest = super().step(action)
+        if self._steps == 2 and self._what == "reward":
+            reward = [1.0, 2.0]
+        elif self._steps == 2:
+            observation = np.zeros(5, np.float32)
+        return observation, reward, *rest
+
+
+@pytest.mark.parametrize("what", ["reward", "observation"])
+def test_a_change_of_shape_is_refused_by_name_and_leaves_nothing(lake, what):
+    env = record(Uneven(what), lake.dataset("log"))
+    with pytest.raises(EpisodeInvalid, match=f"{what}: found the shapes .* in one episode"):
+        play(env, 1)
+    play(env, 1)
+    env.close()
+    assert lake.sql("select num_steps from log.episodes").to_pylist() == [{"num_steps": 3}]
+
+
+def test_a_reward_of_two_numbers_at_every_step_is_refused(lake):
+    class Pair(Counter):
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return observation, [1.0, 2.0], *rest
+
+    env = record(Pair(), lake.dataset("log"))
+    with pytest.raises(EpisodeInvalid, match=r"reward: found shape \[2\]"):
+        play(env, 1)
+    env.close()
+    assert not lake.dataset("log").exists()
+
+
+def test_a_mask_of_another_size_does_not_keep_others_from_being_committed(lake):
+    env = record(Faulty(mask_sizes=(9, 2, 3, 2)), lake.dataset("log"))
+    env.unwrapped._resets = 1
+    play(env, 1)
+    with pytest.raises(SchemaMismatch, match=r"masks of 3 actions, expected 2"):
+        play(env, 1)
+    play(env, 1)
+    env.close()
+    assert lake.sql("select num_steps from log.episodes").to_pylist() == [{"num_steps": 3}] * 2
+
+
 def test_a_step_before_reset_is_refused(lake):
     env = record(Counter(), lake.dataset("log"))
     with pytest.raises(EpisodeInvalid, match="reset"):

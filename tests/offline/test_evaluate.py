@@ -2,8 +2,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SchemaMismatch
-from replaylake.datastore.policies.policy import Act, PolicySpec, UniformPolicy
+from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, NotFound, SchemaMismatch
+from replaylake.datastore.policies.policy import Act, PolicySpec, act_from_head
+from replaylake.datastore.policies.uniform import UniformPolicy
 from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.environments import spaces_of
 from replaylake.offline.evaluate import evaluate
@@ -161,3 +162,16 @@ def test_an_unknown_environment_is_not_found():
 def test_no_episodes_are_refused():
     with pytest.raises(ConfigInvalid, match="0 episodes"):
         evaluate(Rule(), "CartPole-v1", episodes=0)
+
+
+def test_a_policy_that_answers_with_nan_is_not_measured():
+    observation_space, action_space = spaces_of("CartPole-v1")
+    spec = PolicySpec(observation_space, action_space, "categorical")
+
+    class Broken(UniformPolicy):
+        def act(self, observations, state=None, *, rng=None, **how):
+            logits = np.full((len(observations), 2), np.nan, np.float32)
+            return act_from_head(spec, {"logits": logits}, rng)
+
+    with pytest.raises(EpisodeInvalid, match="logits that are not finite for observation 0"):
+        evaluate(Broken(observation_space, action_space), "CartPole-v1", episodes=1)

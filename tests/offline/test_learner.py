@@ -6,7 +6,7 @@ from torch import nn
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Box, Discrete
-from replaylake.offline.algorithm import Algorithm, Losses, Networks, Targets
+from replaylake.offline.algorithm import Algorithm, Losses, Networks, Target
 from replaylake.offline.graph import TorchPolicy
 from replaylake.offline.learner import GradientLearner
 from replaylake.offline.networks import CategoricalNetwork
@@ -26,13 +26,14 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def two_constants(losses, targets=None):
+def two_constants(losses, targets=None, **changes):
     return Algorithm(
         spec=SPEC,
         losses=losses,
         networks=lambda: Networks({"actor": Constant(2.0), "critic": Constant(3.0)}),
         optimizer=sgd,
-        targets=targets or Targets(),
+        targets=targets or {},
+        **changes,
     )
 
 
@@ -79,7 +80,7 @@ def test_targets_follow_by_tau_every_period(batch):
         seen.append(float(targets["critic"].value))
         return Losses({"critic": networks["critic"].value * 1.0})
 
-    algorithm = two_constants(losses, Targets(("critic",), tau=0.5, period=2))
+    algorithm = two_constants(losses, {"critic": Target(tau=0.5, period=2)})
     learner = GradientLearner(algorithm, seed=0)
     for _ in range(4):
         learner.update(batch())
@@ -87,6 +88,46 @@ def test_targets_follow_by_tau_every_period(batch):
     assert seen == [3.0, 3.0, pytest.approx(2.9), pytest.approx(2.9)]
     state = learner.state_dict()
     assert float(state["state.targets.critic.value"]) == pytest.approx((2.9 + 2.6) / 2)
+
+
+def test_each_group_has_its_own_target_and_its_own_pace(batch):
+    """As in TD3: the actor moves every second update, its target and the critic's by turns."""
+
+    def losses(networks, targets, tensors, rng):
+        return Losses({"actor": networks["actor"].value * 1, "critic": networks["critic"].value})
+
+    targets = {"actor": Target(tau=0.5, period=2), "critic": Target(tau=1.0, period=3)}
+    algorithm = two_constants(losses, targets, update_periods={"actor": 2})
+    learner = GradientLearner(algorithm, seed=0)
+    seen = []
+    for _ in range(4):
+        learner.update(batch())
+        state = learner.state_dict()
+        aims = [float(state[f"state.targets.{group}.value"]) for group in ("actor", "critic")]
+        seen.append([*values(learner), *aims])
+    # Steps of 0.1: the actor from 2 at updates 2 and 4, the critic from 3 at each. The actor's
+    # target: (2 + 1.9) / 2, then (1.95 + 1.8) / 2; the critic's is copied after update 3.
+    assert seen == [
+        pytest.approx([2.0, 2.9, 2.0, 3.0]),
+        pytest.approx([1.9, 2.8, 1.95, 3.0]),
+        pytest.approx([1.9, 2.7, 1.95, 2.7]),
+        pytest.approx([1.8, 2.6, 1.875, 2.7]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"targets": {"actors": Target()}}, {"update_periods": {"actors": 2}}],
+)
+def test_targets_and_periods_of_no_network_are_refused(changes):
+    with pytest.raises(ConfigInvalid, match=r"'actors'.*\['actor', 'critic'\]"):
+        GradientLearner(two_constants(None, **changes), seed=0)
+
+
+@pytest.mark.parametrize("wrong", [{"tau": 0.0}, {"tau": 1.5}, {"period": 0}])
+def test_a_target_out_of_range_is_refused(wrong):
+    with pytest.raises(ConfigInvalid, match=next(iter(wrong))):
+        Target(**wrong)
 
 
 def test_postprocess_sees_tensors_and_changes_what_losses_get(batch):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -19,6 +20,7 @@ from replaylake.datastore.policies.package import (
     load_learner_weights,
     load_policy,
 )
+from replaylake.datastore.spaces import Box
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.environments import make
 from replaylake.offline.evaluate import evaluate
@@ -92,6 +94,7 @@ def test_a_run_leaves_a_policy_a_lineage_and_a_record(lake):
     assert shown["lineage"]["datasets"] == [dataset]
     (run,) = lake.registry.runs()
     assert (run["policy"], run["policy_version"], run["algorithm"]) == ("first", 1, "bc")
+    assert run["status"] == "done"
     assert run["metrics"]["policy_loss"] == result.metrics["policy_loss"]
     json.dumps(run, allow_nan=False)
 
@@ -166,8 +169,91 @@ def test_several_datasets_train_together(lake):
 
 def test_datasets_of_other_spaces_do_not(lake):
     lake.dataset("other").append(line_world(action_space="continuous"))
-    with pytest.raises(SchemaMismatch, match="line and other: found action_space Box"):
+    with pytest.raises(
+        SchemaMismatch, match=r"line and other: the action space is Discrete\(2\) and Box float32"
+    ):
         train(lake, ["line", "other"], quick(), policy_name="p")
+
+
+def test_a_log_trains_together_with_what_was_served(lake):
+    """`serve --log-to live` makes a dataset with a mask, where the log has none."""
+    spec = lake.dataset("line").spec
+    live = lake.dataset("live")
+    live.create(Box((2,), "float32", -5, 5), spec.action_space, mask_size=2)
+    live.append(line_world(num_episodes=2, seed=1))
+    for algorithm in ("bc", "dqn"):
+        config = quick(algorithm=algorithm)
+        result = train(lake, ["line", "live"], config, policy_name=algorithm)
+        assert (result.num_steps, result.num_episodes) == (60, 6)
+
+
+def test_masked_actions_are_refused_by_what_ignores_masks(lake):
+    masks = np.tile([True, False], (10, 1))
+    episodes = [
+        dataclasses.replace(e, actions=np.zeros(10, np.int64), action_masks=masks)
+        for e in line_world()
+    ]
+    lake.dataset("masked").append(episodes)
+    for algorithm in ("dqn", "d3rlpy:bc"):
+        with pytest.raises(SpaceUnsupported, match=r"masks that are not all true.*: bc\."):
+            train(lake, ["masked"], quick(algorithm=algorithm), policy_name="p")
+    assert lake.registry.runs() == []
+    train(lake, ["masked"], quick(algorithm="bc"), policy_name="p")
+
+
+def test_the_record_of_a_run_says_that_it_is_running(lake):
+    seen = []
+    train(
+        lake,
+        ["line"],
+        quick(),
+        policy_name="p",
+        on_progress=lambda _: seen.extend(lake.registry.runs()),
+    )
+    assert [(run["status"], run["policy"]) for run in seen] == [("running", "p")]
+    (run,) = lake.registry.runs()
+    assert (run["run_id"], run["status"]) == (seen[0]["run_id"], "done")
+
+
+def test_an_interrupted_run_is_recorded_as_failed(lake):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(lake, ["line"], quick(), policy_name="p", on_progress=interrupt)
+    (run,) = lake.registry.runs()
+    assert (run["status"], run["error"]) == ("failed", "KeyboardInterrupt: ")
+    assert registered(lake) == []
+
+
+def test_reading_counts_the_shards_of_all_datasets(lake):
+    lake.dataset("more").append(line_world(num_episodes=2, seed=1))
+    lake.dataset("more").append(line_world(num_episodes=2, seed=2))
+    seen = []
+    train(
+        lake,
+        ["line", "more"],
+        quick(updates=1),
+        policy_name="p",
+        on_reading=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "option", "near"),
+    [
+        ("bc", "learning_rat", "learning_rate"),
+        ("bc", "update", "updates"),
+        ("dqn", "update", "updates"),
+        ("dqn", "learning_rat", "learning_rate"),
+        ("dqn", "gamma", "the training option discount"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_what_is_near(lake, algorithm, option, near):
+    config = quick(algorithm=algorithm, options={option: 1})
+    with pytest.raises(ConfigInvalid, match=rf"^algorithm .*'{option}', expected .*{near}"):
+        train(lake, ["line"], config, policy_name="p")
 
 
 def test_progress_ends_with_the_last_update(lake):
@@ -184,7 +270,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_registers_nothing(lake):
     with pytest.raises(TrainingFailed, match=message):
         train(lake, ["line"], config, policy_name="p")
     assert registered(lake) == []
-    assert lake.registry.runs() == []
+    (run,) = lake.registry.runs()
+    assert (run["status"], run["policy"], run["algorithm"]) == ("failed", "p", "bc")
+    assert run["error"].startswith("TrainingFailed: training: policy_loss is ")
+    assert run["ended_ms"] >= run["started_ms"]
+    assert run["config"]["updates"] == 200
 
 
 def test_cloning_learns_from_steps_that_cannot_be_bootstrapped(tmp_path):
@@ -204,7 +294,7 @@ def test_cloning_learns_from_steps_that_cannot_be_bootstrapped(tmp_path):
     [
         ({"datasets": ["nowhere"]}, NotFound, "nowhere"),
         ({"datasets": ["line@7"]}, NotFound, "7"),
-        ({"datasets": ["line@best"]}, NotFound, "best"),
+        ({"datasets": ["line@best"]}, NameRefused, "best"),
         ({"datasets": []}, ConfigInvalid, "no dataset"),
         ({"policy_name": "run"}, NameRefused, "run"),
         ({"where": '"return" > 1e9'}, EmptyReplay, "line@1"),

@@ -108,6 +108,42 @@ def test_without_ids_the_flags_delimit_episodes(tmp_path: Path) -> None:
     assert any("1 episodes have no end" in note for note in reading.notes)
 
 
+@pytest.mark.parametrize("column", ["terminated", "truncated", "done"])
+@pytest.mark.parametrize(
+    "flags",
+    [("0", "1"), ("0.0", "1.0"), ("false", "true"), ("False", "True"), ("FALSE", "TRUE")],
+)
+def test_without_ids_csv_flags_of_any_spelling_delimit_episodes(
+    tmp_path: Path, column: str, flags: tuple[str, str]
+) -> None:
+    off, on = flags
+    ends = "" if column != "truncated" else ",terminated"
+    rest = "" if column != "truncated" else f",{off}"
+    rows = "".join(f"{x}.5,0,1,{on if x in (1, 3) else off}{rest}\n" for x in range(5))
+    episodes = _episodes(_open(_csv(tmp_path, f"observation,action,reward,{column}{ends}\n{rows}")))
+    assert [len(episode) for episode in episodes] == [2, 2, 1]
+    assert [e.terminated or e.truncated for e in episodes] == [True, True, False]
+
+
+@pytest.mark.parametrize("flags", [(0, 1), (0.0, 1.0), (False, True), (None, 1)])
+def test_without_ids_json_flags_of_any_spelling_delimit_episodes(
+    tmp_path: Path, flags: tuple[Any, Any]
+) -> None:
+    rows = [
+        {"observation": [float(x)], "action": 0, "reward": 1.0, "done": flags[x in (1, 3)]}
+        for x in range(4)
+    ]
+    found = list(_open(_write(tmp_path / "log.jsonl", rows)))
+    assert [isinstance(one, Rejected) for one in found] == [flags[0] is None] * 2
+
+
+def test_without_ids_a_flag_that_is_none_is_named(tmp_path: Path) -> None:
+    log = _csv(tmp_path, "observation,action,reward,done\n1.5,0,1,0\n2.5,0,1,2\n3.5,0,1,1\n")
+    (found,) = _open(log)
+    assert isinstance(found, Rejected)
+    assert (found.num_steps, found.findings[0].check) == (3, "not_a_flag")
+
+
 def test_without_ids_or_flags_the_source_is_refused(tmp_path: Path) -> None:
     log = _csv(tmp_path, "observation,action,reward\n0.5,1,1\n")
     with pytest.raises(SourceInvalid, match="episode_id=COLUMN"):

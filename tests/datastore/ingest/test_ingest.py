@@ -24,6 +24,7 @@ from replaylake.datastore.ingest.inspection import Progress
 from replaylake.datastore.ingest.receipt import Counts
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.storage import LocalStorage
 
 _DATA = Path(__file__).parents[3] / "examples" / "data" / "rllib_cartpole"
 _LARGE = _DATA / "cartpole-v1_large"
@@ -386,3 +387,109 @@ def test_another_ingest_of_the_source_at_the_same_time_loses_nothing(
     rows = lake.sql("select count(*) as n, count(distinct (episode_id, step)) as d from log.steps")
     assert rows.to_pylist() == [{"n": 30, "d": 30}]
     assert ingest(lake, [log], "log").steps == Counts(already_present=30)
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_a_second_file_of_the_same_bytes_is_read_and_already_present(
+    lake: Lake, tmp_path: Path, has_ids: bool
+) -> None:
+    text = "observation,action,reward,done\n0.5,0,1,0\n1.5,1,1,1\n2.5,1,1,1\n"
+    for name in ("a.csv", "b.csv"):
+        if has_ids:
+            _csv(tmp_path, _episode("x") + _episode("y", 1), name)
+        else:
+            (tmp_path / name).write_text(text)
+    receipt = ingest(lake, [tmp_path / "a.csv", tmp_path / "b.csv"], "log")
+    assert receipt.episodes == Counts(committed=2, already_present=2)
+    assert receipt.steps == Counts(committed=3, already_present=3)
+    assert (receipt.steps.read, receipt.num_files) == (6, 2)
+    assert any("same bytes as a.csv" in note for note in receipt.notes)
+    again = ingest(lake, [tmp_path / "b.csv", tmp_path / "a.csv"], "log")
+    assert again.steps == Counts(already_present=6)
+
+
+def test_what_is_rejected_is_rejected_in_each_of_two_equal_files(
+    lake: Lake, tmp_path: Path
+) -> None:
+    for name in ("a.csv", "b.csv"):
+        _csv(tmp_path, _episode("x") + "y,0,0.5,1,nan,1\n", name)
+    receipt = ingest(lake, [tmp_path / "a.csv", tmp_path / "b.csv"], "log", on_invalid="reject")
+    assert receipt.episodes == Counts(committed=1, already_present=1, rejected=2)
+    assert [reason.num_episodes for reason in receipt.reasons] == [2]
+
+
+def test_a_log_that_has_grown_is_noted(lake: Lake, tmp_path: Path) -> None:
+    ingest(lake, [_csv(tmp_path, _episode("x"))], "log")
+    receipt = ingest(lake, [_csv(tmp_path, _episode("x") + _episode("y"))], "log")
+    (note,) = [note for note in receipt.notes if "log.csv" in note]
+    assert "since version 1" in note
+    assert "twice" in note
+    assert ingest(lake, [_csv(tmp_path, _episode("z"), "new.csv")], "log").notes == ()
+
+
+def test_a_column_that_differs_by_case_alone_is_refused_before_any_commit(
+    lake: Lake, tmp_path: Path
+) -> None:
+    def write(column: str) -> Path:
+        rows = "".join(f"e{i},0.5,0,1,{i}\n" for i in range(3))
+        log = tmp_path / f"{column}.csv"
+        log.write_text(f"episode_id,observation,action,reward,{column}\n{rows}")
+        return log
+
+    ingest(lake, [write("worker")], "log")
+    with pytest.raises(SchemaMismatch, match=r"(?i)'worker'"):
+        ingest(lake, [write("Worker")], "log", commit_steps=1)
+    assert lake.dataset("log").snapshot().version == 1
+
+
+def test_a_spec_that_no_table_holds_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    lake = Lake(LocalStorage(tmp_path / "lake"))
+    row = {
+        "episode_id": ["e"],
+        "observation": pa.array([2**63], pa.uint64()),
+        "action": [0],
+        "reward": [1.0],
+    }
+    pq.write_table(pa.table(row), tmp_path / "log.parquet")
+    with pytest.raises(SchemaMismatch, match="uint64"):
+        ingest(lake, [tmp_path / "log.parquet"], "log")
+    assert not (tmp_path / "lake").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"env_step": 3_000_000_000}, "env_step"),
+        ({"step": 2**31}, "step"),
+        ({"action_mask": [True, False]}, "action_mask"),
+    ],
+)
+def test_what_the_writer_would_refuse_is_refused_before_anything_is_made(
+    lake: Lake, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    row = {"episode_id": "e", "observation": [0.5], "action": 1, "reward": 1.0, **change}
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps(row) + "\n")
+    with pytest.raises(EpisodeInvalid, match=said):
+        ingest(lake, [log], "log")
+    assert not lake.dataset("log").exists()
+
+
+def test_a_probability_a_little_over_one_is_one(lake: Lake, tmp_path: Path) -> None:
+    """As a softmax in float32 gives it."""
+    text = "episode_id,observation,action,reward,action_logp\ne,0.5,0,1,0.00001\n"
+    (tmp_path / "log.csv").write_text(text)
+    ingest(lake, [tmp_path / "log.csv"], "log")
+    found = lake.sql("select behavior_log_prob as p from log.steps").to_pylist()
+    assert found == [{"p": 0.0}]
+
+
+def test_a_wrong_environment_is_said_by_the_observation(lake: Lake) -> None:
+    spaces = {"observation_space": Box((3,)), "action_space": Discrete(2)}
+    with pytest.raises(EpisodeInvalid) as caught:
+        ingest(lake, [_LARGE], "cartpole", **spaces)
+    message = str(caught.value)
+    assert "observation: found shape [4] a step, expected [3]" in message
+    assert "final_observation" not in message
+    assert "Correct --env or the log" in message
+    assert ".." not in message

@@ -20,9 +20,9 @@ from replaylake.datastore.errors import (
     NotFound,
     StorageFailed,
 )
+from replaylake.datastore.log import commit_log as log_module
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CHECKPOINT_INTERVAL, CommitLog
-from replaylake.datastore.log import commit_log as log_module
 from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.storage import LocalStorage
 from replaylake.datastore.table_schema import new_metadata

@@ -1,29 +1,22 @@
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from replaylake.datastore.errors import CommitConflict, NameRefused, NotFound
+from replaylake.datastore.errors import CommitConflict, NameRefused, NotFound, PackageInvalid
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.log.commit_log import CommitLog
+from replaylake.datastore.policies.manifest import GRAPH, LEARNER, MANIFEST, read_checked
 from replaylake.datastore.policies.registry import PolicyRef, Registry
+from replaylake.datastore.storage import LocalStorage
 
 
 @pytest.fixture
 def registry(lake: Lake) -> Registry:
     return lake.registry
-
-
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    folder = tmp_path / "package"
-    (folder / "weights").mkdir(parents=True)
-    (folder / "manifest.json").write_bytes(b"{}")
-    (folder / "weights" / "learner.safetensors").write_bytes(b"w")
-    return folder
 
 
 def register(registry: Registry, package: Path, name: str = "cql", **lineage: Any) -> PolicyRef:
@@ -35,20 +28,55 @@ def test_every_registration_is_a_new_version(registry: Registry, package: Path) 
     assert [str(ref) for ref in (first, second)] == ["cql:1", "cql:2"]
     assert first.path != second.path
     assert str(register(registry, package, "bc-small")) == "bc-small:1"
-    for ref in (first, second):
-        files = sorted(p.relative_to(ref.path).as_posix() for p in ref.path.rglob("*.*"))
-        assert files == ["manifest.json", "weights/learner.safetensors"]
-    (package / "manifest.json").write_bytes(b"changed")
     for version, ref in ((1, first), (2, second)):
-        manifest = json.loads((ref.path / "manifest.json").read_text())
-        assert manifest == {"name": "cql", "version": version}
+        assert sorted(path.name for path in ref.path.iterdir()) == sorted(
+            [GRAPH, LEARNER, MANIFEST]
+        )
+        body = read_checked(ref.path)[0].body
+        assert (body["name"], body["version"], body["seed"]) == ("cql", version, 7)
+    (package / MANIFEST).write_bytes(b"changed")
+    assert read_checked(first.path)[0].body["name"] == "cql"
 
 
 def test_a_package_that_is_not_there(registry: Registry, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="found no files, expected a policy package"):
+    with pytest.raises(NotFound, match="expected a policy package"):
         register(registry, tmp_path / "nothing")
     with pytest.raises(NotFound):
         registry.resolve("cql")
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "message"),
+    [
+        (MANIFEST, b"{}", "is no manifest of format 1"),
+        (MANIFEST, b"[1]", "is no manifest of format 1"),
+        (MANIFEST, b"{", "is no manifest of format 1"),
+        (GRAPH, b"another", "found sha256 .* the file was altered"),
+        (LEARNER, None, "No such file or directory, expected the file that the manifest lists"),
+    ],
+)
+def test_a_package_that_is_not_whole(
+    lake: Lake, registry: Registry, package: Path, file: str, data: bytes | None, message: str
+) -> None:
+    if data is None:
+        (package / file).unlink()
+    else:
+        (package / file).write_bytes(data)
+    with pytest.raises(PackageInvalid, match=message):
+        register(registry, package)
+    assert registry.list() == []
+    assert not (lake.path / "_lake" / "policies").exists()
+
+
+def test_a_policy_and_its_run_are_one_commit(lake: Lake, registry: Registry, package: Path) -> None:
+    register(registry, package)
+    log = CommitLog(LocalStorage(lake.path), "_lake")
+    before = log.newest().version
+    run = {"kind": "train offline", "started_ms": 5}
+    ref = registry.register("cql", package, run_id="r2", lineage={}, run=run)
+    assert log.newest().version == before + 1
+    made = {"policy": "cql", "policy_version": ref.version}
+    assert registry.runs() == [{"run_id": "r2", **run, **made}]
 
 
 def test_the_forms_of_a_reference(registry: Registry, package: Path) -> None:

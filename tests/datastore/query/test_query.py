@@ -17,7 +17,13 @@ import pytest
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import NotFound, QueryFailed, QueryRefused, SchemaMismatch
+from replaylake.datastore.errors import (
+    NotFound,
+    QueryFailed,
+    QueryRefused,
+    SchemaMismatch,
+    ShardCorrupt,
+)
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.spaces import Box, Dict, Discrete, Text, Tuple
 
@@ -204,9 +210,6 @@ def test_what_is_not_one_select_is_refused(
     [
         ("SELEC 1", "syntax error"),
         ("SELECT x FROM d.steps", "x"),
-        ("SELECT * FROM steps", "steps"),
-        ("SELECT * FROM main.steps", "steps"),
-        ("SELECT * FROM d.nothing", "nothing"),
         ("SELECT * FROM nothing", "nothing"),
         ("SELECT 1 / 'a'", "Conversion Error"),
     ],
@@ -215,6 +218,64 @@ def test_duckdb_s_own_words(lake: Lake, dataset: Dataset, query: str, message: s
     with pytest.raises(QueryFailed, match=message) as caught:
         lake.sql(query)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        (
+            "SELECT * FROM d.step",
+            r"^d\.step: found no such view, expected steps, episodes, transitions, decisions, "
+            r"rewards\.$",
+        ),
+        (
+            "SELECT * FROM steps",
+            r"^steps: .* expected the dataset before it: d\.steps, e\.steps\.$",
+        ),
+        ("SELECT * FROM main.Episodes", r"the dataset before it: d\.episodes"),
+        ("SELECT (SELECT max(reward) FROM rewards)", r"the dataset before it: d\.rewards"),
+        ("SELECT * FROM d", r"^d: .* expected one of its views, such as d\.steps\.$"),
+        ("SELECT * FROM nothing.step", "nothing"),
+    ],
+)
+def test_a_view_that_is_not_there(
+    lake: Lake, dataset: Dataset, make_episode: Make, query: str, message: str
+) -> None:
+    lake.dataset("e").append([make_episode()])
+    error = QueryFailed if "nothing" in query else NotFound
+    with pytest.raises(error, match=message):
+        lake.sql(query)
+
+
+def test_a_view_in_a_lake_without_datasets(lake: Lake) -> None:
+    with pytest.raises(NotFound, match=r"expected <dataset>\.steps, and this lake has no dataset"):
+        lake.sql("SELECT * FROM steps")
+
+
+def test_a_query_may_name_its_own_tables_like_views(lake: Lake, dataset: Dataset) -> None:
+    query = "WITH steps AS (SELECT 1 AS a), d AS (SELECT 2 AS b) SELECT * FROM STEPS, d"
+    assert values(lake.sql(query)) == [(1, 2)]
+    assert lake.sql("SELECT * FROM information_schema.tables").num_rows == 0
+
+
+@pytest.mark.parametrize("view", ["steps", "episodes", "transitions"])
+def test_a_shard_that_is_gone(lake: Lake, dataset: Dataset, view: str) -> None:
+    path = dataset.snapshot().table.paths()[0]
+    path.unlink()
+    advice = f"{path.name}: No such file or directory, expected the shard .*from a copy of the lake"
+    with pytest.raises(ShardCorrupt, match=advice):
+        lake.sql(f"SELECT * FROM d.{view}")
+    with pytest.raises(ShardCorrupt, match=advice):
+        dataset.snapshot().sql(f"SELECT * FROM {view}")
+
+
+def test_columns_that_are_called_as_a_view_s_own_parts(lake: Lake, make_episode: Make) -> None:
+    extras = {"__next_step": [7, 8, 9], "__next_observation": [1, 2, 3]}
+    lake.dataset("d").append([make_episode("e", extras=extras)])
+    rows = lake.sql("SELECT * FROM d.transitions ORDER BY step")
+    assert rows["__next_step"].to_pylist() == [7, 8, 9]
+    assert rows.column_names[-3:] == ["__next_step", "__next_observation", "next_observation"]
+    assert rows["next_observation"].to_pylist() == [[1, -1], [2, -2], [3, -3]]
 
 
 def test_what_is_not_there(lake: Lake, dataset: Dataset) -> None:
@@ -277,11 +338,8 @@ def test_mappings_are_sql(lake: Lake, make_episode: Make) -> None:
 
 
 def test_lake_wide_relations(
-    lake: Lake, dataset: Dataset, make_episode: Make, tmp_path: Path
+    lake: Lake, dataset: Dataset, make_episode: Make, package: Path
 ) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "policy.onnx").write_bytes(b"graph")
     lake.registry.record_run(
         "r1", {"kind": "offline", "status": "done", "started_ms": 1000, "ended_ms": 2000}
     )

@@ -25,6 +25,9 @@ def test_shapes_and_dtypes_stay():
     assert tensors.actions.dtype == torch.int64
     assert tensors.action_masks.dtype == torch.bool
     assert tensors.next_action_masks is None
+    assert tensors.bootstrappable is None
+    flags = to_torch(make_batch(bootstrappable=np.array([True, False]))).bootstrappable
+    assert flags.tolist() == [True, False]
     assert isinstance(tensors.keys, np.ndarray)
     assert len(tensors) == 2
 

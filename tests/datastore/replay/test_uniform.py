@@ -48,6 +48,7 @@ def test_shapes_and_dtypes(view: ReplayView) -> None:
         "behavior_log_probs": ("float32", (7,)),
         "weights": ("float32", (7,)),
         "keys": ("uint64", (7, 2)),
+        "bootstrappable": ("bool", (7,)),
     }
     assert all(value.flags.c_contiguous for value in vars(batch).values() if value is not None)
     assert batch.weights.tolist() == [1.0] * 7

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import EmptyReplay, SchemaMismatch, ShardCorrupt, SpaceUnsupported
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    EmptyReplay,
+    SchemaMismatch,
+    ShardCorrupt,
+    SpaceUnsupported,
+)
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.replay.view import ReplayView, concatenate
 from replaylake.datastore.spaces import Box, Discrete
@@ -66,6 +72,43 @@ def test_an_end_without_its_observation_cannot_be_bootstrapped(
     cloning = view.uniform(64, seed=0, only_bootstrappable=False)
     rewards = {reward for _ in range(5) for reward in cloning.sample().rewards.tolist()}
     assert rewards == {1, 2, 3}
+
+
+def test_a_step_without_a_successor_is_marked(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("cut", 2, truncated=True, final_observation=None)])
+    dataset.append([make_episode("end", 2, terminated=True, final_observation=None)])
+    view = dataset.snapshot().replay()
+    batch = view.uniform(64, seed=0, only_bootstrappable=False).sample()
+    # Of reward 2 there are two steps: the truncated one, and the terminated one of discount 0.
+    found = set(zip(batch.rewards, batch.discounts > 0, batch.bootstrappable, strict=True))
+    assert found == {(1, True, True), (2, True, False), (2, False, True)}
+    assert view.uniform(64, seed=0).sample().bootstrappable.all()
+
+
+def test_the_mask_after_a_piece_is_the_next_piece_s_first(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.create(Box((2,)), Discrete(2), mask_size=2)
+    masks = np.array([[True, True], [True, True], [True, False], [False, True]])
+    dataset.append([make_episode("e", 2, first_step=2, terminated=True, action_masks=masks[2:])])
+    dataset.append([make_episode("e", 2, action_masks=masks[:2])])
+    # Nothing follows a gap, an end, or another agent's piece.
+    dataset.append([make_episode("gap", 2, action_masks=masks[:2])])
+    dataset.append([make_episode("gap", 1, first_step=4, action_masks=masks[2:3])])
+    batch = dataset.snapshot().replay("episode_id = 'e'").uniform(64, seed=0).sample()
+    after = {r: m for r, m in zip(batch.rewards, batch.next_action_masks.tolist(), strict=True)}
+    assert after == {1: [True, True], 2: [True, False], 3: [False, True], 4: [True, True]}
+    batch = dataset.snapshot().replay("episode_id = 'gap'").uniform(64, seed=0).sample()
+    assert batch.next_action_masks.all()
+
+
+def test_a_dataset_named_twice(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("a")])
+    dataset.append([make_episode("b")])
+    views = [dataset.snapshot(version).replay() for version in (1, 2)]
+    with pytest.raises(ConfigInvalid, match="replay of d, d: found d twice, expected each dataset"):
+        concatenate(views)
 
 
 def test_nothing_to_bootstrap(lake: Lake, make_episode: Make) -> None:
@@ -220,10 +263,22 @@ def test_views_of_other_spaces_do_not_join(
     lake.dataset("two").append([make_episode(**other)])
     one, two = (lake.dataset(name).snapshot().replay() for name in ("one", "two"))
     if "actions" in other:
-        with pytest.raises(SchemaMismatch, match="datasets one@1 and two@1: their spaces differ"):
+        with pytest.raises(SchemaMismatch, match="datasets one@1 and two@1: the action space is"):
             concatenate([one, two])
     else:
         assert concatenate([one, two]).num_steps == 6, "both are decoded to float32"
+
+
+@pytest.mark.parametrize(
+    ("reward", "advice"),
+    [("1 / 0", "nullif"), ("-1 / 0", "nullif"), ("NULL", "coalesce"), ("'nan'", "coalesce")],
+)
+def test_a_reward_that_is_not_finite_is_refused_with_what_helps(
+    lake: Lake, make_episode: Make, reward: str, advice: str
+) -> None:
+    lake.dataset("one").append([make_episode()])
+    with pytest.raises(SchemaMismatch, match=advice):
+        lake.dataset("one").snapshot().replay(reward=f"({reward})::DOUBLE")
 
 
 @settings(

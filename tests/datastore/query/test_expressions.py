@@ -1,0 +1,71 @@
+"""Expressions: spelt one way, and refused where they could select other rows tomorrow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import QueryFailed, QueryRefused
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.query.expressions import (
+    canonical_expression,
+    evaluated_rewards,
+    selected_episodes,
+)
+from replaylake.datastore.table import TableSnapshot
+
+
+@pytest.fixture
+def snapshot(lake: Lake, make_episode: Callable[..., Episode]) -> TableSnapshot:
+    """Rewards 1, 2, 3 in episode `long`, and 1 in `short`."""
+    episodes = [make_episode("long", 3, terminated=True), make_episode("short", 1)]
+    lake.dataset("d").append(episodes)
+    return lake.dataset("d").snapshot().table
+
+
+def test_one_spelling() -> None:
+    spelt = canonical_expression("num_steps>=3 and  terminated -- of them")
+    assert spelt == canonical_expression("((num_steps >= 3) AND (terminated))")
+    assert canonical_expression(spelt) == spelt
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["random() > 0.5", "started_at > now()", "started_at > CURRENT_DATE", "age(started_at) > x"],
+)
+def test_what_changes_between_runs(expression: str) -> None:
+    with pytest.raises(QueryRefused, match="whose value changes between runs"):
+        canonical_expression(expression)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("", "found an empty one"),
+        ("exists(select 1)", "found a subquery"),
+        ("lead(reward) over () > 1", "found a window function"),
+        ("true) UNION (SELECT 1", "more than an expression"),
+        ("true); SELECT (1", "SELECT, SELECT, expected one"),
+    ],
+)
+def test_what_is_more_than_an_expression(expression: str, message: str) -> None:
+    with pytest.raises((QueryRefused, QueryFailed), match=message):
+        canonical_expression(expression)
+
+
+def test_a_condition_selects_episodes(snapshot: TableSnapshot) -> None:
+    rows = selected_episodes(snapshot, 'terminated AND "return" = 6').to_pylist()
+    assert rows == [{"episode_id": "long", "agent_id": ""}]
+    with pytest.raises(QueryFailed, match="nonsense"):
+        selected_episodes(snapshot, "nonsense > 1")
+    with pytest.raises(QueryFailed, match="disabled"):
+        selected_episodes(snapshot, "num_steps > (SELECT count(*) FROM read_text('/etc/hostname'))")
+
+
+def test_a_reward_is_one_number_a_step(snapshot: TableSnapshot) -> None:
+    rewards = evaluated_rewards(snapshot, "10 * reward - step")
+    assert rewards["reward"].to_pylist() == [10, 19, 28, 10]
+    with pytest.raises(QueryRefused, match="found 1 values for 4 steps, expected one a step"):
+        evaluated_rewards(snapshot, "sum(reward)")
