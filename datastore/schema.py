@@ -156,7 +156,7 @@ def check_names(extras: Iterable[str]) -> None:
 
 
 def arrow_type(space: Space) -> pa.DataType:
-    """Return the column type of a space's values, as HOUSE section 4 has it.
+    """Return the column type of a space's values, as ARCHITECTURE.md's data model has it.
 
     Raises: SchemaMismatch for a uint64 Box, which no Delta type holds.
     """

@@ -17,7 +17,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage import Storage
 
 FOLDER: Final = "shards"
-# DuckDB parallelises over row groups, and a reader's memory grows with them (HOUSE section 5).
+# DuckDB parallelises over row groups, and a reader's memory grows with them.
 _ROW_GROUP_ROWS: Final = 131_072
 
 

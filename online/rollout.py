@@ -28,7 +28,7 @@ from replaylake.online.ray_workers import RayWorkers, import_ray
 from replaylake.online.shipment import LocalWorkers, Order, Shipment
 from replaylake.online.worker import RANDOM, ActingPolicy, RolloutConfig, RolloutWorker
 
-# HOUSE section 5: workers' shards are committed in groups, ten times a second at most.
+# Workers' shards are committed in groups, ten times a second at most.
 _GROUP_INTERVAL_S: Final = 0.1
 
 

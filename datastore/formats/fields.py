@@ -11,7 +11,7 @@ from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
 from replaylake.datastore.names import is_column_name
 from replaylake.datastore.schema import STANDARD_COLUMNS
 
-# Minari, RLlib, d3rlpy, D4RL, LeRobot and ReAgent call them so (HOUSE section 4).
+# Minari, RLlib, d3rlpy, D4RL, LeRobot and ReAgent call them so.
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "observation": ("observation", "observations", "obs"),
     "action": ("action", "actions"),
@@ -169,7 +169,7 @@ def _extras(
 
 
 def column_name(name: str, position: int) -> str:
-    """Return the nearest name that a further column may have (HOUSE section 4)."""
+    """Return the nearest name that a further column may have."""
     if not name:
         return f"column_{position}"
     # A leading digit is kept behind an underscore: with it replaced, `0` and `1` would collide.

@@ -39,7 +39,7 @@ FROM {{steps}}
 GROUP BY {schema.EPISODE_ID}, {schema.AGENT_ID}
 """
 
-# The next_observation rule of HOUSE section 4: the following row counts only if it is the next
+# The rule of ARCHITECTURE.md's data model: the following row counts only if it is the next
 # step of the same episode and agent, and this row has not ended.
 # The names with spaces are of no dataset's columns.
 _TRANSITIONS: Final = f"""
