@@ -236,5 +236,5 @@ def _children():
     while grown := {pid for pid, (parent, *_) in parents.items() if parent in family} - family:
         family |= grown
     others = [parents[pid] for pid in family - {os.getpid()}]
-    # Python's own, which an earlier test of this process may have started; it lives as long as we do.
+    # Python's own tracker may be an earlier test's; it lives as long as this process.
     return [line for _, state, line in others if state != "Z" and "resource_tracker" not in line]
