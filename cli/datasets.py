@@ -81,6 +81,8 @@ def _shown(body: Mapping[str, Any]) -> Iterator[str]:
             f"  ends         {body['num_terminated']:,} terminated, {body['num_truncated']:,} "
             f"truncated, {body['num_incomplete']:,} open"
         )
+        steps = count(body["num_steps"], "step")
+        yield f"  log-probs    known for {body['num_log_probs']:,} of {steps}"
     yield f"  observation  {body['observation_space']}"
     yield f"  action       {body['action_space']}"
     width = max(len(column) for column in body["columns"])

@@ -70,14 +70,15 @@ class Snapshot:
             return query.execute(connection, text, parameters)
 
     def describe(self) -> dict[str, Any]:
-        """Return the counts, returns and spaces of this version. Cost: one scan of four columns."""
+        """Return the counts, returns and spaces of this version. Cost: one scan of five columns."""
         row = self.sql(
             'SELECT count(*) AS num_episodes, avg("return") AS mean_return, '
             'min("return") AS min_return, max("return") AS max_return, '
             "avg(num_steps) AS mean_num_steps, "
             "count(*) FILTER (terminated) AS num_terminated, "
             "count(*) FILTER (truncated AND NOT terminated) AS num_truncated, "
-            "count(*) FILTER (NOT complete) AS num_incomplete FROM episodes"
+            "count(*) FILTER (NOT complete) AS num_incomplete, "
+            "(SELECT count(behavior_log_prob) FROM steps) AS num_log_probs FROM episodes"
         ).to_pylist()[0]
         return {
             "dataset": self.dataset,
