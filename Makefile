@@ -26,13 +26,12 @@ WORKERS ?= 2
 demo: .venv/.installed
 	@$(PY) examples/demo.py
 
-# One torch thread per worker in the parallel part: more would only contend. The slow tests run alone.
-# pytest exits 5 where nothing is marked slow.
+# One torch thread per worker: more would only contend. pytest exits 5 where nothing is marked slow.
 test: .venv/.installed
 	@echo "tests: fast, $(WORKERS) at a time"
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
-	@echo "tests: slow, one at a time"
-	@$(PY) -m pytest -q -m "slow and not gpu" || [ $$? -eq 5 ]
+	@echo "tests: slow, $(WORKERS) at a time"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "slow and not gpu" || [ $$? -eq 5 ]
 
 check: .venv/.installed
 	@echo "ruff format --check"
