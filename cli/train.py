@@ -28,7 +28,7 @@ def offline(
     datasets: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME[@VERSION]", show_default=False, help="Datasets of one schema."
+            metavar="NAME[@VERSION]", show_default=False, help="Datasets of the same spaces."
         ),
     ],
     policy: Annotated[

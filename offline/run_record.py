@@ -29,13 +29,16 @@ def recorded_run(
         "num_episodes": view.num_episodes,
         **{key: manifest[key] for key in ("algorithm", "seed", "config", "datasets")},
     }
-    registry.record_run(manifest["run_id"], record)
+    running = dict(record)
+    registry.record_run(manifest["run_id"], running)
     try:
         yield record
     except BaseException as error:
         ended = {"status": "failed", "ended_ms": round(time.time() * 1000)}
         reason = {"error": f"{type(error).__name__}: {error}"}
-        # What ended the run says more than that the record of it could not be written.
+        # What ended the run says more than that the record of it could not be written. Only a run
+        # that still runs can fail: its policy and `done` may have been committed just before.
         with suppress(ReplayLakeError):
-            registry.record_run(manifest["run_id"], {**record, **ended, **reason})
+            failed = {**running, **ended, **reason}
+            registry.record_run(manifest["run_id"], failed, replaces=running)
         raise

@@ -69,7 +69,8 @@ def run_updates(
         if on_progress is not None and is_due:
             reported = now
             on_progress(Progress(update, updates, _read(metrics), update / (now - began)))
-    means = {name: total / averaged.num for name, total in _read(averaged.totals).items()}
+    # Some algorithms report a metric only in some updates, as TD3 its delayed actor's.
+    means = {name: total / averaged.counts[name] for name, total in _read(averaged.totals).items()}
     return means, updates / (time.perf_counter() - began)
 
 
@@ -79,11 +80,13 @@ class _Sums:
     def __init__(self) -> None:
         self.num = 0
         self.totals: dict[str, Any] = {}
+        self.counts: dict[str, int] = {}
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         self.num += 1
         for name, value in metrics.items():
             self.totals[name] = self.totals[name] + value if name in self.totals else value
+            self.counts[name] = self.counts.get(name, 0) + 1
 
 
 def _read(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:

@@ -29,16 +29,15 @@ def notes_of_grown(source: Source, history: Sequence[Mapping[str, Any]]) -> list
     nothing but the source's content tells one ingest from another (docs/LOG.md).
     """
     names = {file.name for file in source.files}
-    notes = []
-    for commit in history:
+    for commit in reversed(history):
         shared = sorted(names.intersection(commit.get("source_names", ())))
         if shared and commit.get("producer") != producer_of(source):
-            notes.append(
+            return [
                 f"{', '.join(shared[:5])}: the dataset has another content of that name since "
                 f"version {commit['version']}; if the file has grown, its earlier episodes are now "
                 "there twice: ingest only what is new, or all into a new dataset"
-            )
-    return notes
+            ]
+    return []
 
 
 def refuse_overlap(source: Source, history: Sequence[Mapping[str, Any]], dataset: str) -> None:

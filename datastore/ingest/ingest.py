@@ -99,6 +99,7 @@ def ingest(
     num_episodes += sum(inspected.num_episodes for inspected in again)
     num_steps += sum(inspected.num_steps for inspected in again)
     tally = inspection.tally
+    grown = [] if job.version is None else notes_of_grown(source, history)
     return Receipt(
         dataset=dataset,
         version=job.version,
@@ -112,7 +113,7 @@ def ingest(
         num_bytes=job.num_bytes,
         reasons=tally.reasons(),
         rejected=tuple(tally.shown),
-        notes=(*source.notes, *reading.notes, *notes_of_grown(source, history), *job.notes),
+        notes=(*source.notes, *reading.notes, *grown, *job.notes),
         renames=dict(reading.renames),
     )
 

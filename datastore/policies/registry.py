@@ -106,7 +106,10 @@ class Registry:
 
         def build(state: LogState) -> Intent:
             nonlocal version
-            version = max(_versions(state, name), default=0) + 1
+            versions = _versions(state, name)
+            # After a lost reply this is called again, with the version committed already.
+            mine = [known for known, entry in versions.items() if entry["path"] == folder]
+            version = mine[0] if mine else max(versions, default=0) + 1
             key = f"policy/{name}/{version}"
             entries: dict[str, str | None] = {key: json.dumps(body)}
             if run is not None:
@@ -201,11 +204,20 @@ class Registry:
         self._log.commit(build)
         return previous
 
-    def record_run(self, run_id: str, body: Mapping[str, Any]) -> None:
-        """Write or replace a run's record. Raises: StorageFailed."""
-        entries = {_run_key(run_id): _run_text(run_id, body)}
+    def record_run(
+        self, run_id: str, body: Mapping[str, Any], *, replaces: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write or replace a run's record; with `replaces`, only if that is the record now.
+
+        Raises: StorageFailed, CommitConflict.
+        """
+        key = _run_key(run_id)
+        entries = {key: _run_text(run_id, body)}
+        expected = {} if replaces is None else {key: _run_text(run_id, replaces)}
         producer = f"run/{new_ulid()}"
-        self._log.commit(lambda state: Intent(producer, 0, "RECORD RUN", entries=entries))
+        self._log.commit(
+            lambda state: Intent(producer, 0, "RECORD RUN", entries=entries, expected=expected)
+        )
 
     def runs(self) -> _Rows:
         """Return every run's record, oldest first."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from replaylake.datastore import schema
@@ -26,7 +25,7 @@ from replaylake.datastore.replay.packing import (
     selection_hash,
 )
 from replaylake.datastore.replay.uniform import UniformSampler
-from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.schema import REWARD, DatasetSpec
 from replaylake.datastore.table import TableSnapshot
 
 
@@ -47,7 +46,7 @@ class Selection:
 
 
 class ReplayView:
-    """Packed runs of one or several snapshots of one schema."""
+    """Packed runs of one or several snapshots of the same spaces."""
 
     def __init__(
         self, spec: DatasetSpec, packed: Packed, selections: tuple[Selection, ...]
@@ -121,7 +120,7 @@ def open_view(
     where = None if where is None else canonical_expression(where)
     reward = None if reward is None else canonical_expression(reward)
     selected = None if where is None else selected_episodes(snapshot, where)
-    rewards = None if reward is None else _finite(evaluated_rewards(snapshot, reward), reward)
+    rewards = None if reward is None else evaluated_rewards(snapshot, reward)
     packed = pack(snapshot, spec, selected=selected, rewards=rewards, on_progress=on_progress)
     if not len(packed.steps):
         raise EmptyReplay(
@@ -129,6 +128,8 @@ def open_view(
             f"{f' where {where}' if where else ''}, expected at least one. "
             f"Look at what there is: replaylake sql 'select * from {dataset}.episodes limit 10'."
         )
+    if reward is not None:
+        _check_finite(packed, reward)
     keys = packed.records[KEY][packed.steps]
     selection = Selection(
         dataset=dataset,
@@ -190,17 +191,14 @@ def _with_mask(records: NDArray[np.void], spec: DatasetSpec) -> NDArray[np.void]
     return filled
 
 
-def _finite(rewards: pa.Table, expression: str) -> pa.Table:
-    """Refuse NULL, NaN and infinities from a reward expression."""
-    column = rewards["reward"].to_numpy(zero_copy_only=False).astype(np.float64)
-    if not np.isfinite(column).all():
-        row = int(np.argwhere(~np.isfinite(column))[0][0])
+def _check_finite(packed: Packed, expression: str) -> None:
+    """Refuse NULL, NaN and infinities that a reward expression gave in the selected steps."""
+    rewards = packed.records[REWARD][packed.steps]
+    if not np.isfinite(rewards).all():
+        found = "infinity" if np.isinf(rewards).any() else "NULL or NaN"
+        num = int((~np.isfinite(rewards)).sum())
         raise SchemaMismatch(
-            f"reward {expression}: found {column[row]} in row {row}, expected finite numbers. "
-            + (
-                "Bound it, as in least(..., 1e6), or leave out what it divides by: nullif(..., 0)."
-                if np.isinf(column[row])
-                else "Wrap it in coalesce(...)."
-            )
+            f"reward {expression}: found {found} in {num} of {len(rewards)} selected steps, "
+            "expected finite numbers. Say what they count as, as in coalesce(x / nullif(y, 0), 0), "
+            "or leave their episodes out with --where."
         )
-    return rewards

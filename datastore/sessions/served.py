@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from replaylake.datastore.schema import (
     POLICY,
     POLICY_VERSION,
     REWARD,
+    STEP,
     TERMINATED,
     TIMESTAMP,
     TRUNCATED,
@@ -32,6 +33,9 @@ from replaylake.datastore.sessions.segments import first_pending
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Array, take
 from replaylake.datastore.table import Table
+
+# Far longer than a decision takes from its timestamp to its journal.
+_IN_FLIGHT_US: Final = 100_000
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Piece:
 class Logged:
     """What was served, at pinned versions.
 
-    written maps a decision to the outcome its step has. All decisions before horizon (us) are here.
+    written maps a decision to the outcome its step has, and steps to the step's number. All
+    decisions before horizon (us) are here.
     """
 
     decisions: pa.Table
@@ -78,6 +83,7 @@ class Logged:
     num_rewards: int
     final_observations: pa.ChunkedArray
     written: Mapping[str, tuple[float, bool, bool]]
+    steps: Mapping[str, int]
     horizon: int
 
 
@@ -87,25 +93,29 @@ def read_logged(dataset: Dataset, snapshot: Snapshot, now: int) -> Logged:
     `now` (us) is the time, taken before. An episode whose last decision is at or after the horizon
     may have an earlier one that is not in the tables read: written without it, it would have a
     false successor, and that one's step number twice when it comes. What is in a journal yet is no
-    older than its first record, and what gets into one after we looked is newer than `now`.
+    older than its first record; what gets into one after we looked was decided after `now`, but for
+    the moment between taking its time and writing it.
     """
-    horizon = min([now, *first_pending(dataset.decisions, TIMESTAMP)])
+    horizon = min([now - _IN_FLIGHT_US, *first_pending(dataset.decisions, TIMESTAMP)])
     rewards = dataset.rewards.snapshot().read()
     narrow = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP]
     decisions = dataset.decisions.snapshot().read(narrow).sort_by(DECISION_ID)
     written: dict[str, tuple[float, bool, bool]] = {}
+    steps: dict[str, int] = {}
     if DECISION_ID in snapshot.spec.extras:
         columns = [DECISION_ID, REWARD, TERMINATED, TRUNCATED]
-        for batch in snapshot.table.batches(columns):
+        for batch in snapshot.table.batches([*columns, STEP]):
             served = batch.filter(pc.is_valid(batch.column(DECISION_ID)))
             ids, *outcomes = (served.column(name).to_pylist() for name in columns)
             written.update(zip(ids, zip(*outcomes, strict=True), strict=True))
+            steps.update(zip(ids, served.column(STEP).to_pylist(), strict=True))
     return Logged(
         decisions=decisions,
         rewards=_last_rewards(rewards),
         num_rewards=rewards.num_rows,
         final_observations=rewards.column(FINAL_OBSERVATION),
         written=written,
+        steps=steps,
         horizon=horizon,
     )
 

@@ -169,6 +169,11 @@ def _pieces(
     answered = {request for key, request, _ in rows if request is not None and key in rewards}
     # A client that got no answer (the server was killed) asks again under the same request_id.
     kept = [row for row in rows if row[0] in rewards or row[1] not in answered]
+    steps = {row[0]: step for step, row in enumerate(kept)}
+    if any(steps.get(row[0]) != logged.steps.get(row[0], steps.get(row[0])) for row in rows):
+        # An earlier run counted a decision that was asked again since: its place stays a gap, for
+        # steps that are written keep their numbers.
+        kept = rows
     counts.repeated += len(rows) - len(kept)
     ids = [row[0] for row in kept]
     open_ids = [key for key in ids if key not in written]
@@ -188,7 +193,7 @@ def _pieces(
             continue
         if i > begin:
             next_id = ids[i] if i < len(ids) else None
-            yield Piece(f"served/{ids[0]}", source, begin, ids[begin:i], next_id)
+            yield Piece(f"served/{rows[0][0]}", source, begin, ids[begin:i], next_id)
         begin = i + 1
 
 

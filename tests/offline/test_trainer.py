@@ -53,6 +53,17 @@ def test_the_metrics_are_the_mean_of_the_last_tenth(sampler):
         assert rate > 0
 
 
+def test_a_metric_of_every_second_update_is_averaged_over_those(sampler):
+    class Delayed(Counting):
+        def update(self, batch):
+            loss = super().update(batch).metrics["loss"]
+            return Update({"loss": loss, **({"actor_loss": loss} if self._num % 2 == 0 else {})})
+
+    means, _ = run_updates(Delayed(), sampler, 100)
+    # Updates 92, 94, ... 100.
+    assert means == {"loss": 95.5, "actor_loss": 96.0}
+
+
 def test_lazy_metrics_are_read_only_when_they_are_checked(sampler):
     Lazy.reads = 0
     run_updates(Counting(), sampler, 120, check_updates=50)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import hypothesis
 import numpy as np
@@ -388,7 +389,7 @@ def test_one_episode_and_request_of_a_batch_name_each_row(logged):
     ending = {"decision_id": again[-1], "reward": 3, "terminated": True}
     assert logged.post("/feedback", json=ending).status_code == 200
     logged.log.rewards.flush()
-    receipt = sessionise(logged.lake, "d")
+    receipt = sessionise(logged.lake, "d", now_s=time.time() + 1)
     assert (receipt.steps, receipt.repeated) == (3, 3)
     steps = logged.lake.sql("select decision_id, reward from d.steps order by step").to_pylist()
     assert [(row["decision_id"], row["reward"]) for row in steps] == [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,33 @@ def test_registrations_at_the_same_moment_lose_nothing(lake: Lake, package: Path
         thread.join()
     assert sorted(found) == list(range(1, 21))
     assert len({row["path"] for row in lake.registry.list()}) == 20
+
+
+def test_a_registration_whose_reply_was_lost_keeps_its_version(
+    registry: Registry, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(registry, package)
+    put_new, lost = LocalStorage.put_new, []
+
+    def lose_a_reply(self: LocalStorage, path: str, data: bytes) -> bool:
+        done = put_new(self, path, data)
+        if done and not lost:
+            lost.append(path)
+            return False
+        return done
+
+    monkeypatch.setattr(LocalStorage, "put_new", lose_a_reply)
+    ref = register(registry, package)
+    assert lost
+    assert str(ref) == "cql:2"
+    assert [row["version"] for row in registry.list()] == [1, 2]
+    assert json.loads((ref.path / "manifest.json").read_text())["version"] == 2
+
+
+def test_a_run_that_is_done_does_not_fail_any_more(registry: Registry) -> None:
+    registry.record_run("r9", {"status": "running"})
+    registry.record_run("r9", {"status": "done"}, replaces={"status": "running"})
+    with pytest.raises(CommitConflict):
+        registry.record_run("r9", {"status": "failed"}, replaces={"status": "running"})
+    (run,) = registry.runs()
+    assert run["status"] == "done"

@@ -204,6 +204,20 @@ def test_a_request_sent_again_counts_once(log):
     assert [row["decision_id"] for row in log.steps()] == [again, last]
 
 
+def test_a_request_sent_again_after_its_window_moves_no_step(log):
+    first, gap = log.decision(0, 0), log.decision(1, 1, request="q")
+    third = log.decision(2, 2)
+    log.reward(first, 1.0)
+    log.reward(third, 3.0)
+    assert log.run(HOUR_S + 10).steps == 2
+    again = log.decision(HOUR_S + 20, 3, request="q")
+    log.reward(again, 4.0, second=HOUR_S + 21, terminated=True)
+    log.run(2 * HOUR_S + 30)
+    rows = [(row["decision_id"], row["step"]) for row in log.steps()]
+    assert rows == [(first, 0), (third, 2), (again, 3)]
+    assert gap not in dict(rows)
+
+
 def test_orphaned_rewards_are_counted(log):
     (stranger,) = log.signer.issue("bc", 4, int(NOW_S * 1e6))
     log.reward(stranger, 1.0)
