@@ -40,22 +40,39 @@ def notes_of_grown(source: Source, history: Sequence[Mapping[str, Any]]) -> list
     return []
 
 
-def refuse_overlap(source: Source, history: Sequence[Mapping[str, Any]], dataset: str) -> None:
-    """Refuse files that another ingest brought in: their episodes would be there twice.
+def part_of(
+    source: Source, history: Sequence[Mapping[str, Any]], dataset: str
+) -> Mapping[str, Any] | None:
+    """Return the commit of another ingest that brought in all these files, or None if none did.
 
-    Raises: SourceInvalid naming them.
+    Raises: SourceInvalid naming them if it brought in only some: their episodes would be there
+    twice.
     """
     names = {file.sha256[:DIGITS]: file.name for file in source.files}
     for commit in history:
         if commit.get("producer") == producer_of(source):
             continue
         known = [names[d] for d in commit.get("source_files", ()) if d in names]
+        new = [name for name in names.values() if name not in known]
+        if known and not new:
+            return _checked_whole(commit, history, dataset)
         if known:
-            new = [name for name in names.values() if name not in known]
-            only = f"Ingest only the new ones ({', '.join(new[:5])})"
-            advice = only if new else "Leave them out"
             raise SourceInvalid(
                 f"{known[0]}: {len(known)} of {len(names)} files are in dataset {dataset!r} "
                 f"already, from another ingest (version {commit['version']}), and would be there "
-                f"twice. {advice}, or ingest all into a new dataset."
+                f"twice. Ingest only the new ones ({', '.join(new[:5])}), or ingest all into a new "
+                "dataset."
             )
+    return None
+
+
+def _checked_whole(
+    commit: Mapping[str, Any], history: Sequence[Mapping[str, Any]], dataset: str
+) -> Mapping[str, Any]:
+    last = [other for other in history if other.get("producer") == commit["producer"]][-1]
+    if not is_complete(last):
+        raise SourceInvalid(
+            f"these files are part of an ingest into {dataset!r} that was cut short (version "
+            f"{last['version']}), expected it whole. Run that ingest again with all its files."
+        )
+    return last

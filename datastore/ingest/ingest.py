@@ -23,8 +23,8 @@ from replaylake.datastore.ingest.earlier import (
     DIGITS,
     is_complete,
     notes_of_grown,
+    part_of,
     producer_of,
-    refuse_overlap,
 )
 from replaylake.datastore.ingest.inspection import ABORT, REJECT, Inspection, OnProgress, Progress
 from replaylake.datastore.ingest.receipt import Counts, Receipt
@@ -75,7 +75,7 @@ def ingest(
     handle = lake.dataset(dataset)
     source = find_source(sources)
     history = handle.history() if handle.exists() else []
-    refuse_overlap(source, history, dataset)
+    whole = part_of(source, history, dataset)
     options = ReadOptions(dict(mapping or {}), time_limit)
     known = find_format(format, source.files)
     reading = known.read(source.files, options)
@@ -94,7 +94,11 @@ def ingest(
         inspection.tally.join(inspected.tally)
     job = _Job(handle, source, known.name, options, commit_steps, on_progress)
     lake.registry.create()  # the handle may be of a lake not made yet: a refused source makes none
-    job.run(inspection)
+    if whole is None:
+        job.run(inspection)
+    else:
+        job.already_present = (inspection.num_episodes, inspection.num_steps)
+        job.notes.append(f"nothing to add: version {whole['version']} has these files, with others")
     num_episodes, num_steps = job.already_present
     num_episodes += sum(inspected.num_episodes for inspected in again)
     num_steps += sum(inspected.num_steps for inspected in again)

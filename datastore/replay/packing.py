@@ -2,7 +2,8 @@
 
 A run is a maximal stretch of consecutive steps of one episode and agent. It takes T + 1 records:
 the last one holds only the observation after the run, so the successor of record i is i + 1, and a
-batch is two gathers of whole records (13 us against 24 for one array a field, 2 cores, 2026-11).
+batch is two gathers of whole records (for B = 256, 13 us against 24 with
+one array a field; 2 cores, 2026-11).
 """
 
 from __future__ import annotations

@@ -493,3 +493,19 @@ def test_a_wrong_environment_is_said_by_the_observation(lake: Lake) -> None:
     assert "final_observation" not in message
     assert "Correct --env or the log" in message
     assert ".." not in message
+
+
+def test_a_part_of_what_is_there_adds_nothing(tmp_path):
+    lake = open_lake(tmp_path / "lake", create=True)
+    header = "episode_id,step,obs,action,reward,terminated\n"
+    for name in ("a", "b", "c"):
+        rows = f"{name},0,0.5,0,1.0,false\n{name},1,0.75,1,1.0,true\n"
+        (tmp_path / f"{name}.csv").write_text(header + rows)
+    ingest(lake, [tmp_path / "a.csv", tmp_path / "b.csv"], "d")
+    receipt = ingest(lake, [tmp_path / "b.csv"], "d").to_json()
+    assert receipt["version"] is None
+    assert receipt["episodes"] == {"read": 1, "committed": 0, "rejected": 0, "already_present": 1}
+    assert receipt["steps"]["already_present"] == receipt["steps"]["read"] == 2
+    with pytest.raises(SourceInvalid, match=r"Ingest only the new ones \(c.csv\)"):
+        ingest(lake, [tmp_path / "b.csv", tmp_path / "c.csv"], "d")
+    assert lake.dataset("d").snapshot().num_steps == 4
