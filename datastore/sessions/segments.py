@@ -142,6 +142,11 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
     return Recovered(1, sum(part.num_rows for part in tables), num_torn, len(faults))
 
 
+def has_live_worker(table: Table) -> bool:
+    """Whether a journal is open: a live worker always has a segment, if only an empty one."""
+    return any(True for _ in _segments(journal_folder(table)))
+
+
 def first_pending(table: Table, field: str) -> list[int]:
     """Return an integer field of each uncommitted segment's first record, live workers' too."""
     firsts: list[int] = []

@@ -29,7 +29,7 @@ from replaylake.datastore.schema import (
     to_numpy,
 )
 from replaylake.datastore.sessions.decisions import DECISION_ID, LOG_PROB, REQUEST_ID
-from replaylake.datastore.sessions.segments import first_pending
+from replaylake.datastore.sessions.segments import first_pending, has_live_worker
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Array, take
 from replaylake.datastore.table import Table
@@ -94,9 +94,10 @@ def read_logged(dataset: Dataset, snapshot: Snapshot, now: int) -> Logged:
     may have an earlier one that is not in the tables read: written without it, it would have a
     false successor, and that one's step number twice when it comes. What is in a journal yet is no
     older than its first record; what gets into one after we looked was decided after `now`, but for
-    the moment between taking its time and writing it.
+    the moment between taking its time and writing it, which a live worker may be in.
     """
-    horizon = min([now - _IN_FLIGHT_US, *first_pending(dataset.decisions, TIMESTAMP)])
+    looked = now - _IN_FLIGHT_US if has_live_worker(dataset.decisions) else now
+    horizon = min([looked, *first_pending(dataset.decisions, TIMESTAMP)])
     rewards = dataset.rewards.snapshot().read()
     narrow = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP]
     decisions = dataset.decisions.snapshot().read(narrow).sort_by(DECISION_ID)
