@@ -52,7 +52,7 @@ class TrainConfig:
     discount: float = 0.99
     device: str = "cpu"
     # More than one pays on networks wider than 256 and an idle machine; beside other work threads
-    # wait for each other: BC at 256x256 made 455 updates/s with one and 37 with two on 2 busy cores
+    # wait for each other: BC at 256x256 made 382 updates/s with one and 37 with two on 2 busy cores
     # (2026-11).
     threads: int = 1
     # Episodes of the closing evaluation, where an environment is named.
