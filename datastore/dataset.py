@@ -68,7 +68,7 @@ class Dataset:
     def __init__(self, storage: Storage, name: str) -> None:
         self.name = check_dataset_name(name)
         self._storage = storage
-        self._table = Table(storage, name)
+        self.table = Table(storage, name)  # what maintenance works on
         self._decisions = Table(storage, f"{name}/_decisions")
         self._rewards = Table(storage, f"{name}/_rewards")
 
@@ -94,7 +94,7 @@ class Dataset:
 
     def exists(self) -> bool:
         """Whether the dataset has been created."""
-        return self._table.exists()
+        return self.table.exists()
 
     def create(
         self,
@@ -107,7 +107,7 @@ class Dataset:
         """Fix the spaces and commit version 0. Raises: AlreadyExists, SchemaMismatch."""
         kept = {name: widened_type(kind, name) for name, kind in (extras or {}).items()}
         spec = DatasetSpec(observation_space, action_space, mask_size, kept)
-        self._table.create(arrow_schema(spec), spec.configuration())
+        self.table.create(arrow_schema(spec), spec.configuration())
 
     def append(
         self,
@@ -138,12 +138,12 @@ class Dataset:
         producer, sequence = producer or f"append/{new_ulid()}", sequence or 0
         if (version := self.committed(producer, sequence)) is not None:
             return Commit(version, True, 0, 0, 0, 0)
-        is_new = not self._table.exists()
+        is_new = not self.table.exists()
         known = (spec or infer_spec(episodes)) if is_new else self.spec
         rows = self._rows(episodes, known)
         if is_new:
             rows = self._created(known, rows, episodes)
-        done = self._table.append(
+        done = self.table.append(
             rows,
             producer=producer,
             sequence=sequence,
@@ -161,7 +161,7 @@ class Dataset:
         Rollout workers write; their run's one committer commits. Raises: as append; NotFound if
         the dataset does not exist.
         """
-        return WrittenEpisodes(len(episodes), self._table.write(self._rows(episodes, self.spec)))
+        return WrittenEpisodes(len(episodes), self.table.write(self._rows(episodes, self.spec)))
 
     def commit(
         self,
@@ -177,7 +177,7 @@ class Dataset:
         """
         num_episodes = sum(part.num_episodes for part in written)
         num_steps = sum(part.num_steps for part in written)
-        done = self._table.commit(
+        done = self.table.commit(
             [part.rows for part in written],
             producer=producer,
             sequence=sequence,
@@ -187,11 +187,11 @@ class Dataset:
 
     def committed(self, producer: str, sequence: int) -> int | None:
         """Return the version that holds a (producer, sequence), or None."""
-        return self._table.committed(producer, sequence)
+        return self.table.committed(producer, sequence)
 
     def next_sequence(self, producer: str) -> int:
         """Return the sequence after the highest that this producer has committed; 0 if none."""
-        return self._table.next_sequence(producer)
+        return self.table.next_sequence(producer)
 
     def writer(
         self,
@@ -206,29 +206,29 @@ class Dataset:
 
     def snapshot(self, version: int | None = None) -> Snapshot:
         """Pin a version, the newest by default. Raises: NotFound."""
-        if not self._table.exists():
+        if not self.table.exists():
             raise NotFound(
                 f"dataset {self.name!r}: not in this lake. "
                 "`replaylake list` names those that are; `replaylake ingest` makes one."
             )
-        newest = self._table.snapshot()
+        newest = self.table.snapshot()
         if version is not None and not 0 <= version <= newest.version:
             raise NotFound(
                 f"dataset {self.name!r}: found no version {version}, expected "
                 f'0..{newest.version}. `replaylake sql "select * from commits where dataset = '
                 f"'{self.name}'\"` lists them."
             )
-        table = newest if version in (None, newest.version) else self._table.snapshot(version)
+        table = newest if version in (None, newest.version) else self.table.snapshot(version)
         spec = DatasetSpec.from_table(table.configuration, table.schema)
         return Snapshot(self.name, spec, table)
 
     def history(self) -> list[dict[str, Any]]:
         """Return each version's commit: version, timestamp (ms), operation, producer, counts."""
-        return self._table.history()
+        return self.table.history()
 
     def commit_info(self, version: int) -> dict[str, Any]:
         """Return one version's commit, as `history` has it. Raises: NotFound."""
-        return self._table.commit_info(version)
+        return self.table.commit_info(version)
 
     def _rows(self, episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
         try:

@@ -12,12 +12,14 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NameRefused, NotFound, StorageFailed
+from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.names import parse_snapshot
-from replaylake.datastore.policies.registry import Registry
+from replaylake.datastore.policies.registry import LAKE_ROOT, Registry
 from replaylake.datastore.query import query, relations
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.storage import LocalStorage
 from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.tags import Tags
 
 _KEY_PATH: Final = "_lake/keys/signing"
 _KEY_BYTES: Final = 32
@@ -45,7 +47,9 @@ class Lake:
 
     def __init__(self, storage: LocalStorage) -> None:
         self._storage = storage
-        self.registry = Registry(storage)
+        log = CommitLog(storage, LAKE_ROOT)
+        self.registry = Registry(storage, log)
+        self.tags = Tags(log)
         self._handles: dict[str, Dataset] = {}
 
     @property
@@ -61,8 +65,12 @@ class Lake:
         return handle
 
     def snapshot(self, text: str) -> Snapshot:
-        """Pin `NAME`, at its newest version, or `NAME@VERSION`. Raises: NotFound, NameRefused."""
-        name, version = parse_snapshot(text)
+        """Pin `NAME`, at its newest version, `NAME@VERSION` or `NAME@TAG`.
+
+        Raises: NotFound, NameRefused.
+        """
+        name, at = parse_snapshot(text)
+        version = self.tags.version(name, at) if isinstance(at, str) else at
         return self.dataset(name).snapshot(version)
 
     def datasets(self) -> list[str]:

@@ -11,6 +11,7 @@ from replaylake.datastore.errors import NameRefused
 
 _DATASET: Final = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _POLICY: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}")
+_TAG: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CATALOGS: Final = {
     "information_schema",
@@ -53,18 +54,31 @@ def check_dataset_name(name: str) -> str:
     return name
 
 
-def parse_snapshot(text: str) -> tuple[str, int | None]:
-    """Split `NAME` (None: the newest version) or `NAME@VERSION`. Raises: NameRefused."""
+def parse_snapshot(text: str) -> tuple[str, int | str | None]:
+    """Split `NAME` (None: newest), `NAME@VERSION` or `NAME@TAG`. Raises: NameRefused."""
     name, at, version = text.partition("@")
     check_dataset_name(name)
     if not at:
         return name, None
-    if not (version.isascii() and version.isdecimal()):
+    if version.isascii() and version.isdecimal():
+        return name, int(version)
+    try:
+        return name, check_tag_name(version)
+    except NameRefused as error:
         raise NameRefused(
-            f"dataset {text!r}: found version {version!r}, expected a whole number such as "
-            f"{name}@12. `replaylake show {name}` says the newest."
+            f"dataset {text!r}: found {version!r} after @, expected a version such as {name}@12 "
+            f"or a tag. `replaylake history {name}` lists both."
+        ) from error
+
+
+def check_tag_name(tag: str) -> str:
+    """Return the name of a tag. Raises: NameRefused."""
+    if not _TAG.fullmatch(tag) or ".." in tag:
+        raise NameRefused(
+            f"tag: found {tag!r}, expected [a-z][a-z0-9_.-]*, at most 63 characters, without `..`. "
+            "Choose another name."
         )
-    return name, int(version)
+    return tag
 
 
 def check_policy_name(name: str) -> str:

@@ -7,8 +7,9 @@ put-if-absent is `put_new`, and `local` is its shard cache.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,8 +17,22 @@ from replaylake.datastore.errors import NameRefused, StorageFailed
 from replaylake.datastore.names import new_ulid
 
 
+@dataclass(frozen=True)
+class StoredFile:
+    """A blob as a listing names it: its path from the lake's root, bytes, last change (ms)."""
+
+    path: str
+    size_bytes: int
+    modified_ms: int
+
+
 class Storage(Protocol):
     """Named blobs."""
+
+    @property
+    def url(self) -> str:
+        """What people call the root: a folder, or such as s3://bucket/prefix."""
+        ...
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Write the whole blob durably; readers see all of it or none. Replaces an older one."""
@@ -38,6 +53,14 @@ class Storage(Protocol):
         """Return the names directly under a folder, sorted; empty if it does not exist."""
         ...
 
+    def files(self, folder: str) -> Iterator[StoredFile]:
+        """Yield every blob below a folder, at any depth; nothing if it does not exist."""
+        ...
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Remove blobs durably; those that are not there are passed over."""
+        ...
+
     def local(self, path: str) -> Path:
         """Return a local file that holds the blob."""
         ...
@@ -51,6 +74,11 @@ class LocalStorage:
         # On the same file system as the data, so that rename and link are atomic.
         self._temporary = self.root / "_lake" / "tmp"
         self._inside: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        """The folder's absolute path."""
+        return str(self.root)
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Write a temporary, fsync it, rename it, fsync the folder."""
@@ -90,6 +118,34 @@ class LocalStorage:
                 return sorted(os.listdir(target))
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+    def files(self, folder: str) -> Iterator[StoredFile]:
+        """Walk a folder; links are not followed, and files that go meanwhile are passed over."""
+        target = self.root / folder
+        self._check_inside(target)
+        with _reported(target):
+            for parent, _, names in os.walk(target):
+                for name in sorted(names):
+                    path = os.path.join(parent, name)
+                    with suppress(FileNotFoundError):
+                        stat = os.lstat(path)
+                        where = os.path.relpath(path, self.root)
+                        yield StoredFile(where, stat.st_size, stat.st_mtime_ns // 1_000_000)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Unlink files and fsync the folders they were in."""
+        folders = set()
+        for path in paths:
+            target = self.local(path)
+            with _reported(target):
+                try:
+                    target.unlink()
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                folders.add(target.parent)
+        for parent in sorted(folders):
+            with _reported(parent):
+                _fsync_folder(parent)
 
     def local(self, path: str) -> Path:
         """Return the file itself. Raises: NameRefused if the path leads out of the lake."""

@@ -7,7 +7,7 @@ creation; nullable ones may come with a later append.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,7 +63,7 @@ class WrittenRows:
 
 @dataclass(frozen=True)
 class TableSnapshot:
-    """The files of one version. Never changes."""
+    """The files of one version, those with the oldest rows first. Never changes."""
 
     version: int
     schema: pa.Schema
@@ -101,6 +101,16 @@ class TableSnapshot:
                 f"{', '.join(self.schema.names)}."
             )
         return pa.schema([self.schema.field(name) for name in names])
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a commit says beside the shards that it adds."""
+
+    operation: str
+    info: Mapping[str, Any]
+    removed: tuple[str, ...]
+    data_change: bool
 
 
 class Table:
@@ -146,16 +156,17 @@ class Table:
             [self.write(data)], producer=producer, sequence=sequence, operation=operation, info=info
         )
 
-    def write(self, data: pa.Table) -> WrittenRows:
+    def write(self, data: pa.Table, *, since: int = -1) -> WrittenRows:
         """Write shards durably, for `commit` to make readable, here or in another process.
 
+        `since` is for rows that take the place of others: the version that first had them.
         Raises: as append.
         """
         data = conform(data, merged_schema(table_schema(self.log.newest()), data.schema))
         in_bytes = _SHARD_BYTES * data.num_rows // max(data.nbytes, 1)
         num_rows = max(1, min(_SHARD_ROWS, in_bytes))
         entries = tuple(
-            write_shard(self.storage, self.root, data.slice(start, num_rows))
+            replace(write_shard(self.storage, self.root, data.slice(start, num_rows)), since=since)
             for start in range(0, data.num_rows, num_rows)
         )
         return WrittenRows(data.schema, entries)
@@ -168,16 +179,31 @@ class Table:
         sequence: int,
         operation: str = "WRITE",
         info: Mapping[str, Any] | None = None,
+        removed: Sequence[str] = (),
+        data_change: bool = True,
     ) -> Commit:
         """Commit written shards as one version: all of them, durably, or none.
 
         Shards that hold the field id of a column that another writer added since are written again.
-        Raises: SchemaMismatch if that column has another type, ShardCorrupt.
+
+        Args:
+            written: what `write` returned.
+            producer: who commits; with `sequence`, what makes a repeated commit add nothing.
+            sequence: the producer's count.
+            operation: what `history` calls it.
+            info: further entries of the commit's info.
+            removed: paths of live shards whose place the written ones take, in the same moment.
+            data_change: False where the rows stay what they were, as in compaction: readers that
+                follow the table pass over such a commit.
+
+        Raises: SchemaMismatch if that column has another type, ShardCorrupt; CommitConflict if a
+        removed shard is no longer live, because another writer was first.
         """
         parts = tuple(written)
+        change = _Change(operation, info or {}, tuple(removed), data_change)
         while True:
             try:
-                return self._commit(parts, producer, sequence, operation, info or {})
+                return self._commit(parts, producer, sequence, change)
             except _FieldIdTaken:
                 parts = tuple(map(self._rewritten, parts))
 
@@ -186,8 +212,7 @@ class Table:
         written: Sequence[WrittenRows],
         producer: str,
         sequence: int,
-        operation: str,
-        info: Mapping[str, Any],
+        change: _Change,
     ) -> Commit:
         entries = tuple(entry for part in written for entry in part.entries)
 
@@ -198,7 +223,16 @@ class Table:
                 if has_other_ids(merged, part.schema):
                     raise _FieldIdTaken
             metadata = None if merged is current else with_schema(state, merged)
-            return Intent(producer, sequence, operation, add=entries, metadata=metadata, info=info)
+            return Intent(
+                producer,
+                sequence,
+                change.operation,
+                add=entries,
+                remove=change.removed,
+                metadata=metadata,
+                data_change=change.data_change,
+                info=change.info,
+            )
 
         done = self.log.commit(build)
         if done.already_present:
@@ -213,7 +247,10 @@ class Table:
         if not has_other_ids(merged, part.schema):
             return part
         again = [
-            self.write(read_shard(self.storage.local(f"{self.root}/{entry.path}"), entry))
+            self.write(
+                read_shard(self.storage.local(f"{self.root}/{entry.path}"), entry),
+                since=entry.since,
+            )
             for entry in part.entries
         ]
         entries = tuple(entry for rows in again for entry in rows.entries)
@@ -245,7 +282,7 @@ class Table:
         return TableSnapshot(
             version=state.version,
             schema=table_schema(state),
-            files=tuple(state.files.values()),
+            files=tuple(sorted(state.files.values(), key=lambda entry: entry.since)),
             configuration=configuration_of(state),
             storage=self.storage,
             root=self.root,

@@ -118,7 +118,14 @@ def read_checkpoint(data: bytes, path: str) -> LogState:
         add = _present(table, "add")
         files = {
             path: FileEntry.from_action(
-                {"path": path, "size": size, "stats": stats, "tags": tags, "modificationTime": when}
+                {
+                    "path": path,
+                    "size": size,
+                    "stats": stats,
+                    "tags": tags,
+                    "modificationTime": when,
+                },
+                0,  # of shards in checkpoints older than `since`
             )
             for path, size, stats, tags, when in zip(
                 *(

@@ -116,6 +116,13 @@ class CommitLog:
         """Return the commitInfo, with `version` added, of each version from `since` on."""
         return [self._info(version) for version in range(since, self.newest().version + 1)]
 
+    def actions(self, version: int) -> list[dict[str, Any]]:
+        """Return the Delta actions of one version's commit. Raises: NotFound, LogCorrupt."""
+        actions = self._read_commit(version)
+        if actions is None:
+            raise NotFound(f"version {version}: its commit is not in {self._folder}.")
+        return actions
+
     def info(self, version: int) -> dict[str, Any]:
         """Return the commitInfo of one version, as `history` does. Raises: NotFound, LogCorrupt."""
         newest = self.newest().version

@@ -18,16 +18,22 @@ _KNOWN_WRITER_FEATURES: Final = {"domainMetadata", "appendOnly", "invariants"}
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One shard as the log names it: a path below the table, its size, rows and sha256."""
+    """One shard as the log names it: a path below the table, its size, rows and sha256.
+
+    `since` is the version that first had the oldest of its rows: a shard that takes the place of
+    others keeps theirs, so age order survives compaction. -1 until the shard is committed.
+    """
 
     path: str
     size_bytes: int
     num_rows: int
     sha256: str
     modified_ms: int = 0
+    since: int = field(default=-1, compare=False)
 
     def to_action(self, *, data_change: bool) -> dict[str, Any]:
         """Return the body of a Delta `add`."""
+        since = {} if self.since < 0 else {"since": str(self.since)}
         return {
             "path": self.path,
             "partitionValues": {},
@@ -35,20 +41,21 @@ class FileEntry:
             "modificationTime": self.modified_ms,
             "dataChange": data_change,
             "stats": json.dumps({"numRecords": self.num_rows}),
-            "tags": {"sha256": self.sha256},
+            "tags": {"sha256": self.sha256, **since},
         }
 
     @classmethod
-    def from_action(cls, add: Mapping[str, Any]) -> FileEntry:
-        """Read the body of a Delta `add`."""
+    def from_action(cls, add: Mapping[str, Any], version: int) -> FileEntry:
+        """Read the body of a Delta `add` that stands in the commit of `version`."""
         stats = json.loads(add.get("stats") or "{}")
-        sha256 = dict(add.get("tags") or {}).get("sha256", "")
+        tags = dict(add.get("tags") or {})
         return cls(
             path=add["path"],
             size_bytes=int(add["size"]),
             num_rows=int(stats.get("numRecords", 0)),
-            sha256=sha256,
+            sha256=tags.get("sha256", ""),
             modified_ms=int(add.get("modificationTime", 0)),
+            since=int(tags.get("since", version)),
         )
 
 
@@ -135,7 +142,7 @@ class LogState:
             version += 1
             for action in actions:
                 if add := action.get("add"):
-                    files[add["path"]] = FileEntry.from_action(add)
+                    files[add["path"]] = FileEntry.from_action(add, version)
                 elif remove := action.get("remove"):
                     files.pop(remove["path"], None)
                 elif txn := action.get("txn"):

@@ -26,7 +26,7 @@ from replaylake.datastore.storage import Storage
 from replaylake.datastore.table_schema import new_metadata
 
 CHAMPION: Final = "champion"
-_ROOT: Final = "_lake"
+LAKE_ROOT: Final = "_lake"
 _Rows = list[dict[str, Any]]  # named here, where `list` is not yet a method
 _REFERENCE: Final = re.compile(r"([^:@]+)(?::(\d+)|@([^:@]+))?")
 
@@ -51,9 +51,9 @@ class PolicyRef:
 class Registry:
     """Policies, aliases and runs of one lake."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, log: CommitLog) -> None:
         self._storage = storage
-        self._log = CommitLog(storage, _ROOT)
+        self._log = log
 
     def exists(self) -> bool:
         """Whether the lake has been created."""
@@ -93,7 +93,7 @@ class Registry:
         """
         check_policy_name(name)
         manifest, files = read_checked(Path(package))
-        folder = f"{_ROOT}/policies/{name}/{new_ulid()}"
+        folder = f"{LAKE_ROOT}/policies/{name}/{new_ulid()}"
         for file, data in files.items():
             self._storage.put(f"{folder}/{file}", data)
         body = {

@@ -226,7 +226,7 @@ def test_nested_spaces_round_trip_and_delta_rs_sees_them(
 def test_delta_rs_agrees_after_a_checkpoint(dataset: Dataset, make_episode: Make) -> None:
     for i in range(5):
         dataset.append([make_episode(f"e{i}", policies=["p"] * 3, timestamps=[i, i, i])])
-    dataset._table.log.checkpoint(3)
+    dataset.table.log.checkpoint(3)
     assert deltalake.DeltaTable(str(dataset.path)).version() == 5
     assert_delta_rs_agrees(dataset)
     assert delta_rows(dataset, version=2).num_rows == 6

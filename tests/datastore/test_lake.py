@@ -127,9 +127,13 @@ def test_a_snapshot_by_name(lake: Lake, make_episode: Callable[..., Episode]) ->
         lake.snapshot("d@12")
     with pytest.raises(NotFound, match="dataset 'absent': not in this lake"):
         lake.snapshot("absent@1")
+    with pytest.raises(NotFound, match="tag d@x: found none of that name, expected one of none"):
+        lake.snapshot("d@x")
 
 
-@pytest.mark.parametrize("text", ["d@", "d@x", "d@-1", "d@1@2", "d@1.0", "d@²", "D", "", "@1"])
+@pytest.mark.parametrize(
+    "text", ["d@", "d@X", "d@a..b", "d@-1", "d@1@2", "d@1.0", "d@²", "D", "", "@1"]
+)
 def test_a_snapshot_s_name_is_refused(lake: Lake, text: str) -> None:
     with pytest.raises(NameRefused, match="dataset"):
         lake.snapshot(text)

@@ -294,7 +294,7 @@ def test_cloning_learns_from_steps_that_cannot_be_bootstrapped(tmp_path):
     [
         ({"datasets": ["nowhere"]}, NotFound, "nowhere"),
         ({"datasets": ["line@7"]}, NotFound, "7"),
-        ({"datasets": ["line@best"]}, NameRefused, "best"),
+        ({"datasets": ["line@best"]}, NotFound, "best"),
         ({"datasets": []}, ConfigInvalid, "no dataset"),
         ({"policy_name": "run"}, NameRefused, "run"),
         ({"where": '"return" > 1e9'}, EmptyReplay, "line@1"),

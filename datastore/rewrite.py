@@ -1,0 +1,73 @@
+"""Rewrite: change rows of a table by writing the shards that hold them again, in one commit.
+
+Annotation, deletion and trimming are of this shape. Earlier versions keep their shards, and so
+their rows. Other writers may append meanwhile; where one replaces a shard that is to be rewritten,
+the change is planned again on the newest version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from replaylake.datastore.errors import CommitConflict
+from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.shard import read_shard
+from replaylake.datastore.table import Commit, Table, TableSnapshot
+from replaylake.datastore.table_schema import conform
+
+# The rows of one shard to the rows that take their place; no rows at all removes the shard.
+ChangeRows = Callable[[pa.Table], pa.Table]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which shards change, and how; `info` goes to the commit. Without changes nothing is done."""
+
+    changes: Mapping[FileEntry, ChangeRows]
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def rewrite(
+    table: Table,
+    plan: Callable[[TableSnapshot], Plan],
+    *,
+    producer: str,
+    sequence: int,
+    operation: str,
+) -> Commit | None:
+    """Plan a change on the newest version and commit it; None if it changes nothing.
+
+    `plan` is called again when another writer was first. The same (producer, sequence) again
+    changes nothing. Memory: one shard before and after its change.
+
+    Raises: ShardCorrupt before anything changes, SchemaMismatch, and what `plan` raises.
+    """
+    if (version := table.committed(producer, sequence)) is not None:
+        return Commit(version, True, 0, 0, 0)
+    while True:
+        snapshot = table.snapshot()
+        planned = plan(snapshot)
+        if not planned.changes:
+            return None
+        written = []
+        for entry, change in planned.changes.items():
+            path = table.storage.local(f"{table.root}/{entry.path}")
+            rows = change(conform(read_shard(path, entry), snapshot.schema))
+            if rows.num_rows:
+                written.append(table.write(rows, since=entry.since))
+        try:
+            return table.commit(
+                written,
+                producer=producer,
+                sequence=sequence,
+                operation=operation,
+                info=planned.info,
+                removed=[entry.path for entry in planned.changes],
+            )
+        except CommitConflict:
+            # A compactor or another rewrite replaced one of these shards: its rows are elsewhere.
+            continue

@@ -1,0 +1,104 @@
+"""Tags: names for versions of datasets, entries of the lake's own log beside policies and aliases.
+
+An entry is `tag/<dataset>/<tag>` and a JSON text. Vacuum keeps the files of tagged versions.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from replaylake.datastore.errors import AlreadyExists, NotFound
+from replaylake.datastore.log.commit_file import Intent
+from replaylake.datastore.log.commit_log import CommitLog
+from replaylake.datastore.log.state import LogState
+from replaylake.datastore.names import check_dataset_name, check_tag_name, new_ulid
+
+_PREFIX: Final = "tag"
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A name for one version of a dataset."""
+
+    dataset: str
+    name: str
+    version: int
+    created_ms: int
+
+
+class Tags:
+    """The tags of all datasets of one lake."""
+
+    def __init__(self, log: CommitLog) -> None:
+        self._log = log
+
+    def set(self, dataset: str, name: str, version: int, *, replace: bool = False) -> int | None:
+        """Point a tag at a version; return where it pointed before, None if it is new.
+
+        The caller sees to it that the version exists. Raises: NameRefused; AlreadyExists where it
+        points at another version and `replace` is false.
+        """
+        key = _key(dataset, name)
+        body = json.dumps({"version": version, "created_ms": time.time_ns() // 1_000_000})
+        producer = f"tag/{new_ulid()}"
+        previous: int | None = None
+
+        def build(state: LogState) -> Intent:
+            nonlocal previous
+            text = state.entries.get(key)
+            previous = None if text is None else int(json.loads(text)["version"])
+            if previous not in (None, version) and not replace:
+                raise AlreadyExists(
+                    f"tag {dataset}@{name}: points at version {previous}, found {version} to tag. "
+                    "Move it with --replace, or choose another name."
+                )
+            return Intent(producer, 0, "SET TAG", entries={key: body})
+
+        self._log.commit(build)
+        return previous
+
+    def remove(self, dataset: str, name: str) -> None:
+        """Remove a tag. Raises: NotFound."""
+        key = _key(dataset, name)
+        producer = f"tag/{new_ulid()}"
+
+        def build(state: LogState) -> Intent:
+            intent = Intent(producer, 0, "REMOVE TAG", entries={key: None})
+            if key not in state.entries and intent.transaction not in state.transactions:
+                raise self._absent(dataset, name)
+            return intent
+
+        self._log.commit(build)
+
+    def version(self, dataset: str, name: str) -> int:
+        """Return the version that a tag points at. Raises: NotFound, NameRefused."""
+        text = self._log.newest().entries.get(_key(dataset, name))
+        if text is None:
+            raise self._absent(dataset, name)
+        return int(json.loads(text)["version"])
+
+    def list(self, dataset: str | None = None) -> list[Tag]:
+        """Return the tags of a dataset, or of all, by dataset and name."""
+        tags = []
+        for key, text in self._log.newest().entries.items():
+            kind, _, rest = key.partition("/")
+            if kind == _PREFIX:
+                owner, _, name = rest.partition("/")
+                body = json.loads(text)
+                tags.append(Tag(owner, name, int(body["version"]), int(body["created_ms"])))
+        chosen = [tag for tag in tags if dataset in (None, tag.dataset)]
+        return sorted(chosen, key=lambda tag: (tag.dataset, tag.name))
+
+    def _absent(self, dataset: str, name: str) -> NotFound:
+        known = [tag.name for tag in self.list(dataset)]
+        return NotFound(
+            f"tag {dataset}@{name}: found none of that name, expected one of "
+            f"{', '.join(known) or 'none: the dataset has no tags'}. `replaylake tag` sets one."
+        )
+
+
+def _key(dataset: str, name: str) -> str:
+    return f"{_PREFIX}/{check_dataset_name(dataset)}/{check_tag_name(name)}"
