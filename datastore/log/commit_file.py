@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from replaylake.datastore.errors import LogCorrupt, NotFound
-from replaylake.datastore.log.state import FileEntry, TableMetadata
+from replaylake.datastore.errors import CommitConflict, LogCorrupt, NotFound
+from replaylake.datastore.log.state import FileEntry, LogState, TableMetadata
 
 _ENGINE: Final = "replaylake"
 # The first line begins with the sha256 of all that follows it: JSON cut at the end of a line, or
 # with another digit in a number, would parse as a different commit.
 _HEAD: Final = b'{"commitInfo":{"sha256":"'
 _DIGITS: Final = 64
+# Who wrote it is said in its middle: without that head, a commit of ours is damaged.
+_OURS: Final = f'"engineInfo":"{_ENGINE}"'.encode()
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,29 @@ def transaction_id(producer: str, sequence: int) -> str:
     return f"{producer}#{sequence}"
 
 
-def encode(intent: Intent, version: int) -> bytes:
+def check_applies(intent: Intent, state: LogState) -> None:
+    """Refuse an intent that does not fit the state. Raises: CommitConflict."""
+    for path in intent.remove:
+        if path not in state.files:
+            raise CommitConflict(
+                f"{intent.operation}: {path} is no longer live at version {state.version}: another "
+                "writer replaced or removed it. Run the operation again on the newest version."
+            )
+    for entry in intent.add:
+        if entry.path in state.files:
+            raise CommitConflict(f"{intent.operation}: {entry.path} is already in the table.")
+    for key, expected in intent.expected.items():
+        found = state.entries.get(key)
+        if found != expected:
+            raise CommitConflict(
+                f"{intent.operation} {key}: found {found}, expected {expected}: another writer was "
+                "first. Look at the new value and run it again."
+            )
+
+
+def encode(intent: Intent, version: int, timestamp_ms: int) -> bytes:
     """Return the file of a commit. Raises: NotFound if version 0 has no metadata."""
-    actions = _to_actions(intent, version)
+    actions = _to_actions(intent, version, timestamp_ms)
     lines = [json.dumps(action, separators=(",", ":")).encode() + b"\n" for action in actions]
     first = lines[0].removeprefix(b'{"commitInfo":{')
     body = b"".join([b'",', first, *lines[1:]])
@@ -61,6 +82,8 @@ def decode(data: bytes, path: str) -> list[dict[str, Any]]:
         digest = hashlib.sha256(data[end:]).hexdigest()
         if digest.encode() != data[len(_HEAD) : end]:
             raise _corrupt(path, "its sha256 is not the one in its first line")
+    elif _OURS in data:
+        raise _corrupt(path, f"its first line begins with {data[: len(_HEAD)]!r}")
     try:
         actions = [json.loads(line) for line in data.splitlines() if line.strip()]
     except ValueError as error:
@@ -77,13 +100,12 @@ def _corrupt(path: str, found: str) -> LogCorrupt:
     )
 
 
-def _to_actions(intent: Intent, version: int) -> list[dict[str, Any]]:
-    now_ms = time.time_ns() // 1_000_000
+def _to_actions(intent: Intent, version: int, timestamp_ms: int) -> list[dict[str, Any]]:
     actions: list[dict[str, Any]] = [
         {
             "commitInfo": {
                 **intent.info,
-                "timestamp": now_ms,
+                "timestamp": timestamp_ms,
                 "operation": intent.operation,
                 "operationParameters": {},
                 "engineInfo": _ENGINE,
@@ -99,11 +121,17 @@ def _to_actions(intent: Intent, version: int) -> list[dict[str, Any]]:
     if intent.metadata is not None:
         actions.append({"metaData": intent.metadata.to_action()})
     actions.append(
-        {"txn": {"appId": intent.transaction, "version": version, "lastUpdated": now_ms}}
+        {"txn": {"appId": intent.transaction, "version": version, "lastUpdated": timestamp_ms}}
     )
     actions += [{"add": entry.to_action(data_change=intent.data_change)} for entry in intent.add]
     actions += [
-        {"remove": {"path": path, "deletionTimestamp": now_ms, "dataChange": intent.data_change}}
+        {
+            "remove": {
+                "path": path,
+                "deletionTimestamp": timestamp_ms,
+                "dataChange": intent.data_change,
+            }
+        }
         for path in intent.remove
     ]
     actions += [

@@ -6,33 +6,36 @@ identifiers: appId `<producer>#<sequence>`, and as its version the table version
 commit, so that a lost reply is answered with the original version. Named entries (policies,
 aliases, runs) are Delta domain metadata: a key and a JSON text, the last writer wins unless
 `expected` says what it has to replace.
+
+Times of commits never go back: each is the clock's, or one millisecond after the commit before it
+where the clock is behind that.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from replaylake.datastore.errors import (
-    CommitConflict,
     FormatTooNew,
     LogCorrupt,
     NotFound,
     ReplayLakeError,
 )
-from replaylake.datastore.log.checkpoint import read_checkpoint, write_checkpoint
-from replaylake.datastore.log.commit_file import Intent, decode, encode
+from replaylake.datastore.log.checkpoint import prepare
+from replaylake.datastore.log.commit_file import Intent, check_applies, decode, encode
+from replaylake.datastore.log.folder import FETCHED_AT_ONCE, Actions, Listing, LogFolder, info_of
 from replaylake.datastore.log.state import LogState
 from replaylake.datastore.storage import Storage
 
 CHECKPOINT_INTERVAL: Final = 100
-_COMMIT_NAME: Final = re.compile(r"(\d{20})\.json")
-_CHECKPOINT_NAME: Final = re.compile(r"(\d{20})\.checkpoint\.parquet")
+# In the info of an expiry's commit: the infos of commits that were dropped and are not forgotten.
+EARLIER: Final = "earlier"
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,13 @@ class Committed:
 
     version: int
     already_present: bool
-    state: LogState
 
 
 class CommitLog:
     """The log of one table, below `root` in the storage. Safe to share between threads."""
 
     def __init__(self, storage: Storage, root: str) -> None:
-        self._storage = storage
-        self._folder = f"{root}/_delta_log"
+        self.folder = LogFolder(storage, root)
         self._newest = LogState()
         self._lock = threading.Lock()
 
@@ -57,32 +58,42 @@ class CommitLog:
         """Whether version 0 has been committed."""
         return (
             self._newest.version >= 0
-            or self._storage.get(self._path(0)) is not None
-            # Other engines may drop commits that a checkpoint covers.
-            or self._storage.get(self._pointer) is not None
+            or self.folder.has_commit(0)
+            # Expiry drops commits that a checkpoint covers, and so do other engines.
+            or self.folder.listing().newest >= 0
         )
 
     def newest(self) -> LogState:
-        """Return the newest state: one probe when nothing is new. Raises: NotFound, LogCorrupt."""
+        """Return the newest state: two probes if nothing is new. Raises: NotFound, LogCorrupt."""
         with self._lock:
             known = self._newest
-            state = self._advance(known, None) if known.version >= 0 else self._opened()
+            state = self._followed(known) if known.version >= 0 else self._opened()
             self._newest = state
         if state.version < 0:
-            raise NotFound(f"{self._folder}: found no version 0, expected a table.")
+            raise NotFound(f"{self.folder.path}: found no version 0, expected a table.")
         return state
 
     def at(self, version: int) -> LogState:
-        """Return the state at a version. Raises: NotFound if it lies in the future or below 0."""
+        """Return the state at a version.
+
+        Raises: NotFound if it lies in the future or before the oldest that is kept, LogCorrupt.
+        """
         newest = self.newest()
-        if not 0 <= version <= newest.version:
-            raise NotFound(
-                f"version {version}: not in {self._folder}, which has 0..{newest.version}."
-            )
         if version == newest.version:
             return newest
-        checkpoints = [v for v in self._listed(_CHECKPOINT_NAME) if v <= version]
-        return self._advance(self._from_checkpoint(checkpoints), version)
+        listing = self.folder.listing()
+        self._check_kept(version, listing)
+        try:
+            return self._replayed(listing, version)
+        except LogCorrupt:
+            # Damaged, or expired in this moment: a new listing tells.
+            self._check_kept(version, self.folder.listing())
+            raise
+
+    def oldest(self) -> int:
+        """Return the lowest version that can be read. Raises: NotFound, LogCorrupt."""
+        self.newest()
+        return self.folder.listing().oldest
 
     def commit(self, build: Callable[[LogState], Intent]) -> Committed:
         """Commit what `build` makes of the newest state, rebuilding when another writer was first.
@@ -95,47 +106,55 @@ class CommitLog:
             intent = build(state)
             original = state.transactions.get(intent.transaction)
             if original is not None:
-                return Committed(original, True, state)
+                return Committed(original, True)
             check_applies(intent, state)
             version = state.version + 1
-            if not self._storage.put_new(self._path(version), encode(intent, version)):
+            path = self.folder.commit_path(version)
+            data = encode(intent, version, _next_timestamp_ms(state))
+            if not self.folder.storage.put_new(path, data):
                 continue
+            if self._was_too_late(version, intent):
+                self.folder.storage.delete([path])
+                continue
+            made = state.apply([decode(data, path)])
+            with self._lock:
+                if self._newest.version == state.version:
+                    self._newest = made
             if version and version % CHECKPOINT_INTERVAL == 0:
-                self._start_checkpoint(version)
-            return Committed(version, False, self._newest_or_empty())
+                self._start_checkpoint(made)
+            return Committed(version, False)
 
     def checkpoint(self, version: int) -> None:
-        """Write a Delta checkpoint of a version and point `_last_checkpoint` at it."""
-        state = self.at(version)
-        data = write_checkpoint(state)
-        self._storage.put(self._checkpoint_path(version), data)
-        pointer = {"version": version, "size": state.num_actions}
-        self._storage.put(self._pointer, json.dumps(pointer).encode())
+        """Write a Delta checkpoint of a version; `_last_checkpoint` names it or a newer one."""
+        self.folder.write_checkpoint(self.at(version))
 
     def history(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return the commitInfo, with `version` added, of each version from `since` on."""
-        return [self._info(version) for version in range(since, self.newest().version + 1)]
+        """Return the commitInfo, with `version` added, of each version from `since` on.
+
+        It is without gaps from the oldest version that is kept; of those before, it has what their
+        expiry remembered.
+        """
+        newest = self.newest().version
+        listing = self.folder.listing()
+        # Other engines drop the commit of a checkpoint, too.
+        first = max(since, listing.oldest, *listing.commits[:1])
+        commits = self._commits(first, newest)
+        infos = [info_of(version, actions) for version, actions in enumerate(commits, first)]
+        remembered = [info.pop(EARLIER) for info in infos if EARLIER in info][-1:]
+        dropped = [info for info in chain(*remembered) if since <= info["version"] < first]
+        return dropped + infos
 
     def actions(self, version: int) -> list[dict[str, Any]]:
         """Return the Delta actions of one version's commit. Raises: NotFound, LogCorrupt."""
-        actions = self._read_commit(version)
+        actions = self.folder.commit(version) if version >= 0 else None
         if actions is None:
-            raise NotFound(f"version {version}: its commit is not in {self._folder}.")
+            self._check_kept(version, self.folder.listing())
+            raise self._hole(version, self.newest().version)
         return actions
 
     def info(self, version: int) -> dict[str, Any]:
         """Return the commitInfo of one version, as `history` does. Raises: NotFound, LogCorrupt."""
-        newest = self.newest().version
-        if not 0 <= version <= newest:
-            raise NotFound(f"version {version}: not in {self._folder}, which has 0..{newest}.")
-        return self._info(version)
-
-    def _info(self, version: int) -> dict[str, Any]:
-        actions = self._read_commit(version)
-        if actions is None:
-            raise self._hole(version, self.newest().version)
-        found = [action["commitInfo"] for action in actions if "commitInfo" in action]
-        return {"version": version, **(found[0] if found else {})}
+        return info_of(version, self.actions(version))
 
     def _newest_or_empty(self) -> LogState:
         try:
@@ -149,111 +168,131 @@ class CommitLog:
         The listing comes first, so every version in it can be read by now: one that is not reached
         lies behind a missing file, which the next writer would fill with something else.
         """
-        commits = self._listed(_COMMIT_NAME)
-        checkpoints = self._listed(_CHECKPOINT_NAME)
-        state = self._advance(self._from_checkpoint(checkpoints), None)
-        highest = max([*commits[-1:], *checkpoints[-1:]], default=-1)
-        if state.version < highest:
-            raise self._hole(state.version + 1, highest)
-        return state
-
-    def _from_checkpoint(self, versions: Sequence[int]) -> LogState:
-        """Return the newest of these checkpoints that is readable; the empty state if none is.
-
-        `_last_checkpoint` is for other engines: a damaged checkpoint costs us only time.
-        """
-        failure = None
-        for version in reversed(versions):
-            path = self._checkpoint_path(version)
-            data = self._storage.get(path)
-            if data is None:
-                continue
+        # `_last_checkpoint` spares us most of a long listing, and decides nothing.
+        pointed = self.folder.pointer()
+        listing = self.folder.listing(since=pointed or 0)
+        if pointed is not None and pointed not in listing.checkpoints:
+            listing = self.folder.listing()
+        while True:
             try:
-                return replace(read_checkpoint(data, path), version=version)
-            except FormatTooNew as error:
-                raise FormatTooNew(f"{self._folder}: {error}") from error
-            except LogCorrupt as error:
-                failure = error
-        if failure is not None and self._storage.get(self._path(0)) is None:
-            raise failure
-        return LogState()
+                state = self._replayed(listing, listing.newest)
+                return self._applied(state, self._probed(state.version + 1))
+            except LogCorrupt:
+                # Files have expired since, or an older checkpoint serves, or it is damage.
+                whole = self.folder.listing()
+                if whole.oldest == listing.oldest:
+                    raise
+                listing = whole
 
-    def _advance(self, state: LogState, until: int | None) -> LogState:
-        """Apply the commits after `state`, up to and with `until` (None: as many as there are)."""
-        batch: list[list[dict[str, Any]]] = []
-        version = state.version
-        while until is None or version < until:
-            actions = self._read_commit(version + 1)
-            if actions is None:
-                if until is not None:
-                    raise self._hole(version + 1, until)
+    def _followed(self, known: LogState) -> LogState:
+        """Return the state after the commits that came since.
+
+        While `known`'s own commit stands, none after it has expired: expiry goes upwards, file by
+        file. Without it, that there is no next commit says nothing.
+        """
+        paths = [self.folder.commit_path(known.version + ahead) for ahead in (1, 0)]
+        following, own = self.folder.storage.get_many(paths)
+        if own is None:
+            return self._opened()
+        if following is None:
+            return known
+        first = decode(following, paths[0])
+        return self._applied(known, [first, *self._probed(known.version + 2)])
+
+    def _was_too_late(self, version: int, intent: Intent) -> bool:
+        """Whether a commit just made took the name of an expired one, where nobody reads it.
+
+        Only a writer that slept for the whole retention between its look at the log and this
+        commit can do that.
+        """
+        if version and self.folder.has_commit(version - 1):
+            return False
+        if not version and not self.folder.listing().checkpoints:
+            return False
+        with self._lock:
+            self._newest = self._opened()
+        return intent.transaction not in self._newest.transactions
+
+    def _replayed(self, listing: Listing, version: int) -> LogState:
+        """Return the state at a version, from its nearest readable checkpoint."""
+        failure = None
+        base = LogState()
+        for at in reversed([v for v in listing.checkpoints if listing.oldest <= v <= version]):
+            try:
+                base = self.folder.checkpoint(at) or base
+            except FormatTooNew as error:
+                raise FormatTooNew(f"{self.folder.path}: {error}") from error
+            except LogCorrupt as error:
+                # Costs only time, while an older one or all commits are there.
+                failure = error
+            if base.version >= 0:
                 break
-            batch.append(actions)
-            version += 1
-        if not batch:
+        try:
+            return self._applied(base, self._commits(base.version + 1, version))
+        except LogCorrupt as error:
+            if failure is not None and base.version < 0:
+                raise failure from error
+            raise
+
+    def _commits(self, first: int, last: int) -> list[Actions]:
+        """Return the actions of a range of commits, each of which has to be there."""
+        found: list[Actions] = []
+        while (start := first + len(found)) <= last:
+            versions = range(start, min(start + FETCHED_AT_ONCE, last + 1))
+            for version, actions in zip(versions, self.folder.commits(versions), strict=True):
+                if actions is None:
+                    raise self._hole(version, last)
+                found.append(actions)
+        return found
+
+    def _probed(self, first: int) -> list[Actions]:
+        """Return the actions of the commits from `first` on, as many as there are."""
+        found: list[Actions] = []
+        while (actions := self.folder.commit(first + len(found))) is not None:
+            found.append(actions)
+        return found
+
+    def _applied(self, state: LogState, commits: Sequence[Actions]) -> LogState:
+        if not commits:
             return state
         try:
-            return state.apply(batch)
+            return state.apply(commits)
         except FormatTooNew as error:
-            raise FormatTooNew(f"{self._folder}: {error}") from error
+            raise FormatTooNew(f"{self.folder.path}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LogCorrupt(
-                f"{self._folder}: versions {state.version + 1}..{version} hold an action without "
-                f"what Delta requires ({error!r}). Restore the files from a copy of the lake."
+                f"{self.folder.path}: versions {state.version + 1}..{state.version + len(commits)} "
+                f"hold an action without what Delta requires ({error!r}). Restore the files from a "
+                "copy of the lake."
             ) from error
 
-    def _start_checkpoint(self, version: int) -> None:
+    def _start_checkpoint(self, state: LogState) -> None:
         def write() -> None:
             # The commit stands without it: the JSON log says the same, and the next follows soon.
             with suppress(ReplayLakeError):
-                self.checkpoint(version)
+                self.folder.write_checkpoint(state)
 
         # Not a daemon: the interpreter waits for it, so short-lived writers checkpoint too. At the
         # interpreter's own end no thread can start any more, which is a RuntimeError.
+        prepare()
         with suppress(RuntimeError):
             threading.Thread(target=write, name="replaylake-checkpoint").start()
 
-    def _read_commit(self, version: int) -> list[dict[str, Any]] | None:
-        path = self._path(version)
-        data = self._storage.get(path)
-        return None if data is None else decode(data, path)
-
-    def _listed(self, pattern: re.Pattern[str]) -> list[int]:
-        matches = map(pattern.fullmatch, self._storage.names(self._folder))
-        return [int(match.group(1)) for match in matches if match]
+    def _check_kept(self, version: int, listing: Listing) -> None:
+        newest = self.newest().version
+        if not listing.oldest <= version <= newest:
+            dropped = "" if listing.oldest <= 0 else "; those before were dropped from the log"
+            raise NotFound(
+                f"version {version}: not in {self.folder.path}, which has "
+                f"{max(listing.oldest, 0)}..{newest}{dropped}."
+            )
 
     def _hole(self, version: int, newest: int) -> LogCorrupt:
         return LogCorrupt(
-            f"{self._path(version)}: missing, expected every version up to {newest}. "
+            f"{self.folder.commit_path(version)}: missing, expected every version up to {newest}. "
             "Restore the file from a copy of the lake."
         )
 
-    @property
-    def _pointer(self) -> str:
-        return f"{self._folder}/_last_checkpoint"
 
-    def _path(self, version: int) -> str:
-        return f"{self._folder}/{version:020d}.json"
-
-    def _checkpoint_path(self, version: int) -> str:
-        return f"{self._folder}/{version:020d}.checkpoint.parquet"
-
-
-def check_applies(intent: Intent, state: LogState) -> None:
-    """Refuse an intent that does not fit the state. Raises: CommitConflict."""
-    for path in intent.remove:
-        if path not in state.files:
-            raise CommitConflict(
-                f"{intent.operation}: {path} is no longer live at version {state.version}: another "
-                "writer replaced or removed it. Run the operation again on the newest version."
-            )
-    for entry in intent.add:
-        if entry.path in state.files:
-            raise CommitConflict(f"{intent.operation}: {entry.path} is already in the table.")
-    for key, expected in intent.expected.items():
-        found = state.entries.get(key)
-        if found != expected:
-            raise CommitConflict(
-                f"{intent.operation} {key}: found {found}, expected {expected}: another writer was "
-                "first. Look at the new value and run it again."
-            )
+def _next_timestamp_ms(state: LogState) -> int:
+    return max(time.time_ns() // 1_000_000, state.timestamp_ms + 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from replaylake.datastore.errors import FormatTooNew
+from replaylake.datastore.log.shared_map import SharedMap
 
 FORMAT_VERSION: Final = 1
 _FORMAT_KEY: Final = "replaylake.format_version"
@@ -118,7 +119,8 @@ def format_configuration(product_version: str) -> dict[str, str]:
 class LogState:
     """Live files by path, transactions (appId to version), and entries (key to JSON text).
 
-    Version -1 is the state before the table exists. Never changed in place: `apply` copies.
+    Version -1 is the state before the table exists. Never changed in place: `apply` returns a new
+    one, which shares with it what did not change. `timestamp_ms` is the latest of any commit.
     """
 
     version: int = -1
@@ -127,6 +129,7 @@ class LogState:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     transactions: Mapping[str, int] = field(default_factory=dict)
     entries: Mapping[str, str] = field(default_factory=dict)
+    timestamp_ms: int = field(default=0, compare=False)
 
     @property
     def num_actions(self) -> int:
@@ -136,27 +139,37 @@ class LogState:
     def apply(self, commits: Iterable[Iterable[Mapping[str, Any]]]) -> LogState:
         """Return the state after further commits, oldest first. Raises: FormatTooNew."""
         version, metadata, protocol = self.version, self.metadata, self.protocol
-        files, transactions = dict(self.files), dict(self.transactions)
-        entries = dict(self.entries)
+        timestamp_ms = self.timestamp_ms
+        files: dict[str, FileEntry | None] = {}
+        transactions: dict[str, int | None] = {}
+        entries: dict[str, str | None] = {}
         for actions in commits:
             version += 1
             for action in actions:
                 if add := action.get("add"):
                     files[add["path"]] = FileEntry.from_action(add, version)
                 elif remove := action.get("remove"):
-                    files.pop(remove["path"], None)
+                    files[remove["path"]] = None
                 elif txn := action.get("txn"):
                     transactions[txn["appId"]] = int(txn["version"])
                 elif domain := action.get("domainMetadata"):
-                    if domain["removed"]:
-                        entries.pop(domain["domain"], None)
-                    else:
-                        entries[domain["domain"]] = domain["configuration"]
+                    text = None if domain["removed"] else domain["configuration"]
+                    entries[domain["domain"]] = text
+                elif info := action.get("commitInfo"):
+                    timestamp_ms = max(timestamp_ms, int(info.get("timestamp") or 0))
                 elif raw := action.get("metaData"):
                     metadata = TableMetadata.from_action(raw)
                 elif raw := action.get("protocol"):
                     protocol = _checked_protocol(raw)
-        return LogState(version, metadata, protocol, files, transactions, entries)
+        return LogState(
+            version,
+            metadata,
+            protocol,
+            SharedMap.of(self.files).changed(files),
+            SharedMap.of(self.transactions).changed(transactions),
+            SharedMap.of(self.entries).changed(entries),
+            timestamp_ms,
+        )
 
 
 def _checked_protocol(protocol: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,9 +18,10 @@ STATE = LogState(
     version=7,
     metadata=METADATA,
     protocol=METADATA.protocol(),
-    files={"shards/a": FileEntry("shards/a", 10, 3, "ab" * 32, 5)},
+    files={"shards/a": FileEntry("shards/a", 10, 3, "ab" * 32, 5, since=3)},
     transactions={"p#0": 1, "p#1": 7},
     entries={"policy/p/1": "{}"},
+    timestamp_ms=12345,
 )
 
 
@@ -30,7 +31,7 @@ STATE = LogState(
 )
 def test_what_is_written_is_read(changes: dict[str, dict[str, object]]) -> None:
     state = replace(STATE, **changes)  # type: ignore[arg-type]
-    read = read_checkpoint(bytes(write_checkpoint(state)), "path")
+    read = read_checkpoint(bytes(write_checkpoint(state)), "path", 7)
     assert read.metadata is not None
     assert read.metadata.configuration == METADATA.configuration
     assert read.metadata.schema_string == METADATA.schema_string
@@ -39,7 +40,8 @@ def test_what_is_written_is_read(changes: dict[str, dict[str, object]]) -> None:
         state.transactions,
         state.entries,
     )
-    assert read.version == -1, "the caller knows it from the name"
+    assert (read.version, read.protocol, read.timestamp_ms) == (7, state.protocol, 12345)
+    assert [entry.since for entry in read.files.values()] == [3] * len(state.files)
 
 
 def test_a_state_before_the_table_exists() -> None:
@@ -51,18 +53,18 @@ def test_damaged_bytes() -> None:
     whole = bytes(write_checkpoint(STATE))
     for data in (b"", whole[:-1], whole[: len(whole) // 2], whole[4:]):
         with pytest.raises(LogCorrupt, match=r"the/path: .*expected a Delta checkpoint"):
-            read_checkpoint(data, "the/path")
+            read_checkpoint(data, "the/path", 7)
     flipped = bytearray(whole)
     flipped[60] ^= 1
     with pytest.raises(LogCorrupt, match="the/path"):
-        read_checkpoint(bytes(flipped), "the/path")
+        read_checkpoint(bytes(flipped), "the/path", 7)
 
 
 def test_a_file_that_is_no_checkpoint() -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"x": [1]}), sink)
     with pytest.raises(LogCorrupt, match="expected a Delta checkpoint"):
-        read_checkpoint(sink.getvalue().to_pybytes(), "path")
+        read_checkpoint(sink.getvalue().to_pybytes(), "path", 7)
 
 
 def test_a_newer_writer() -> None:
@@ -71,4 +73,4 @@ def test_a_newer_writer() -> None:
         configuration={"replaylake.format_version": "9", "replaylake.written_by": "9.0"},
     )
     with pytest.raises(FormatTooNew, match=r"format version 9.*ReplayLake 9\.0"):
-        read_checkpoint(bytes(write_checkpoint(replace(STATE, metadata=newer))), "path")
+        read_checkpoint(bytes(write_checkpoint(replace(STATE, metadata=newer))), "path", 7)

@@ -20,7 +20,7 @@ from replaylake.datastore.errors import (
     NotFound,
     StorageFailed,
 )
-from replaylake.datastore.log import commit_log as log_module
+from replaylake.datastore.log import folder as folder_module
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CHECKPOINT_INTERVAL, CommitLog
 from replaylake.datastore.log.state import FileEntry, LogState
@@ -322,7 +322,7 @@ def test_a_checkpoint_that_fails_fails_no_commit(
     def failing(state: LogState) -> memoryview:
         raise StorageFailed(f"no room at {state.version}")
 
-    monkeypatch.setattr(log_module, "write_checkpoint", failing)
+    monkeypatch.setattr(folder_module, "write_checkpoint", failing)
     log = created(storage)
     for sequence in range(1, 102):
         add(log, "p", sequence)
