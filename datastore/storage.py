@@ -1,13 +1,13 @@
 """Storage: the few file operations that the store is built on, durable before they return.
 
-Paths are relative to the lake's root, with `/`. An object store fits behind the same protocol: its
-put-if-absent is `put_new`, and `local` is its shard cache.
+Paths are relative to the lake's root, with `/`. A folder is one storage (here), a prefix of an
+object store another (object_storage.py); locations.py tells them apart by the lake's URL.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,29 @@ class StoredFile:
     modified_ms: int
 
 
+@dataclass(frozen=True)
+class Blob:
+    """A blob that is never written again, as the log describes it.
+
+    size_bytes is -1 and sha256 empty where they are not known; a copy is checked against what is.
+    """
+
+    path: str
+    size_bytes: int = -1
+    sha256: str = ""
+
+
 class Storage(Protocol):
     """Named blobs."""
 
     @property
     def url(self) -> str:
         """What people call the root: a folder, or such as s3://bucket/prefix."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether this is an object store: no folder, and reads are requests, best many at once."""
         ...
 
     def put(self, path: str, data: bytes | memoryview) -> None:
@@ -41,7 +58,9 @@ class Storage(Protocol):
     def put_new(self, path: str, data: bytes, *, private: bool = False) -> bool:
         """Write the blob durably only if the name is free; False if it was taken.
 
-        `private` keeps it from other users of the machine.
+        The bytes are such as no other writer would put there (a commit says who made it), so that
+        those of a call whose reply was lost are known again. `private` keeps the blob from other
+        users of the machine; who may read a bucket reads all of it.
         """
         ...
 
@@ -49,8 +68,15 @@ class Storage(Protocol):
         """Return the blob, or None if there is none."""
         ...
 
-    def names(self, folder: str) -> list[str]:
-        """Return the names directly under a folder, sorted; empty if it does not exist."""
+    def get_many(self, paths: Sequence[str]) -> list[bytes | None]:
+        """Return blobs as `get` does, in the order of `paths`, read at the same time."""
+        ...
+
+    def names(self, folder: str, *, after: str = "") -> list[str]:
+        """Return the names directly under a folder, sorted; empty if it does not exist.
+
+        With `after` only those that sort after it, which is all that an object store then lists.
+        """
         ...
 
     def files(self, folder: str) -> Iterator[StoredFile]:
@@ -62,7 +88,30 @@ class Storage(Protocol):
         ...
 
     def local(self, path: str) -> Path:
-        """Return a local file that holds the blob."""
+        """Return a local file that holds the blob, which is never written again."""
+        ...
+
+    def fetch(self, blobs: Sequence[Blob]) -> list[Path]:
+        """Return local files that hold the blobs, in their order; copies are made side by side.
+
+        A copy is checked when it is made and stays while this process may need it. Raises:
+        ShardCorrupt where there is no such blob to copy or its bytes are others.
+        """
+        ...
+
+    def release(self, blobs: Sequence[Blob]) -> None:
+        """Say that files which `fetch` returned are no longer needed; each as often as fetched."""
+        ...
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Remove this machine's copies of blobs, even those in use; the blobs stay."""
+        ...
+
+    def state_folder(self, path: str) -> Path:
+        """Return where this machine keeps what cannot be a blob, such as a growing journal.
+
+        It need not exist. In a lake that is a folder it is a folder of the lake.
+        """
         ...
 
 
@@ -79,6 +128,11 @@ class LocalStorage:
     def url(self) -> str:
         """The folder's absolute path."""
         return str(self.root)
+
+    @property
+    def is_remote(self) -> bool:
+        """False."""
+        return False
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Write a temporary, fsync it, rename it, fsync the folder."""
@@ -109,13 +163,17 @@ class LocalStorage:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def names(self, folder: str) -> list[str]:
+    def get_many(self, paths: Sequence[str]) -> list[bytes | None]:
+        """Read one after the other."""
+        return [self.get(path) for path in paths]
+
+    def names(self, folder: str, *, after: str = "") -> list[str]:
         """List a folder."""
         target = self.root / folder
         self._check_inside(target)
         with _reported(target):
             try:
-                return sorted(os.listdir(target))
+                return sorted(name for name in os.listdir(target) if name > after)
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -151,7 +209,23 @@ class LocalStorage:
         """Return the file itself. Raises: NameRefused if the path leads out of the lake."""
         target = self.root / path
         self._check_inside(target.parent)
+        if os.path.islink(target):
+            self._check_inside(target)
         return target
+
+    def fetch(self, blobs: Sequence[Blob]) -> list[Path]:
+        """Return the files themselves, unchecked: readers check what they read."""
+        return [self.local(blob.path) for blob in blobs]
+
+    def release(self, blobs: Sequence[Blob]) -> None:
+        """Do nothing: there are no copies."""
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Do nothing: there are no copies."""
+
+    def state_folder(self, path: str) -> Path:
+        """Return the folder of that name in the lake."""
+        return self.local(path)
 
     def _check_inside(self, folder: Path) -> None:
         if str(folder) in self._inside:

@@ -20,6 +20,7 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
 )
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.locations import check_shareable
 from replaylake.datastore.names import new_ulid
 from replaylake.offline.environments import spaces_of
 from replaylake.offline.evaluate import check_spaces
@@ -100,6 +101,7 @@ def rollout(
     target = lake.dataset(dataset)
     mask_size = _check_acting(acting, config)
     if num_workers:
+        check_shareable(lake.url, "rollout workers")
         import_ray()
     if not lake.registry.exists():
         lake.registry.create()
@@ -182,7 +184,7 @@ def _orders(
     """Deal the episodes out to the workers in turn; one order where there are none."""
     stride = max(1, min(num_workers, num_episodes))
     return [
-        Order(lake.path, dataset, producer, i, range(i, num_episodes, stride), acting, config)
+        Order(lake.url, dataset, producer, i, range(i, num_episodes, stride), acting, config)
         for i in range(stride)
     ]
 

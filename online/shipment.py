@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from replaylake.datastore.dataset import Dataset, WrittenEpisodes
@@ -14,9 +13,12 @@ from replaylake.online.worker import ActingPolicy, RolloutConfig, RolloutWorker
 
 @dataclass(frozen=True)
 class Order:
-    """What one worker of a run is to collect, and where it goes; may be sent to another process."""
+    """What one worker of a run is to collect, and where it goes; may be sent to another process.
 
-    lake: Path
+    lake: what opens it there, a folder's path or a URL.
+    """
+
+    lake: str
     dataset: str
     producer: str
     worker: int
@@ -80,11 +82,19 @@ class ShippingWorker:
             self._worker = RolloutWorker(
                 order.config,
                 iter(order.episodes),
-                order.acting,
+                self._acting(),
                 producer=order.producer,
                 worker=order.worker,
             )
         return self._worker
+
+    def _acting(self) -> ActingPolicy:
+        """Return who acts; on another machine than the driver's the package is copied there."""
+        acting = self._order.acting
+        if acting.package is None or acting.package.exists():
+            return acting
+        registry = open_lake(self._order.lake).registry
+        return replace(acting, package=registry.resolve(f"{acting.name}:{acting.version}").path)
 
 
 class LocalWorkers:

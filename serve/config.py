@@ -9,6 +9,7 @@ from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.lake import open_lake
+from replaylake.datastore.locations import absolute_lake, check_shareable
 from replaylake.datastore.policies.exploration import Exploration, parse_exploration
 from replaylake.datastore.policies.package import check_package, load_policy
 from replaylake.datastore.policies.policy import PolicySpec
@@ -27,18 +28,18 @@ _UNLOGGED: Final = b"nothing is logged"
 class ServeConfig:
     """One server.
 
-    package: the policy package's folder. policy and version: what it is called. lake and log_to:
-    where decisions and rewards go, both or neither. explore: `epsilon=0.05` or `temperature=1`;
-    without it requests get the mode. workers: processes, each with the policy in memory. window_s:
-    how long a decision takes rewards. sync_every: fsync each decision before it is answered,
-    instead of all of the last 5 ms at once. reference: what `version` was resolved from, such as
-    `clone@champion`; /policy says it.
+    package: the policy package's folder. policy and version: what it is called. lake (a folder or
+    URL) and log_to: where decisions and rewards go, both or neither. explore: `epsilon=0.05` or
+    `temperature=1`; without it requests get the mode. workers: processes, each with the policy in
+    memory. window_s: how long a decision takes rewards. sync_every: fsync each decision before it
+    is answered, instead of all of the last 5 ms at once. reference: what `version` was resolved
+    from, such as `clone@champion`; /policy says it.
     """
 
     package: Path
     policy: str
     version: int
-    lake: Path | None = None
+    lake: str | Path | None = None
     log_to: str | None = None
     explore: str | None = None
     host: str = "127.0.0.1"
@@ -72,7 +73,7 @@ class ServeConfig:
             "PACKAGE": str(self.package.resolve()),
             "POLICY": self.policy,
             "VERSION": str(self.version),
-            "LAKE": None if self.lake is None else str(self.lake.resolve()),
+            "LAKE": None if self.lake is None else absolute_lake(self.lake),
             "LOG_TO": self.log_to,
             "EXPLORE": self.explore,
             "HOST": self.host,
@@ -104,7 +105,7 @@ class ServeConfig:
                 package=Path(package),
                 policy=policy,
                 version=int(read("VERSION") or 1),
-                lake=None if (lake := read("LAKE")) is None else Path(lake),
+                lake=read("LAKE"),
                 log_to=read("LOG_TO"),
                 explore=read("EXPLORE"),
                 host=read("HOST") or "127.0.0.1",
@@ -164,5 +165,6 @@ def check_servable(config: ServeConfig) -> None:
     spec = check_package(config.package).spec
     check_exploration(parse_exploration(config.explore), spec)
     if config.lake is not None and config.log_to is not None:
+        check_shareable(config.lake, "serve")
         dataset = open_lake(config.lake).dataset(config.log_to)
         ensure_feedback_tables(dataset, spec.observation_space, spec.action_space)

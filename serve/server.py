@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from replaylake.datastore.errors import ExtraMissing, ServeFailed
+from replaylake.datastore.remote.shard_cache import is_copy
 from replaylake.serve.config import ServeConfig, check_servable
 
 __all__ = ["ServeConfig", "serve"]
@@ -48,6 +49,10 @@ def serve(config: ServeConfig, on_ready: Callable[[ServeConfig], None] | None = 
     # BentoML cleans a folder of its home when it starts, so each server gets a home of its own; an
     # empty folder to work in, because it puts that first on sys.path.
     home = Path(tempfile.mkdtemp(prefix="replaylake-serve-"))
+    if is_copy(config.package):
+        # The cache may let it go, and a worker that is started again has to find it.
+        package = shutil.copytree(config.package, home / "package")
+        config = replace(config, package=package)
     variables = {
         **config.to_environment(),
         "BENTOML_HOME": str(home / "bentoml"),

@@ -10,9 +10,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from replaylake.datastore.errors import FormatTooNew, NotFound, PackageInvalid, ReplayLakeError
+from replaylake.datastore.errors import (
+    FormatTooNew,
+    NotFound,
+    PackageInvalid,
+    ReplayLakeError,
+    ShardCorrupt,
+)
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import from_json, to_json
+from replaylake.datastore.storage import Blob, LocalStorage, Storage
 from replaylake.datastore.version import VERSION
 
 FORMAT_VERSION: Final = 1
@@ -34,6 +41,34 @@ class Manifest:
     spec: PolicySpec
     body: Mapping[str, Any]
     sha256: str
+
+
+def fetch_package(storage: Storage, folder: str) -> Path:
+    """Return a folder of this machine that holds a package of the lake.
+
+    Where the lake is remote its files are copied, and checked against the manifest as they are.
+    Raises: StorageFailed, PackageInvalid.
+    """
+    if isinstance(storage, LocalStorage):
+        return storage.local(folder)
+    try:
+        (path,) = storage.fetch([Blob(f"{folder}/{MANIFEST}")])
+        storage.fetch([Blob(f"{folder}/{name}", *about) for name, about in _listed(path)])
+    except ShardCorrupt as error:
+        raise PackageInvalid(f"policy package: {error}") from error
+    return path.parent
+
+
+def _listed(manifest: Path) -> list[tuple[str, tuple[int, str]]]:
+    """Return (name, (bytes, sha256)) of a manifest's files; none where it says nothing of sense.
+
+    Whoever reads the package finds out what is wrong with it.
+    """
+    try:
+        files = json.loads(manifest.read_bytes())["files"].items()
+        return [(str(name), (int(about["bytes"]), str(about["sha256"]))) for name, about in files]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def read_checked(directory: Path) -> tuple[Manifest, dict[str, bytes]]:

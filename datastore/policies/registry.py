@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,28 +21,39 @@ from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import LogState
 from replaylake.datastore.names import check_alias, check_policy_name, new_ulid
-from replaylake.datastore.policies.manifest import MANIFEST, read_checked, stamped
+from replaylake.datastore.policies.manifest import (
+    MANIFEST,
+    fetch_package,
+    read_checked,
+    stamped,
+)
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.table_schema import new_metadata
 
 CHAMPION: Final = "champion"
 LAKE_ROOT: Final = "_lake"
 _Rows = list[dict[str, Any]]  # named here, where `list` is not yet a method
-_REFERENCE: Final = re.compile(r"([^:@]+)(?::(\d+)|@([^:@]+))?")
+_REFERENCE: Final = re.compile(r"([^:@]+)(?::([0-9]+)|@([^:@]+))?")
 
 
 @dataclass(frozen=True)
 class PolicyRef:
-    """A version of a policy, and what chose it.
-
-    `path` is a local folder that holds the package, to be read and never written: the lake's own
-    copy, or where the lake is remote, one that was fetched.
-    """
+    """A version of a policy, and what chose it; `folder` is where the lake has the package."""
 
     name: str
     version: int
-    path: Path
+    folder: str
     selected_by: str
+    storage: Storage = field(repr=False, compare=False)
+
+    @property
+    def path(self) -> Path:
+        """A local folder that holds the package, to be read and never written.
+
+        The lake's own, or where the lake is remote a copy, checked as it was made. Raises:
+        StorageFailed; NotFound or PackageInvalid if the package is not whole.
+        """
+        return fetch_package(self.storage, self.folder)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.version}"
@@ -126,7 +137,7 @@ class Registry:
             )
 
         self._log.commit(build)
-        return PolicyRef(name, version, self._storage.local(folder), "version")
+        return PolicyRef(name, version, folder, "version", self._storage)
 
     def resolve(self, text: str) -> PolicyRef:
         """Find `name:version`, `name@alias`, or `name` (its champion if set, else the newest).
@@ -135,6 +146,9 @@ class Registry:
         """
         match = _REFERENCE.fullmatch(text)
         name = check_policy_name(match.group(1) if match else text)
+        alias = match.group(3) if match else None
+        if alias is not None:
+            check_alias(alias)
         state = self._log.newest()
         versions = _versions(state, name)
         if not match or not versions:
@@ -145,8 +159,8 @@ class Registry:
             )
         if match.group(2):
             version, selected_by = int(match.group(2)), "version"
-        elif alias := match.group(3):
-            version, selected_by = self._aliased(state, name, check_alias(alias)), f"alias {alias}"
+        elif alias is not None:
+            version, selected_by = self._aliased(state, name, alias), f"alias {alias}"
         elif (champion := _alias(state, name, CHAMPION)) is not None:
             version, selected_by = champion, f"alias {CHAMPION}"
         else:
@@ -156,18 +170,21 @@ class Registry:
                 f"policy {text!r}: version {version} is not there, found {min(versions)}.."
                 f"{max(versions)}. `replaylake policies list` names them."
             )
-        path = self._storage.local(versions[version]["path"])
-        return PolicyRef(name, version, path, selected_by)
+        return PolicyRef(name, version, versions[version]["path"], selected_by, self._storage)
 
     def show(self, ref: PolicyRef) -> dict[str, Any]:
         """Return the registry's entry: lineage, run, aliases."""
+        return self.entry(ref.name, ref.version)
+
+    def entry(self, name: str, version: int) -> dict[str, Any]:
+        """Return what `show` does. Raises: NotFound."""
         state = self._log.newest()
-        entry = _versions(state, ref.name).get(ref.version)
+        entry = _versions(state, name).get(version)
         if entry is None:
             raise NotFound(
-                f"policy {ref}: not in this lake. `replaylake policies list` names them."
+                f"policy {name}:{version}: not in this lake. `replaylake policies list` names them."
             )
-        return {**_row(state, ref.name, ref.version, entry), "lineage": entry["lineage"]}
+        return {**_row(state, name, version, entry), "lineage": entry["lineage"]}
 
     def list(self) -> _Rows:
         """Return one row per policy version, by name and version."""

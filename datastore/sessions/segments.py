@@ -28,7 +28,7 @@ Encode = Callable[[Sequence[dict[str, Any]]], pa.Table]
 """Turns records into rows of the table."""
 
 SUFFIX: Final = ".jsonl"
-_DAMAGED: Final = ".damaged"
+DAMAGED: Final = ".damaged"
 _CRC_DIGITS: Final = 8
 # What a record that no row can hold makes its encoder raise; Arrow's own errors are among them. Not
 # OSError nor StorageFailed: what a full disk or memory refuses now is taken another time.
@@ -88,8 +88,11 @@ def framed(records: Iterable[bytes]) -> list[bytes]:
 
 
 def journal_folder(table: Table) -> Path:
-    """Return where a table's journals are; it exists once a worker has begun one."""
-    return table.storage.local(f"{table.root}/_journal")
+    """Return where a table's journals are; it exists once a worker has begun one.
+
+    A remote lake's are on the machine that serves, which is where they are recovered.
+    """
+    return table.storage.state_folder(f"{table.root}/_journal")
 
 
 def producer_of(worker: str) -> str:
@@ -133,7 +136,7 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
         table.append(pa.concat_tables(tables), producer=producer, sequence=segment.sequence)
     try:
         if faults:
-            kept = segment.path.rename(segment.path.with_suffix(_DAMAGED))
+            kept = segment.path.rename(segment.path.with_suffix(DAMAGED))
             _logger.error("%s: %d records not committed, kept: %s", kept, len(faults), faults[0])
         else:
             segment.path.unlink()

@@ -135,7 +135,18 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(kit, package, t
 
 def test_config_survives_the_way_through_the_environment(tmp_path):
     config = ServeConfig(
-        tmp_path, "p", 4, tmp_path, "d", "epsilon=0.1", "::1", 1, 2, 3.5, True, reference="p@best"
+        tmp_path,
+        "p",
+        4,
+        str(tmp_path),
+        "d",
+        "epsilon=0.1",
+        "::1",
+        1,
+        2,
+        3.5,
+        True,
+        reference="p@best",
     )
     assert ServeConfig.from_environment(config.to_environment()) == config
     plain = ServeConfig(tmp_path, "p", 4)

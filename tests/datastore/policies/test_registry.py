@@ -160,7 +160,7 @@ def test_list_and_show(lake: Lake, registry: Registry, package: Path) -> None:
     assert shown["lineage"] == {"datasets": [{"dataset": "d", "version": 1}]}
     assert shown["run_id"] == "r1"
     with pytest.raises(NotFound, match="policy cql:5: not in this lake"):
-        registry.show(PolicyRef("cql", 5, ref.path, "version"))
+        registry.entry("cql", 5)
 
 
 def test_runs(registry: Registry) -> None:

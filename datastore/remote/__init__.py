@@ -1,0 +1,1 @@
+"""Lakes on object stores: their storage, and this machine's copies of their files."""

@@ -1,0 +1,130 @@
+"""The loop on an object store, through real processes: the lake is s3:// all the way round."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.sessions.sessionise import sessionise
+
+pytestmark = pytest.mark.slow
+_COMMAND = Path(sys.executable).with_name("replaylake")
+_LOG = Path(__file__).parents[1] / "examples" / "data" / "rllib_cartpole" / "cartpole-v1_large"
+_OBSERVATION = [2.25, -0.5, 0.125, 0.75]
+
+
+@pytest.fixture
+def url(bucket, monkeypatch):
+    url = f"s3://{bucket}/loop"
+    monkeypatch.setenv("REPLAYLAKE_LAKE", url)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return url
+
+
+def replaylake(*arguments):
+    done = subprocess.run(
+        [_COMMAND, *arguments, "--json"], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@contextmanager
+def served(*arguments):
+    """Serve on a free port, in a process group of its own; yields it and a function to post."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(
+        [_COMMAND, "serve", *arguments, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def post(path, body):
+        request = urllib.request.Request(
+            base + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.load(answer)
+
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            try:
+                with urllib.request.urlopen(f"{base}/readyz", timeout=1):
+                    break
+            except OSError:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        yield process, post
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(30)
+
+
+def process_tree(pid):
+    """Return a process and all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(below for child in children for below in process_tree(int(child)))]
+
+
+def test_the_loop_on_s3(url):
+    receipt = replaylake("ingest", str(_LOG), "--dataset", "cartpole", "--env", "CartPole-v1")
+    assert receipt["steps"]["committed"] == 4137
+    (row,) = replaylake("sql", "select count(*) as n from cartpole.steps")["rows"]
+    assert row == {"n": 4137}
+    train = ("train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone")
+    trained = replaylake(*train, "--updates", "20", "--where", "return >= 150")
+    assert trained["version"] == 1
+    assert [row["policy"] for row in replaylake("policies", "list")["policies"]] == ["clone"]
+    collected = replaylake(
+        *("rollout", "--env", "CartPole-v1", "--policy", "clone", "--episodes", "4"),
+        *("--workers", "1", "--dataset", "cartpole", "--seed", "0"),
+    )
+    assert collected["num_episodes"] == 4
+
+    with served("clone", "--log-to", "cartpole") as (_, post):
+        first = post("/act", {"observation": _OBSERVATION, "episode_id": "visit-1"})
+        post(
+            "/feedback",
+            {"decision_id": first["decision_id"], "reward": -3.5, "terminated": True},
+        )
+    with served("clone", "--log-to", "cartpole") as (process, post):
+        second = post("/act", {"observation": _OBSERVATION, "episode_id": "visit-2"})
+        post(
+            "/feedback",
+            {"decision_id": second["decision_id"], "reward": 7.0, "terminated": True},
+        )
+        for pid in process_tree(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+    lake = open_lake(url)
+    # What was decided within a minute waits: another machine's server may hold what came before.
+    first_run = sessionise(lake, "cartpole")
+    assert first_run.steps == 0
+    joined = sessionise(lake, "cartpole", now_s=time.time() + 120)
+    assert (joined.joined, joined.episodes, joined.steps) == (2, 2, 2)
+    # The killed server's two records came from its journals, here.
+    assert first_run.recovered + joined.recovered == 2
+    rewards = lake.sql("select reward from cartpole.steps where decision_id is not null")
+    assert sorted(rewards["reward"].to_pylist()) == [-3.5, 7.0]
+    traced = replaylake("lineage", "--decision", second["decision_id"])
+    assert traced["decision"]["version"] == 1
+    assert traced["datasets"][0]["version"] == receipt["version"]
+    # Nothing of the lake is on this machine but copies and journals.
+    assert not Path(url.partition("://")[2]).exists()
+    assert replaylake(*train, "--updates", "20")["version"] == 2
