@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +21,9 @@ from replaylake.cli.options import (
 )
 from replaylake.cli.report import Report, answer_stream, count, fitting, table_lines
 from replaylake.datastore.errors import NotFound
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake import Lake
 
 
 class OutputFormat(StrEnum):
@@ -48,6 +52,15 @@ def sql(
             help="The value of $K in the query, as a TOML value or a bare word. Repeatable.",
         ),
     ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--at",
+            metavar="DATASET=VERSION",
+            help="Read a dataset at a version or tag; NAME=DATASET@VERSION under a further name. "
+            "Repeatable.",
+        ),
+    ] = None,
     form: Annotated[
         OutputFormat | None,
         typer.Option(
@@ -58,18 +71,27 @@ def sql(
         Path | None,
         typer.Option("--output", metavar="FILE", help="Write to a file, whole or not at all."),
     ] = None,
+    untrusted: Annotated[
+        bool,
+        typer.Option(
+            "--untrusted",
+            help="Somebody else wrote it: run it in a process of its own, with limits.",
+        ),
+    ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Run one SELECT over the lake.
 
-    Each dataset has NAME.steps, NAME.episodes and NAME.transitions; what was served into it has
-    NAME.decisions and NAME.rewards; the lake has datasets, shards, commits, policies and runs.
+    Each dataset has NAME.steps, NAME.episodes, NAME.games and NAME.transitions; what was served
+    into it has NAME.decisions and NAME.rewards; the lake has datasets, shards, commits, policies
+    and runs.
 
     Example:
       replaylake sql "select count(*) as n, avg(num_steps) as steps from cartpole.episodes"
       replaylake sql "select * from cartpole.steps where step < $n" --param n=3 --format csv
+      replaylake sql "select count(*) as n from cartpole.steps" --at cartpole=12
     """
     from replaylake.datastore.lake import open_lake
 
@@ -79,13 +101,30 @@ def sql(
         key: parse_literal(value, "--param", key)
         for key, value in parse_pairs(param or [], "--param").items()
     }
+    versions = parse_pairs(at or [], "--at")
     chosen = _format(form, as_json, output)
     with report.waiting("running the query"):
-        rows = open_lake(lake).sql(text, parameters)
+        rows, also = _rows(open_lake(lake), text, parameters, versions, untrusted)
     if output is not None:
-        _save(report, rows, chosen, output)
+        _save(report, rows, chosen, output, also)
     else:
-        _print(report, rows, chosen)
+        _print(report, rows, chosen, also)
+    if cut_by := also.get("truncated"):
+        report.say(f"cut short: the whole result has more {cut_by} than --untrusted allows")
+
+
+def _rows(
+    lake: Lake,
+    text: str,
+    parameters: Mapping[str, object],
+    versions: Mapping[str, str],
+    untrusted: bool,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the rows, and what else there is to say of them."""
+    if not untrusted:
+        return lake.sql(text, parameters, at=versions), {}
+    result = lake.sql_untrusted(text, parameters, at=versions)
+    return result.rows, {"truncated": result.truncated}
 
 
 def _query_text(query: str | None, file: Path | None) -> str:
@@ -115,7 +154,7 @@ def _format(form: OutputFormat | None, as_json: bool, output: Path | None) -> st
     return form.value
 
 
-def _save(report: Report, rows: Any, form: str, output: Path) -> None:
+def _save(report: Report, rows: Any, form: str, output: Path, also: Mapping[str, Any]) -> None:
     from replaylake.datastore.query.results import write_result
 
     if form == "table":
@@ -124,17 +163,18 @@ def _save(report: Report, rows: Any, form: str, output: Path) -> None:
             "its suffix: a table is for people.",
             param_hint="--output",
         )
-    write_result(rows, form, output)
+    write_result(rows, form, output, also)
     body = {
         "output": str(output),
         "format": form,
         "num_rows": rows.num_rows,
         "columns": rows.column_names,
+        **also,
     }
     report.answer(body, [f"wrote {count(rows.num_rows, 'row')} to {output}"])
 
 
-def _print(report: Report, rows: Any, form: str) -> None:
+def _print(report: Report, rows: Any, form: str, also: Mapping[str, Any]) -> None:
     from replaylake.datastore.query.results import write_result
 
     if form == "table":
@@ -147,13 +187,13 @@ def _print(report: Report, rows: Any, form: str) -> None:
             param_hint="--format",
         )
     stream.flush()
-    write_result(rows, form, stream.buffer)
+    write_result(rows, form, stream.buffer, also)
     stream.buffer.flush()
 
 
 def _print_table(report: Report, rows: Any) -> None:
     """Print the columns that fit on the terminal, and name the others; off a terminal, all."""
-    values, columns = rows.to_pylist(), rows.column_names
+    values, columns = rows.to_pylist(maps_as_pydicts="lossy"), rows.column_names
     if answer_stream().isatty():
         width = shutil.get_terminal_size().columns
         columns = fitting(values, columns, width)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from replaylake.datastore.arrays import read_arrays
 from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.presence import check_present
 from replaylake.datastore.query import query
 from replaylake.datastore.replay.packing import OnProgress
 from replaylake.datastore.replay.view import ReplayView, open_view
 from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.spaces import describe
+from replaylake.datastore.spaces import Values, describe
 from replaylake.datastore.table import TableSnapshot
 
 
@@ -53,24 +56,40 @@ class Snapshot:
             reward: SQL expression over the columns of `steps`, in place of the logged reward.
             on_progress: called with (shards decoded, shards) after each.
 
-        Raises: QueryRefused, QueryFailed, ShardCorrupt, EmptyReplay, SpaceUnsupported.
+        Raises: QueryRefused, QueryFailed, ShardCorrupt, EmptyReplay, SpaceUnsupported; NotFound for
+        a version whose shards were removed.
         """
+        check_present(self.table)
         return open_view(
             self.dataset, self.table, self.spec, where=where, reward=reward, on_progress=on_progress
         )
 
-    def sql(self, text: str, parameters: dict[str, object] | None = None) -> pa.Table:
-        """Run one SELECT over this version's `steps`, `episodes` and `transitions`.
+    def arrays(self, columns: Sequence[str] | None = None) -> dict[str, Values]:
+        """Decode columns of all steps into numpy arrays, by default those that no row lacks.
 
-        Raises: QueryRefused, QueryFailed.
+        Those are step, observation, action, reward, terminated and truncated. Arrays are [N, ...],
+        in the order the steps were committed in; an unknown float is NaN, time NaT, text None.
+        Every shard is checked against its sha256. Memory: the arrays and a few row groups.
+
+        Raises: NotFound for an absent column, or a version whose shards were removed;
+        SchemaMismatch for a column that arrays cannot hold, by its type or for its nulls;
+        ShardCorrupt.
         """
-        with query.connect() as connection:
-            query.check_select(connection, text)
-            query.create_dataset_views(connection, "", self.table)
-            return query.execute(connection, text, parameters)
+        check_present(self.table)
+        return read_arrays(self.table, self.spec, columns)
+
+    def sql(self, text: str, parameters: dict[str, object] | None = None) -> pa.Table:
+        """Run one SELECT over this version's `steps`, `episodes`, `games` and `transitions`.
+
+        Raises: QueryRefused, QueryFailed; NotFound for a version whose shards were removed.
+        """
+        return query.run_on_snapshot(text, self.table, parameters)
 
     def describe(self) -> dict[str, Any]:
-        """Return the counts, returns and spaces of this version. Cost: one scan of five columns."""
+        """Return the counts, returns and spaces of this version.
+
+        Cost: one scan of a column; of six where no summary of the episodes is there.
+        """
         row = self.sql(
             'SELECT count(*) AS num_episodes, avg("return") AS mean_return, '
             'min("return") AS min_return, max("return") AS max_return, '

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import duckdb
@@ -11,15 +13,10 @@ import pyarrow as pa
 
 from replaylake.datastore import schema
 from replaylake.datastore.errors import QueryRefused
-from replaylake.datastore.query.query import (
-    check_select,
-    connect,
-    create_dataset_views,
-    execute,
-    literal,
-    parse,
-    walk,
-)
+from replaylake.datastore.query.connections import connect, session
+from replaylake.datastore.query.statements import check_select, execute, literal, parse, walk
+from replaylake.datastore.query.views import create_dataset_views
+from replaylake.datastore.shard import blob_of
 from replaylake.datastore.table import TableSnapshot
 
 _PREFIX: Final = "SELECT 1 FROM episodes WHERE "
@@ -47,7 +44,7 @@ def canonical_expression(expression: str) -> str:
     """
     if not expression.strip():
         raise QueryRefused("expression: found an empty one, expected SQL such as terminated.")
-    with connect() as connection:
+    with session() as connection:
         text = f"{_PREFIX}({expression}\n)"
         check_select(connection, text)
         tree = parse(connection, text)
@@ -90,14 +87,42 @@ def evaluated_rewards(snapshot: TableSnapshot, reward: str) -> pa.Table:
     return rewards
 
 
-def _locked(snapshot: TableSnapshot) -> duckdb.DuckDBPyConnection:
-    """Open views that read nothing but the snapshot's files, and always in the same order."""
+@contextmanager
+def _locked(snapshot: TableSnapshot) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Lend views that read nothing but the snapshot's files, and always in the same order.
+
+    The last instance is kept for the next use: `where` and `reward` come one after the other. Its
+    settings are locked and it is used by one caller at a time, so it stays as it was made.
+    """
+    paths = [str(path) for path in snapshot.paths()]
+    key = (snapshot.version, snapshot.schema, *paths)
+    with _lock:
+        held = _idle.pop(key, None)
+    connection = _opened(snapshot, paths) if held is None else held
+    try:
+        yield connection
+    finally:
+        blobs = [blob_of(snapshot.root, entry) for entry in snapshot.files]
+        snapshot.storage.release(blobs)
+        with _lock:
+            others = list(_idle.values())
+            _idle.clear()
+            _idle[key] = connection
+        for other in others:
+            other.close()
+
+
+_lock = threading.Lock()
+# At most one.
+_idle: dict[Any, duckdb.DuckDBPyConnection] = {}
+
+
+def _opened(snapshot: TableSnapshot, paths: list[str]) -> duckdb.DuckDBPyConnection:
     connection = connect()
     # Sums of floats depend on their order, and a return may lie just at the limit of a condition.
     connection.execute("SET threads = 1")
     create_dataset_views(connection, "", snapshot)
-    paths = ", ".join(literal(str(path)) for path in snapshot.paths())
-    connection.execute(f"SET allowed_paths = [{paths}]")
+    connection.execute(f"SET allowed_paths = [{', '.join(map(literal, paths))}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return connection

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.policies.registry import PolicyRef, Registry
+from replaylake.datastore.policies.registry import Registry
+from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.tags import Tags
 
 _TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
 _COMMITS: Final = pa.schema(
@@ -24,6 +25,9 @@ _COMMITS: Final = pa.schema(
         ("sequence", pa.int64()),
         ("num_episodes", pa.int64()),
         ("num_steps", pa.int64()),
+        ("num_produced", pa.int64()),
+        ("num_rejected", pa.int64()),
+        ("num_already_present", pa.int64()),
     ]
 )
 _DATASETS: Final = pa.schema(
@@ -33,6 +37,7 @@ _DATASETS: Final = pa.schema(
         ("num_steps", pa.int64()),
         ("num_shards", pa.int64()),
         ("num_bytes", pa.int64()),
+        ("tags", pa.map_(pa.string(), pa.int64())),
     ]
 )
 _SHARDS: Final = pa.schema(
@@ -42,6 +47,7 @@ _SHARDS: Final = pa.schema(
         ("num_rows", pa.int64()),
         ("num_bytes", pa.int64()),
         ("sha256", pa.string()),
+        ("since", pa.int64()),
         ("modified_at", _TIMESTAMP),
     ]
 )
@@ -83,34 +89,39 @@ def commits(handles: Iterable[Dataset]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=_COMMITS)
 
 
-def datasets(handles: Iterable[Dataset]) -> pa.Table:
-    """Return one row per dataset, at its newest version."""
+def datasets(snapshots: Mapping[str, Snapshot], tags: Tags) -> pa.Table:
+    """Return one row per dataset, at the version of its snapshot."""
+    named: dict[str, list[tuple[str, int]]] = {}
+    for tag in tags.list():
+        named.setdefault(tag.dataset, []).append((tag.name, tag.version))
     rows = [
         {
-            "dataset": snapshot.dataset,
+            "dataset": name,
             "version": snapshot.version,
             "num_steps": snapshot.num_steps,
             "num_shards": len(snapshot.files),
             "num_bytes": sum(entry.size_bytes for entry in snapshot.files),
+            "tags": named.get(snapshot.dataset, []),
         }
-        for snapshot in (handle.snapshot() for handle in handles)
+        for name, snapshot in snapshots.items()
     ]
     return pa.Table.from_pylist(rows, schema=_DATASETS)
 
 
-def shards(handles: Iterable[Dataset]) -> pa.Table:
-    """Return one row per live shard of each dataset, at its newest version."""
+def shards(snapshots: Mapping[str, Snapshot]) -> pa.Table:
+    """Return one row per live shard of each dataset, at the version of its snapshot."""
     rows = [
         {
-            "dataset": handle.name,
+            "dataset": name,
             "path": entry.path,
             "num_rows": entry.num_rows,
             "num_bytes": entry.size_bytes,
             "sha256": entry.sha256,
+            "since": entry.since,
             "modified_at": _time(entry.modified_ms),
         }
-        for handle in handles
-        for entry in handle.snapshot().files
+        for name, snapshot in snapshots.items()
+        for entry in snapshot.files
     ]
     return pa.Table.from_pylist(rows, schema=_SHARDS)
 
@@ -119,8 +130,7 @@ def policies(registry: Registry) -> pa.Table:
     """Return one row per version of each policy."""
     rows = []
     for row in registry.list():
-        ref = PolicyRef(row["policy"], row["version"], Path(row["path"]), "version")
-        lineage = registry.show(ref)["lineage"]
+        lineage = registry.entry(row["policy"], row["version"])["lineage"]
         rows.append(
             {
                 **{key: row[key] for key in ("policy", "version", "aliases", "run_id", "path")},

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -26,12 +26,17 @@ RESULT_FORMATS: Final[tuple[str, ...]] = get_args(ResultFormat)
 _CHUNK_ROWS: Final = 4096
 
 
-def write_result(table: pa.Table, form: str, target: Path | BinaryIO) -> None:
+def write_result(
+    table: pa.Table,
+    form: str,
+    target: Path | BinaryIO,
+    also: Mapping[str, Any] | None = None,
+) -> None:
     """Write a query's result.
 
-    csv: a header line; vectors and structs as JSON text. json: one object with `columns` and `rows`
-    (objects). jsonl: one object a line. In both, bytes are base64, times ISO 8601, and numbers that
-    JSON lacks null. parquet: as Arrow has it.
+    csv: a header line; vectors and structs as JSON text. json: one object with `columns`, what
+    `also` has, and `rows` (objects). jsonl: one object a line. In both, bytes are base64, times
+    ISO 8601, and numbers that JSON lacks null. parquet: as Arrow has it.
 
     A path is written beside its name and renamed: it is there whole, or as it was before.
 
@@ -43,12 +48,12 @@ def write_result(table: pa.Table, form: str, target: Path | BinaryIO) -> None:
         )
     table = _distinct_names(table)
     if not isinstance(target, Path):
-        _write(table, form, target)
+        _write(table, form, target, also or {})
         return
     temporary = target.with_name(f".{target.name}.{new_ulid()}")
     try:
         with temporary.open("xb") as stream:
-            _write(table, form, stream)
+            _write(table, form, stream, also or {})
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)
@@ -61,7 +66,7 @@ def write_result(table: pa.Table, form: str, target: Path | BinaryIO) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _write(table: pa.Table, form: str, stream: BinaryIO) -> None:
+def _write(table: pa.Table, form: str, stream: BinaryIO, also: Mapping[str, Any]) -> None:
     if form == "parquet":
         pq.write_table(table, stream, compression="zstd")
     elif form == "csv":
@@ -71,8 +76,8 @@ def _write(table: pa.Table, form: str, stream: BinaryIO) -> None:
         for row in _rows(table):
             stream.write(row + b"\n")
     else:
-        head = f'{{"columns": {json.dumps(table.column_names)}, "rows": ['
-        stream.write(head.encode())
+        head = json.dumps({"columns": table.column_names, **also})
+        stream.write(f'{head[:-1]}, "rows": ['.encode())
         for index, row in enumerate(_rows(table)):
             stream.write((b", " if index else b"") + row)
         stream.write(b"]}\n")
@@ -80,7 +85,7 @@ def _write(table: pa.Table, form: str, stream: BinaryIO) -> None:
 
 def _rows(table: pa.Table) -> Iterator[bytes]:
     for batch in table.to_batches(max_chunksize=_CHUNK_ROWS):
-        for row in batch.to_pylist():
+        for row in batch.to_pylist(maps_as_pydicts="lossy"):
             yield json.dumps(_plain(row), ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -92,7 +97,8 @@ def _flat(table: pa.Table) -> pa.Table:
         if pa.types.is_dictionary(kind):
             column = column.cast(kind.value_type)
         elif pa.types.is_nested(kind) or _is_other(kind):
-            column = pa.array([_cell(value) for value in column.to_pylist()], pa.string())
+            values = column.to_pylist(maps_as_pydicts="lossy")
+            column = pa.array(map(_cell, values), pa.string())
         columns.append(column)
     return pa.Table.from_arrays(columns, names=table.column_names)
 

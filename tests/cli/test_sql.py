@@ -112,3 +112,15 @@ def test_an_empty_result(run: Any) -> None:
     ran = run("sql", "select step from d.steps where step > 9")
     assert (ran.out, ran.err) == ("step\n", "0 rows\n")
     assert run("sql", "select step from d.steps where step > 9", "--json").json["rows"] == []
+
+
+def test_a_version(run: Any, log: Path) -> None:
+    assert run("sql", "select count(*) as n from d.steps", "--at", "d=0", "--json").json[
+        "rows"
+    ] == [{"n": 0}]
+    query = "select (select count(*) from d.steps) - (select count(*) from was.steps) as n"
+    assert run("sql", query, "--at", "was=d@0", "--json").json["rows"] == [{"n": 3}]
+    refused = run("sql", query, "--at", "was=d@9")
+    assert refused.code == 1
+    assert "found no version 9" in refused.err
+    assert run("sql", query, "--at", "was").code == 2

@@ -141,7 +141,6 @@ def test_parameters(lake: Lake, dataset: Dataset) -> None:
         "SELECT count(*) AS n FROM D.STEPS",
         'SELECT count(*) AS n FROM "d"."steps"',
         'SELECT count(*) AS n FROM "D"."Steps"',
-        "SELECT count(*) AS n FROM memory.d.steps",
         "FROM d.steps SELECT count(*) AS n",
         "WITH steps AS (SELECT * FROM d.steps) SELECT count(*) AS n FROM steps",
         "WITH d AS (SELECT 1), policies AS (SELECT 2) SELECT count(*) AS n FROM d.steps",
@@ -225,8 +224,8 @@ def test_duckdb_s_own_words(lake: Lake, dataset: Dataset, query: str, message: s
     [
         (
             "SELECT * FROM d.step",
-            r"^d\.step: found no such view, expected steps, episodes, transitions, decisions, "
-            r"rewards\.$",
+            r"^d\.step: found no such view, expected steps, episodes, games, transitions, "
+            r"decisions, rewards\.$",
         ),
         (
             "SELECT * FROM steps",

@@ -1,0 +1,271 @@
+"""Sandbox: the process in which SQL from others runs. untrusted.py starts it and speaks with it.
+
+Frames over stdin and stdout: first the query comes in and the names of its tables go out; then come
+the views that stand for them, and the rows go out. All that reads the query happens in here, its
+parsing too. Three walls stand behind each other: what we refuse by the parse tree, what DuckDB's
+locked configuration refuses, and what the kernel refuses the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, Final
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from replaylake.datastore.errors import QueryFailed, QueryRefused, ReplayLakeError
+from replaylake.datastore.query.confine import limit_resources, read_only
+from replaylake.datastore.query.connections import connect
+from replaylake.datastore.query.statements import (
+    check_select,
+    execute,
+    literal,
+    named_tables,
+    parse,
+    walk,
+)
+
+_TABLE_FUNCTIONS: Final = {"generate_series", "json_each", "json_tree", "range", "unnest"}
+_REFUSED_FUNCTIONS: Final = {"current_setting", "getenv", "getvariable", "write_log"}
+_BATCH_ROWS: Final = 2048
+_OPEN_FILES: Final = 256
+# Of the memory, what DuckDB may use knowingly; it then says what was too large. The rest is for the
+# result, stacks and what it does not count.
+_DUCKDB_SHARE: Final = 0.6
+_SIZE_BYTES: Final = 8
+
+
+def read_frame(stream: BinaryIO, most: int) -> bytes | None:
+    """Read one frame of at most `most` bytes; None if the other side is gone or breaks the rule."""
+    head = stream.read(_SIZE_BYTES)
+    size = int.from_bytes(head, "little")
+    if len(head) < _SIZE_BYTES or size > most:
+        return None
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def write_frame(stream: BinaryIO, body: bytes | memoryview) -> None:
+    """Write one frame."""
+    stream.write(len(body).to_bytes(_SIZE_BYTES, "little"))
+    stream.write(body)
+    stream.flush()
+
+
+def to_ipc(table: pa.Table) -> memoryview:
+    """Return a table as an Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return memoryview(sink.getvalue())
+
+
+def main() -> None:
+    """Answer one query, then end."""
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    # Nothing else may write into the frames.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    try:
+        _answer(source, sink)
+    except ReplayLakeError as error:
+        _say(sink, {"error": type(error).__name__, "message": str(error)})
+    except MemoryError:
+        _say(sink, {"error": "QueryFailed", "message": "query: out of memory"})
+    except Exception as error:  # said, since nobody reads this process's stderr
+        message = f"query: {type(error).__name__}: {error}"
+        _say(sink, {"error": "QueryFailed", "message": message})
+
+
+def _answer(source: BinaryIO, sink: BinaryIO) -> None:
+    request = _told(source)
+    limits = request["limits"]
+    limit_resources(
+        memory_bytes=limits["memory_bytes"],
+        cpu_s=limits["cpu_s"],
+        wall_s=limits["wall_s"],
+        num_files=_OPEN_FILES,
+    )
+    query = request["query"]
+    with connect() as connection:
+        connection.execute("SET threads = 1")
+        lock(connection, [])
+        check_select(connection, query)
+        names = _checked_names(connection, query)
+    _say(sink, {"names": names})
+    granted = _told(source)
+    relations = {name: _table(source) for name in granted["relations"]}
+    parameters = _table(source).to_pylist()[0] if granted["has_parameters"] else None
+    with connect() as connection:
+        # The kernel binds this thread and those that it starts later: DuckDB's come after it.
+        connection.execute("SET threads = 1")
+        read_only(granted["paths"], _library_folders())
+        connection.execute(f"SET threads = {limits['num_threads']}")
+        connection.execute(
+            f"SET memory_limit = '{int(limits['memory_bytes'] * _DUCKDB_SHARE)} bytes'"
+        )
+        for name, table in relations.items():
+            connection.register(name, table)
+        for statement in granted["statements"]:
+            execute(connection, statement)
+        _check_made(connection, names)
+        lock(connection, granted["paths"])
+        rows, truncated = _rows(connection, query, parameters, limits)
+    _say(sink, {"truncated": truncated})
+    write_frame(sink, rows)
+
+
+def lock(connection: duckdb.DuckDBPyConnection, paths: list[str]) -> None:
+    """Leave a connection nothing but these files, for good."""
+    # Else DuckDB adds this folder to what it allows, writing included.
+    connection.execute("SET temp_directory = ''")
+    allowed = ", ".join(map(literal, paths))
+    connection.execute(f"SET allowed_paths = [{allowed}]")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET python_enable_replacements = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def _checked_names(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[str, str]]:
+    """Refuse by the parse tree, and return the tables that are to be granted."""
+    nodes = list(walk(parse(connection, query)))
+    own = {str(entry["key"]).lower() for node in nodes for entry in _with_entries(node)}
+    # A name of WITH counts in the whole query for us, and for DuckDB only below it.
+    if hidden := sorted(own & _builtin_views(connection)):
+        raise QueryRefused(
+            f"query: found WITH {hidden[0]}, a name of DuckDB's own. Choose another."
+        )
+    for node in nodes:
+        kind = node.get("type")
+        if kind == "SHOW_REF":
+            raise QueryRefused("query: found DESCRIBE, SHOW or SUMMARIZE, expected a SELECT.")
+        if kind == "BASE_TABLE" and node.get("catalog_name"):
+            name = f"{node['catalog_name']}.{node['schema_name']}.{node['table_name']}"
+            raise QueryRefused(f"query: found {name}, expected <dataset>.<view>.")
+        if kind == "TABLE_FUNCTION":
+            _refuse_unless(str(node["function"].get("function_name", "")).lower())
+        if node.get("class") == "FUNCTION":
+            name = str(node.get("function_name", "")).lower()
+            if name in _REFUSED_FUNCTIONS:
+                raise QueryRefused(f"query: found {name}(), which SQL from others may not call.")
+    return list(dict.fromkeys(named_tables(connection, query)))
+
+
+def _refuse_unless(function: str) -> None:
+    if function not in _TABLE_FUNCTIONS:
+        raise QueryRefused(
+            f"query: found FROM {function or 'an expression'}(), expected the views of the lake, "
+            f"subqueries, or one of {', '.join(sorted(_TABLE_FUNCTIONS))}."
+        )
+
+
+def _with_entries(node: Mapping[str, Any]) -> list[dict[str, Any]]:
+    entries = node.get("cte_map")
+    return list(entries.get("map", ())) if isinstance(entries, dict) else []
+
+
+def _builtin_views(connection: duckdb.DuckDBPyConnection) -> set[str]:
+    # Those of information_schema take that word before them, and so hide behind no other name.
+    rows = execute(
+        connection,
+        "SELECT view_name FROM duckdb_views() "
+        "WHERE internal AND schema_name <> 'information_schema'",
+    )
+    return {str(name).lower() for name in rows["view_name"].to_pylist()}
+
+
+def _check_made(connection: duckdb.DuckDBPyConnection, names: list[tuple[str, str]]) -> None:
+    """Refuse names that no view of ours stands for: DuckDB may have one of its own, or a file."""
+    rows = execute(
+        connection, "SELECT schema_name AS s, view_name AS v FROM duckdb_views() WHERE NOT internal"
+    ).to_pylist()
+    made = {("" if row["s"] == "main" else row["s"], row["v"]) for row in rows}
+    for dataset, view in names:
+        if (dataset, view) not in made:
+            name = f"{dataset}.{view}" if dataset else view
+            raise QueryRefused(
+                f"query: found {name!r}, which is no view of the lake, expected such as "
+                "<dataset>.steps. `replaylake list` names the datasets."
+            )
+
+
+def _rows(
+    connection: duckdb.DuckDBPyConnection,
+    query: str,
+    parameters: Mapping[str, object] | None,
+    limits: Mapping[str, int],
+) -> tuple[memoryview, str | None]:
+    """Run the query; return an Arrow stream of at most max_rows and max_bytes, and what cut it."""
+    sink = pa.BufferOutputStream()
+    try:
+        relation = connection.sql(query, params=dict(parameters) if parameters else None)
+        reader = relation.to_arrow_reader(min(_BATCH_ROWS, limits["max_rows"] + 1))
+        truncated: str | None = None
+        with pa.ipc.new_stream(sink, reader.schema) as writer:
+            for batch, cut_by in _cut(reader, limits["max_rows"], limits["max_bytes"]):
+                writer.write_batch(batch)
+                truncated = cut_by
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        raise QueryFailed(" ".join(str(error).split("\n\n")[0].split())) from error
+    return memoryview(sink.getvalue()), truncated
+
+
+def _cut(
+    batches: Any, max_rows: int, max_bytes: int
+) -> Iterator[tuple[pa.RecordBatch, str | None]]:
+    """Yield the batches that both caps hold; with the last one, which cap cut it.
+
+    Raises: QueryFailed if not even one row fits.
+    """
+    num_rows = num_bytes = 0
+    for batch in batches:
+        kept, truncated = batch, None
+        if num_rows + batch.num_rows > max_rows:
+            kept, truncated = batch.slice(0, max_rows - num_rows), "rows"
+        if num_bytes + kept.nbytes > max_bytes:
+            kept, truncated = _fitting(kept, max_bytes - num_bytes), "bytes"
+            if num_rows + kept.num_rows == 0:
+                raise QueryFailed(
+                    f"query: its first row takes {batch.slice(0, 1).nbytes:,} bytes, expected at "
+                    f"most {max_bytes:,} for the result. Select fewer columns."
+                )
+        num_rows, num_bytes = num_rows + kept.num_rows, num_bytes + kept.nbytes
+        yield kept, truncated
+        if truncated:
+            return
+
+
+def _fitting(batch: pa.RecordBatch, most: int) -> pa.RecordBatch:
+    low, high = 0, batch.num_rows
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if batch.slice(0, middle).nbytes <= most else (low, middle - 1)
+    return batch.slice(0, low)
+
+
+def _library_folders() -> list[str]:
+    """Return where the modules lie that are imported late."""
+    packages = [os.path.dirname(module.__file__ or "") for module in (duckdb, np, pa)]
+    return [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *packages]
+
+
+def _told(source: BinaryIO) -> dict[str, Any]:
+    body = read_frame(source, sys.maxsize)
+    if body is None:
+        sys.exit(0)  # the parent gave up
+    told: dict[str, Any] = json.loads(body)
+    return told
+
+
+def _table(source: BinaryIO) -> pa.Table:
+    body = read_frame(source, sys.maxsize)
+    return pa.ipc.open_stream(body).read_all()
+
+
+def _say(sink: BinaryIO, body: Mapping[str, Any]) -> None:
+    write_frame(sink, json.dumps(body).encode())

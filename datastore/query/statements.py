@@ -1,0 +1,114 @@
+"""Statements: what a query is, which tables it names, and its rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import duckdb
+import pyarrow as pa
+
+from replaylake.datastore.errors import QueryFailed, QueryRefused
+
+# WITH takes INSERT, UPDATE, DELETE and COPY TO as well, in what is still one SELECT statement.
+_SELECT_NODES: Final = {"CTE_NODE", "RECURSIVE_CTE_NODE", "SELECT_NODE", "SET_OPERATION_NODE"}
+
+
+def check_select(connection: duckdb.DuckDBPyConnection, query: str) -> None:
+    """Refuse what is not exactly one SELECT. Raises: QueryRefused, QueryFailed."""
+    try:
+        query.encode()
+        statements = connection.extract_statements(query)
+    except UnicodeEncodeError as error:
+        # What a shell passes on that is no UTF-8; DuckDB would say that a str is no str.
+        raise QueryFailed(f"query: {error}, expected text that UTF-8 can hold.") from error
+    except duckdb.Error as error:
+        raise QueryFailed(_first_line(error)) from error
+    kinds = [statement.type.name for statement in statements]
+    if kinds != ["SELECT"]:
+        raise QueryRefused(
+            f"query: found {', '.join(kinds) or 'no statement'}, expected one SELECT. "
+            "SQL reads the lake; use the other commands to change it."
+        )
+    nodes = {str(node.get("type")) for node in walk(parse(connection, query))}
+    if writes := sorted(n for n in nodes if n.endswith("_NODE") and n not in _SELECT_NODES):
+        found = ", ".join(name.removesuffix("_NODE").removesuffix("_QUERY") for name in writes)
+        raise QueryRefused(
+            f"query: found {found} in WITH, expected nothing but SELECT. "
+            "SQL reads the lake; use the other commands to change it."
+        )
+
+
+def execute(
+    connection: duckdb.DuckDBPyConnection,
+    query: str,
+    parameters: Mapping[str, object] | None = None,
+) -> pa.Table:
+    """Run a query and return all its rows. Raises: QueryFailed."""
+    try:
+        relation = connection.sql(query, params=dict(parameters) if parameters else None)
+        return relation.to_arrow_table() if relation is not None else pa.table({})
+    except (duckdb.Error, pa.ArrowException) as error:
+        raise QueryFailed(_first_line(error)) from error
+
+
+def parse(connection: duckdb.DuckDBPyConnection, query: str) -> Any:
+    """Return DuckDB's parse tree of one SELECT. Raises: QueryFailed."""
+    text = execute(connection, "SELECT json_serialize_sql($q) AS j", {"q": query})["j"][0].as_py()
+    tree = json.loads(text)
+    if tree.get("error"):
+        raise QueryFailed(f"{query!r}: {tree.get('error_message')}")
+    return tree
+
+
+def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[tuple[str, str]]:
+    """Yield (dataset or "", view) for each base table of the query, as SQL folds their case.
+
+    A name that WITH defines is left out where it is in scope: below that WITH, after its own
+    definition, and in the repeated part of a recursive one.
+    """
+    return _tables(parse(connection, query), frozenset())
+
+
+def walk(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object of a parse tree."""
+    if isinstance(node, dict):
+        yield node
+        for child in node.values():
+            yield from walk(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from walk(child)
+
+
+def literal(text: str) -> str:
+    """Return an SQL string."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _tables(node: Any, own: frozenset[str]) -> Iterator[tuple[str, str]]:
+    if isinstance(node, list):
+        for child in node:
+            yield from _tables(child, own)
+    if not isinstance(node, dict):
+        return
+    entries = node.get("cte_map")
+    for entry in entries.get("map", ()) if isinstance(entries, dict) else ():
+        yield from _tables(entry["value"], own)
+        own |= {str(entry["key"]).lower()}
+    repeated = own
+    if node.get("type") == "RECURSIVE_CTE_NODE":
+        repeated = own | {str(node["cte_name"]).lower()}
+    if node.get("type") == "BASE_TABLE":
+        dataset, view = node.get("schema_name", "").lower(), node["table_name"].lower()
+        if dataset or view not in own:
+            yield "" if dataset == "main" else dataset, view
+    for key, child in node.items():
+        if key != "cte_map":
+            yield from _tables(child, repeated if key == "right" else own)
+
+
+def _first_line(error: Exception) -> str:
+    """DuckDB's message without the echo of the query that follows it."""
+    return " ".join(str(error).split("\n\n")[0].split())

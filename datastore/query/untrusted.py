@@ -1,0 +1,265 @@
+"""SQL from others: one SELECT in a process of its own, with limits that it cannot lift.
+
+The process gets exactly the files of the datasets that the query names, and nothing else: no other
+file, no network, none of our environment, no way to write. Where the kernel has Landlock it holds
+the process to that too. Costs the start of an interpreter: about 0.4 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, BinaryIO, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    QueryFailed,
+    QueryRefused,
+    ReplayLakeError,
+)
+from replaylake.datastore.query.sandbox import read_frame, to_ipc, write_frame
+from replaylake.datastore.query.views import Catalog, Views, plan_views
+from replaylake.datastore.table import TableSnapshot
+
+# What people outside need not know: where the lake lies, and what its runs met with.
+_WITHHELD: Final = {"policies": ("path",), "runs": ("record",)}
+_MAX_QUERY_BYTES: Final = 100_000
+_MAX_TALK_BYTES: Final = 1 << 20
+_MAX_MESSAGE: Final = 2000
+# Arrow's framing around the rows.
+_FRAMING_BYTES: Final = 16 << 20
+# Of our environment nothing but where the loader finds libraries. One malloc arena and one BLAS
+# thread: each further one takes address space that the query is then short of.
+_KEPT: Final = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+_ENVIRONMENT: Final = {
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class QueryLimits:
+    """What one query from others may take."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 20  # of all threads together
+    memory_bytes: int = 1 << 30  # address space beyond the interpreter and its libraries
+    num_threads: int = 2
+    max_rows: int = 10_000
+    max_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        least = {"wall_s": 0.1, "memory_bytes": 128 << 20}
+        for name, value in asdict(self).items():
+            if value < least.get(name, 1):
+                raise ConfigInvalid(
+                    f"query limits: {name}: found {value}, expected {least.get(name, 1)} or more."
+                )
+
+
+@dataclass(frozen=True)
+class UntrustedResult:
+    """Rows, and what cut them short: "rows" or "bytes", the cap that was reached; None if nothing.
+
+    Which rows of a cut result are there is not defined without ORDER BY.
+    """
+
+    rows: pa.Table
+    truncated: str | None
+
+
+def run_untrusted(
+    query: str,
+    catalog: Catalog,
+    parameters: Mapping[str, object] | None = None,
+    *,
+    limits: QueryLimits | None = None,
+) -> UntrustedResult:
+    """Run one SELECT that somebody else wrote.
+
+    A result over `max_rows` or `max_bytes` is cut there, and says so. Absent in it: where policies
+    lie (`policies.path`), the records of runs (`runs.record`).
+
+    Raises: QueryRefused for what is not one SELECT over the lake's views, QueryFailed with DuckDB's
+    own words or with the limit that was reached, NotFound for a dataset that does not exist.
+    """
+    limits = limits or QueryLimits()
+    if len(query.encode(errors="replace")) > _MAX_QUERY_BYTES:
+        raise QueryRefused(
+            f"query: found {len(query):,} characters, expected at most {_MAX_QUERY_BYTES:,} bytes."
+        )
+    with _Sandbox(limits) as sandbox:
+        sandbox.tell(json.dumps({"query": query, "limits": asdict(limits)}).encode())
+        names = [(str(dataset), str(view)) for dataset, view in sandbox.told()["names"]]
+        views = plan_views(names, _Public(catalog))
+        try:
+            _grant(sandbox, views, parameters)
+            truncated = sandbox.told()["truncated"]
+            rows = sandbox.rows()
+        finally:
+            views.release()
+        return UntrustedResult(rows, truncated if truncated is None else str(truncated))
+
+
+def _grant(sandbox: _Sandbox, views: Views, parameters: Mapping[str, object] | None) -> None:
+    granted = {
+        "statements": views.statements,
+        "paths": views.paths,
+        "relations": list(views.relations),
+        "has_parameters": bool(parameters),
+    }
+    sandbox.tell(json.dumps(granted).encode())
+    for relation in views.relations.values():
+        sandbox.tell(to_ipc(relation))
+    if parameters:
+        sandbox.tell(to_ipc(_row(parameters)))
+
+
+class _Public:
+    """A catalogue without what people outside need not know."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def datasets(self) -> list[str]:
+        return self._catalog.datasets()
+
+    def table(self, dataset: str, view: str) -> TableSnapshot | None:
+        return self._catalog.table(dataset, view)
+
+    def relation(self, name: str) -> pa.Table | None:
+        relation = self._catalog.relation(name)
+        if relation is None:
+            return None
+        for column in _WITHHELD.get(name, ()):
+            index = relation.schema.get_field_index(column)
+            field = relation.schema.field(index)
+            relation = relation.set_column(index, field, pa.nulls(relation.num_rows, field.type))
+        return relation
+
+
+class _Sandbox:
+    """The process; killed on leaving, or by the clock."""
+
+    def __init__(self, limits: QueryLimits) -> None:
+        self._limits = limits
+        self._process = _start()
+        self._out_of_time = threading.Event()
+        self._clock = threading.Timer(limits.wall_s, self._stop)
+        self._clock.daemon = True
+        self._clock.start()
+
+    def __enter__(self) -> _Sandbox:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._clock.cancel()
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    continue
+        self._process.wait()
+
+    def tell(self, body: bytes | memoryview) -> None:
+        """Send a frame. Raises: QueryFailed."""
+        try:
+            write_frame(_stream(self._process.stdin), body)
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def told(self) -> dict[str, Any]:
+        """Return what the process says. Raises: what it says that it met with; QueryFailed."""
+        body = read_frame(_stream(self._process.stdout), _MAX_TALK_BYTES)
+        if body is None:
+            raise self._ended()
+        said: dict[str, Any] = json.loads(body)
+        if "error" in said:
+            raise _error(str(said["error"]), str(said["message"])[:_MAX_MESSAGE])
+        return said
+
+    def rows(self) -> pa.Table:
+        """Return the result. Raises: QueryFailed."""
+        most = self._limits.max_bytes + _FRAMING_BYTES
+        body = read_frame(_stream(self._process.stdout), most)
+        if body is None:
+            raise self._ended()
+        try:
+            table = pa.ipc.open_stream(body).read_all()
+            table.validate(full=True)
+        except (pa.ArrowException, OSError) as error:
+            raise QueryFailed(f"query: its result is no Arrow stream ({error}).") from error
+        return table
+
+    def _stop(self) -> None:
+        self._out_of_time.set()
+        self._process.kill()
+
+    def _ended(self) -> QueryFailed:
+        """Return the error that says why the process no longer answers."""
+        self._process.kill()
+        code = self._process.wait()
+        limits = self._limits
+        if self._out_of_time.is_set():
+            found = f"it was still running after {limits.wall_s:g} s"
+        elif code == -signal.SIGXCPU:
+            found = f"it took {limits.cpu_s} s of CPU"
+        else:
+            found = f"it ended its process, most likely beyond {limits.memory_bytes >> 20} MiB"
+        return QueryFailed(
+            f"query: {found}, expected a smaller one. Select fewer rows or columns, or aggregate."
+        )
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # Isolated (-I), then with the paths that this process imports from, as it may not be installed.
+    paths = [os.path.abspath(path) for path in sys.path]
+    code = (
+        f"import sys; sys.path[:] = {paths!r}\n"
+        "from replaylake.datastore.query.sandbox import main; main()"
+    )
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-B", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**kept, **_ENVIRONMENT},
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def _stream(stream: Any) -> BinaryIO:
+    binary: BinaryIO = stream
+    return binary
+
+
+def _row(parameters: Mapping[str, object]) -> pa.Table:
+    """Return the parameters as a table of one row. Raises: QueryRefused."""
+    try:
+        return pa.table({name: pa.array([value]) for name, value in parameters.items()})
+    except (pa.ArrowException, OverflowError) as error:
+        raise QueryRefused(f"parameters: {error}, expected numbers, texts, times.") from error
+
+
+def _error(kind: str, message: str) -> ReplayLakeError:
+    return QueryRefused(message) if kind == QueryRefused.__name__ else QueryFailed(message)

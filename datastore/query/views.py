@@ -1,0 +1,168 @@
+"""Views: what makes the tables that a query names, and no others, over the files of a version."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+import duckdb
+import pyarrow as pa
+
+from replaylake.datastore.errors import NotFound
+from replaylake.datastore.presence import check_present
+from replaylake.datastore.query import episode_views, summaries
+from replaylake.datastore.query.scan import scan
+from replaylake.datastore.query.statements import execute
+from replaylake.datastore.shard import blob_of
+from replaylake.datastore.table import TableSnapshot
+
+_LAKE_VIEWS: Final = ("commits", "datasets", "policies", "runs", "shards")
+STEP_VIEWS: Final = ("steps", "episodes", "games", "transitions")
+_FEEDBACK_VIEWS: Final = ("decisions", "rewards")
+_DATASET_VIEWS: Final = (*STEP_VIEWS, *_FEEDBACK_VIEWS)
+
+
+class Catalog(Protocol):
+    """Finds what a query names."""
+
+    def datasets(self) -> list[str]:
+        """Return the names of all datasets."""
+        ...
+
+    def table(self, dataset: str, view: str) -> TableSnapshot | None:
+        """Return the pinned table behind a view (steps, decisions or rewards); None if none."""
+        ...
+
+    def relation(self, name: str) -> pa.Table | None:
+        """Return a lake-wide relation such as `policies`; None if there is no such name."""
+        ...
+
+
+@dataclass
+class Views:
+    """What makes the views that a query names: tables to register, statements to run.
+
+    `paths` are all files that the statements read.
+    """
+
+    statements: list[str] = field(default_factory=list)
+    relations: dict[str, pa.Table] = field(default_factory=dict)
+    paths: list[str] = field(default_factory=list)
+    _fetched: list[TableSnapshot] = field(default_factory=list)
+
+    def create(self, connection: duckdb.DuckDBPyConnection) -> None:
+        """Make the views in a connection. Raises: QueryFailed."""
+        for name, table in self.relations.items():
+            connection.register(name, table)
+        for statement in self.statements:
+            execute(connection, statement)
+
+    def release(self) -> None:
+        """Say that the files are no longer read: local copies of remote ones may go."""
+        for snapshot in self._fetched:
+            blobs = [blob_of(snapshot.root, entry) for entry in snapshot.files]
+            snapshot.storage.release(blobs)
+
+    def add(self, prefix: str, names: Collection[str], steps: TableSnapshot) -> None:
+        """Add views of steps, each called `<prefix><name>`. Raises: NotFound, ShardCorrupt."""
+        check_present(steps)
+        selects = {}
+        if "steps" in names or "transitions" in names:
+            source = self._scan(steps)
+            selects = {
+                "steps": f"SELECT * FROM {source}",
+                "transitions": episode_views.transitions(source),
+            }
+        if "episodes" in names or "games" in names:
+            groups = self._groups(prefix, steps)
+            selects["episodes"] = episode_views.episodes(groups)
+            selects["games"] = episode_views.games(groups)
+        for name in names:
+            self.statements.append(f"CREATE VIEW {prefix}{name} AS {selects[name]}")
+
+    def add_plain(self, name: str, snapshot: TableSnapshot) -> None:
+        """Add a view of a table's rows as they are. Raises: NotFound, ShardCorrupt."""
+        check_present(snapshot)
+        self.statements.append(f"CREATE VIEW {name} AS SELECT * FROM {self._scan(snapshot)}")
+
+    def _groups(self, prefix: str, steps: TableSnapshot) -> str:
+        """Return a SELECT of episodes and agents, of their summary as far as there is one."""
+        known = summaries.coverage(steps)
+        if known is None:
+            return episode_views.groups_of_rows(self._scan(steps))
+        table = f"pieces of {prefix or 'episodes'}"
+        self.relations[table] = known.pieces
+        pieces = f'SELECT * FROM "{table}"'
+        if known.rest:
+            rest = self._scan(replace(steps, files=known.rest))
+            pieces += f" UNION ALL {episode_views.groups_of_rows(rest)}"
+        elif known.is_distinct:
+            return pieces
+        return episode_views.groups_of_pieces(pieces)
+
+    def _scan(self, snapshot: TableSnapshot) -> str:
+        paths = [str(path) for path in snapshot.paths()]
+        self._fetched.append(snapshot)
+        self.paths += paths
+        return scan(snapshot, paths)
+
+
+def plan_views(names: Iterable[tuple[str, str]], catalog: Catalog) -> Views:
+    """Find what makes the views of these names, as `named_tables` gives them.
+
+    A name that is neither a view nor like one is left for DuckDB to refuse. Raises: NotFound,
+    ShardCorrupt.
+    """
+    views = Views()
+    wanted: dict[str, list[str]] = {}
+    for dataset, view in dict.fromkeys(names):
+        if not dataset:
+            relation = catalog.relation(view) if view in _LAKE_VIEWS else None
+            if relation is not None:
+                views.relations[view] = relation
+            else:
+                _refuse_without_dataset(view, catalog)
+        elif view in _DATASET_VIEWS:
+            wanted.setdefault(dataset, []).append(view)
+        elif dataset in catalog.datasets():
+            raise NotFound(
+                f"{dataset}.{view}: found no such view, expected {', '.join(_DATASET_VIEWS)}."
+            )
+    for dataset, chosen in wanted.items():
+        views.statements.append(f"CREATE SCHEMA {dataset}")
+        of_steps = [view for view in chosen if view in STEP_VIEWS]
+        # One look at the log: all views of a dataset are of one version.
+        if of_steps and (steps := catalog.table(dataset, of_steps[0])) is not None:
+            views.add(f"{dataset}.", of_steps, steps)
+        for view in chosen:
+            if view in _FEEDBACK_VIEWS and (table := catalog.table(dataset, view)) is not None:
+                views.add_plain(f"{dataset}.{view}", table)
+    return views
+
+
+def create_dataset_views(
+    connection: duckdb.DuckDBPyConnection, prefix: str, steps: TableSnapshot
+) -> None:
+    """Create steps and episodes, each named `<prefix><view>`, from the steps and nothing derived.
+
+    Raises: NotFound, ShardCorrupt.
+    """
+    source = scan(steps)
+    groups = episode_views.groups_of_rows(source)
+    execute(connection, f"CREATE VIEW {prefix}steps AS SELECT * FROM {source}")
+    execute(connection, f"CREATE VIEW {prefix}episodes AS {episode_views.episodes(groups)}")
+
+
+def _refuse_without_dataset(view: str, catalog: Catalog) -> None:
+    """Refuse a dataset's view, or a dataset, alone: DuckDB would suggest tables of its own."""
+    names = catalog.datasets()
+    if view not in (*_DATASET_VIEWS, *names):
+        return
+    if view in names:
+        expected = f"one of its views, such as {view}.steps"
+    elif names:
+        expected = f"the dataset before it: {', '.join(f'{name}.{view}' for name in names[:5])}"
+    else:
+        expected = f"<dataset>.{view}, and this lake has no dataset yet: ingest one"
+    raise NotFound(f"{view}: found no such view of the lake, expected {expected}.")

@@ -1,0 +1,94 @@
+"""Ray Data: a snapshot as a dataset of Ray, its shards read by the tasks of a cluster.
+
+Ray is imported when it is asked for, as in ray_workers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from replaylake.datastore.errors import ExtraMissing
+from replaylake.datastore.shard_rows import ShardRows, episode_keys, shard_rows
+from replaylake.datastore.snapshot import Snapshot
+from replaylake.online.ray_workers import import_ray
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+
+def to_ray(
+    snapshot: Snapshot, columns: Sequence[str] | None = None, where: str | None = None
+) -> Dataset:
+    """Return a Ray Data dataset of a snapshot's steps, one row a step, as the columns of `steps`.
+
+    Nothing is read before the dataset is consumed, but for `where`: that is one query here. A task
+    reads a shard, or neighbouring ones if there are more than Ray wants tasks, checks its sha256
+    and yields a block a shard. Each node has to see the lake at the same path or URL. Where a
+    column came later than a shard its values there are nulls. Starts a local Ray if none runs.
+
+    Args:
+        snapshot: what to read.
+        columns: columns of `steps`; all by default.
+        where: SQL condition over the columns of `episodes`, as in `Snapshot.replay`; selects whole
+            episodes.
+
+    Raises: NotFound for a column, QueryRefused, QueryFailed, ExtraMissing; ShardCorrupt in the
+    task, which Ray wraps into its own error.
+    """
+    rows = shard_rows(snapshot, columns)
+    ray = _import_ray_data()
+    # One copy in the object store instead of one in each task.
+    episodes = None if where is None else ray.put(episode_keys(snapshot, where))
+
+    class Shards(ray.data.Datasource):  # type: ignore[name-defined, misc, unused-ignore]
+        def get_name(self) -> str:
+            return f"{snapshot.dataset}@{snapshot.version}"
+
+        def estimate_inmemory_data_size(self) -> int:
+            return sum(entry.size_bytes for entry in snapshot.files)
+
+        def get_read_tasks(
+            self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+        ) -> list[Any]:
+            return [
+                ray.data.ReadTask(
+                    _reader(part, episodes),
+                    _metadata(part, is_whole=episodes is None),
+                    schema=rows.schema,
+                    per_task_row_limit=per_task_row_limit,
+                )
+                for part in rows.split(parallelism)
+            ]
+
+    dataset: Dataset = ray.data.read_datasource(Shards())
+    return dataset
+
+
+def _reader(rows: ShardRows, episodes: Any) -> Callable[[], Iterator[Any]]:
+    def read() -> Iterator[Any]:
+        return rows.read(None if episodes is None else import_ray().get(episodes))
+
+    return read
+
+
+def _metadata(rows: ShardRows, *, is_whole: bool) -> Any:
+    from ray.data.block import BlockMetadata
+
+    return BlockMetadata(
+        num_rows=rows.num_rows if is_whole else None,
+        size_bytes=sum(entry.size_bytes for entry in rows.table.files),
+        input_files=tuple(entry.path for entry in rows.table.files),
+        exec_stats=None,
+    )
+
+
+def _import_ray_data() -> Any:
+    try:
+        ray = import_ray()
+        import ray.data  # noqa: F811 - the same module, with its part for data
+    except (ExtraMissing, ImportError) as error:
+        raise ExtraMissing(
+            f"to_ray: found no Ray Data ({error}), expected it. Install replaylake[online]."
+        ) from error
+    return ray

@@ -1,0 +1,92 @@
+"""Connections: one DuckDB for the process, in which sessions do not see each other."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import duckdb
+import pytest
+
+from replaylake.datastore.query.connections import session
+
+
+def test_a_session_has_what_queries_need() -> None:
+    with session() as connection:
+        assert connection.execute("SELECT current_setting('TimeZone')").fetchall() == [("UTC",)]
+        secret = [1]
+        with pytest.raises(duckdb.Error, match="secret"):
+            connection.execute("SELECT * FROM secret")
+        assert secret
+
+
+def test_sessions_at_once_keep_their_views_to_themselves() -> None:
+    def ask(number: int) -> list[tuple[int]]:
+        with session() as connection:
+            connection.execute("CREATE SCHEMA d")
+            connection.execute(f"CREATE VIEW d.steps AS SELECT {number} AS x")
+            return connection.execute("SELECT x FROM d.steps").fetchall()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(200))) == [[(number,)] for number in range(200)]
+
+
+def test_a_session_leaves_nothing_behind() -> None:
+    def attached() -> list[tuple[str]]:
+        with session() as connection:
+            return connection.execute("SELECT count(*) FROM duckdb_databases()").fetchall()
+
+    before = attached()
+    with session() as connection:
+        connection.execute("CREATE VIEW x AS SELECT 1")
+    with pytest.raises(ZeroDivisionError), session():
+        raise ZeroDivisionError
+    with pytest.raises(duckdb.Error), session() as connection:
+        connection.execute("SELECT * FROM x")
+    assert attached() == before
+
+
+def test_a_forked_process_gets_an_instance_of_its_own() -> None:
+    """The parent's threads are not there to run its queries."""
+    with session() as connection:
+        assert connection.execute("SELECT sum(range) FROM range(1000000)").fetchone()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with session() as connection:
+                rows = connection.execute("SELECT sum(range) FROM range(1000000)").fetchone()
+                code = 0 if rows == (499999500000,) else 2
+        finally:
+            os._exit(code)
+    for _ in range(300):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.05)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    pytest.fail("the query in the forked process did not end")
+
+
+@pytest.mark.parametrize(
+    ("rows", "gamma", "expected"),
+    [
+        ("(1.0, 0), (2.0, 1), (4.0, 2)", 0.5, 1 + 1 + 1),
+        # Counted from the first step that is there, and a missing step takes its time all the same.
+        ("(1.0, 7), (4.0, 9)", 0.5, 1 + 1),
+        ("(4.0, 9), (1.0, 7)", 0.5, 1 + 1),
+        ("(3.0, 5), (8.0, 6)", 0.0, 3),
+        ("(3.0, 5), (8.0, 6)", 1.0, 11),
+        # 0.9 ** 100000 is 0 in floats.
+        ("(1.0, 100000), (1.0, 100001)", 0.9, 1.9),
+    ],
+)
+def test_discounted_returns(rows: str, gamma: float, expected: float) -> None:
+    with session() as connection:
+        found = connection.execute(
+            f"SELECT discounted_return(r, s, {gamma}) FROM (VALUES {rows}) t(r, s)"
+        ).fetchone()
+    assert found == (pytest.approx(expected),)

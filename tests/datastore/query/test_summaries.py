@@ -1,0 +1,312 @@
+"""Summaries: `episodes` and `games` are the same with them, without, and with a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.query import summaries
+from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.spaces import Box, Discrete
+
+Make = Callable[..., Episode]
+FOLDER = "_derived/episodes"
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Every test begins with nothing in memory."""
+    summaries._cache.clear()
+    yield
+    summaries._cache.clear()
+
+
+@pytest.fixture
+def dataset(lake: Lake, make_episode: Make) -> Dataset:
+    """Two commits: `a` in two pieces, `b` and `c` whole; 60 steps."""
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("a", 20), make_episode("b", 10, terminated=True)])
+    dataset.append([make_episode("a", 20, first_step=20), make_episode("c", 10, truncated=True)])
+    return dataset
+
+
+def files(dataset: Dataset) -> list[Path]:
+    return sorted((dataset.path / FOLDER).glob("*"))
+
+
+def rows(snapshot: Snapshot, view: str) -> list[dict[str, Any]]:
+    order = "episode_id, agent_id" if view == "episodes" else "episode_id"
+    found = snapshot.sql(f"SELECT * FROM {view} ORDER BY {order}")
+    listed: list[dict[str, Any]] = found.to_pylist()
+    return [{"types": str(found.schema)}, *listed]
+
+
+def forget(dataset: Dataset) -> None:
+    summaries.forget(dataset.table.storage, dataset.name)
+
+
+def covered(snapshot: Snapshot) -> int:
+    known = summaries.coverage(snapshot.table)
+    return 0 if known is None else len(snapshot.files) - len(known.rest)
+
+
+# --- equal to what the steps say ---------------------------------------------------------------
+
+piece = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(["a", "b", "c"]),
+        "agent": st.sampled_from(["", "x"]),
+        "num_steps": st.integers(1, 12),
+        # What sums exactly, so that the order of the additions is no matter.
+        "rewards": st.lists(st.integers(-8, 8).map(lambda n: n / 8), min_size=12, max_size=12),
+        "policy": st.sampled_from([None, "p", "q"]),
+        "version": st.sampled_from([None, 1, 2, 9]),
+        "time": st.sampled_from([None, 0, 7_000_000]),
+        "end": st.sampled_from(["open", "terminated", "truncated"]),
+        "source": st.booleans(),
+    }
+)
+
+
+def written(pieces: list[dict[str, Any]], make: Make, starts: dict[Any, int]) -> list[Episode]:
+    """Return episodes whose pieces of one name and agent follow each other in time."""
+    episodes = []
+    for drawn in pieces:
+        key = drawn["name"], drawn["agent"]
+        if key in {(e.episode_id, e.agent_id) for e in episodes}:
+            continue  # a commit has at most one piece of each
+        num, first = drawn["num_steps"], starts.get(key, 0)
+        starts[key] = first + num + 1  # a step is missing between pieces
+        known = drawn["policy"] is not None
+        episodes.append(
+            make(
+                drawn["name"],
+                num,
+                agent_id=drawn["agent"],
+                first_step=first,
+                rewards=np.array(drawn["rewards"][:num]),
+                terminated=drawn["end"] == "terminated",
+                truncated=drawn["end"] == "truncated",
+                policies=[drawn["policy"]] * num if known else None,
+                policy_versions=(
+                    [drawn["version"]] * num if known and drawn["version"] is not None else None
+                ),
+                timestamps=None if drawn["time"] is None else np.arange(num) + drawn["time"],
+                source_episode_id=drawn["name"] * 2 if drawn["source"] else None,
+            )
+        )
+    return episodes
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(commits=st.lists(st.lists(piece, min_size=1, max_size=4), min_size=1, max_size=4))
+def test_the_same_with_and_without(
+    commits: list[list[dict[str, Any]]],
+    tmp_path_factory: pytest.TempPathFactory,
+    make_episode: Make,
+) -> None:
+    dataset = open_lake(tmp_path_factory.mktemp("lake"), create=True).dataset("d")
+    dataset.create(Box((2,)), Discrete(2))
+    starts: dict[Any, int] = {}
+    for commit in commits:
+        dataset.append(written(commit, make_episode, starts))
+    newest, first = dataset.snapshot(), dataset.snapshot(1)
+    direct = {view: rows(newest, view) for view in ("episodes", "games")}
+    direct_first = rows(first, "episodes")
+    assert not files(dataset), "so little is not summarised"
+
+    # The first shard alone, the others read as steps.
+    summaries._extended(first.table, None, first.files)
+    assert covered(newest) == 1
+    assert {view: rows(newest, view) for view in direct} == direct
+    # All of them, also for a version that has but one.
+    if len(newest.files) > 1:
+        known = summaries._load(dataset.table.storage, "d")
+        summaries._extended(newest.table, known, newest.files[1:])
+    assert covered(newest) == len(newest.files)
+    assert {view: rows(newest, view) for view in direct} == direct
+    assert rows(first, "episodes") == direct_first
+
+
+def test_sums_of_floats_are_stable(lake: Lake, make_episode: Make) -> None:
+    dataset, rng = lake.dataset("d"), np.random.default_rng(0)
+    for start in (40, 0, 20):  # not in the order of the steps
+        dataset.append([make_episode("e", 20, first_step=start, rewards=rng.standard_normal(20))])
+    snapshot = dataset.snapshot()
+    (direct,) = snapshot.sql('SELECT "return" AS r FROM episodes')["r"].to_pylist()
+    assert summaries.refresh(snapshot.table)
+    found = {snapshot.sql('SELECT "return" AS r FROM episodes')["r"][0].as_py() for _ in range(20)}
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(direct, rel=1e-12)
+
+
+def test_sql_from_others_gets_it_too(lake: Lake, dataset: Dataset) -> None:
+    query = "SELECT * FROM d.episodes e JOIN d.games g USING (episode_id) ORDER BY ALL"
+    direct = lake.sql_untrusted(query).rows.to_pylist()
+    assert summaries.refresh(dataset.snapshot().table)
+    assert lake.sql_untrusted(query).rows.to_pylist() == direct
+    query = "SELECT discounted_return(reward, step, 1.0) AS r FROM d.steps WHERE episode_id = 'b'"
+    assert lake.sql_untrusted(query).rows.to_pylist() == [{"r": 55.0}]
+
+
+# --- when it is written, and when not ----------------------------------------------------------
+
+
+def test_a_reader_writes_what_soon_pays(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, make_episode: Make
+) -> None:
+    monkeypatch.setattr(summaries, "_WRITE_US", 0.0)
+    snapshot = dataset.snapshot()
+    before = rows(snapshot, "episodes")
+    (file,) = files(dataset)
+    assert rows(snapshot, "episodes") == before
+    assert files(dataset) == [file], "there was nothing to add"
+    summaries._cache.clear()
+    assert covered(snapshot) == 2, "it was read back"
+
+    dataset.append([make_episode("z", 30)])
+    assert len(rows(dataset.snapshot(), "episodes")) == len(before) + 1
+    assert files(dataset) != [file]
+    assert len(files(dataset)) == 1, "the older one went"
+
+
+def test_a_log_of_single_steps_has_none(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode(f"e{number}", 1) for number in range(50)])
+    assert not summaries.refresh(dataset.snapshot().table)
+    assert files(dataset) == []
+
+
+def test_steps_and_little_data_write_none(dataset: Dataset) -> None:
+    dataset.snapshot().sql("SELECT count(*) FROM steps")
+    dataset.snapshot().sql("SELECT count(*) FROM episodes")
+    assert not (dataset.path / "_derived").exists()
+
+
+def test_training_selects_from_the_steps(dataset: Dataset) -> None:
+    """What is trained on never depends on a derived file, even a wrong one."""
+    snapshot = dataset.snapshot()
+    summary = summaries._extended(snapshot.table, None, snapshot.files)
+    wrong = summary.pieces.set_column(
+        summary.pieces.column_names.index("return"), "return", [[1e9] * summary.pieces.num_rows]
+    )
+    name = summaries._write(dataset.table.storage, "d", replace(summary, pieces=wrong))
+    summaries._cache.clear()
+    assert snapshot.sql('SELECT max("return") AS r FROM episodes')["r"].to_pylist()[0] >= 1e9
+    assert name
+    assert snapshot.replay('"return" < 1e6').num_episodes == 3
+
+
+# --- it may be deleted, damaged, out of reach, or written twice ----------------------------------
+
+
+def test_it_may_be_deleted_or_damaged(dataset: Dataset) -> None:
+    snapshot = dataset.snapshot()
+    direct = rows(snapshot, "episodes")
+    for harm in ("delete", "truncate", "flip", "rename", "garbage"):
+        forget(dataset)
+        assert summaries.refresh(snapshot.table)
+        (file,) = files(dataset)
+        data = bytearray(file.read_bytes())
+        if harm == "delete":
+            file.unlink()
+        elif harm == "rename":
+            file.rename(file.with_name("01m-other.parquet"))
+        elif harm == "garbage":
+            (file.parent / "zz.parquet").write_bytes(b"PAR1")
+        else:
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data[:-9] if harm == "truncate" else data)
+        summaries._cache.clear()
+        assert covered(snapshot) == (2 if harm == "garbage" else 0), harm
+        assert rows(snapshot, "episodes") == direct, harm
+
+
+def test_a_lake_that_may_only_be_read(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = rows(dataset.snapshot(), "episodes")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(dataset.table.storage), "put", refuse)
+    monkeypatch.setattr(summaries, "_WRITE_US", 0.0)
+    assert rows(dataset.snapshot(), "episodes") == direct
+    assert covered(dataset.snapshot()) == 2, "kept in memory"
+    assert files(dataset) == []
+
+
+def test_several_at_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = rows(dataset.snapshot(), "episodes")
+    monkeypatch.setattr(summaries, "_WRITE_US", 0.0)
+
+    def read(_: int) -> list[dict[str, Any]]:
+        summaries._cache.clear()
+        return rows(open_lake(dataset.path.parent).dataset("d").snapshot(), "episodes")
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(found == direct for found in pool.map(read, range(24)))
+    assert covered(dataset.snapshot()) == 2
+
+
+def test_compaction_leaves_it_right(dataset: Dataset) -> None:
+    before = dataset.snapshot()
+    direct = rows(before, "episodes")
+    assert summaries.refresh(before.table)
+    table = dataset.table
+    table.commit(
+        [table.write(before.table.read(), since=1)],
+        producer="compact/x",
+        sequence=0,
+        removed=[entry.path for entry in before.files],
+        data_change=False,
+    )
+    after = dataset.snapshot()
+    assert covered(after) == 0
+    assert rows(after, "episodes") == direct
+    assert summaries.refresh(after.table)
+    # Pieces of both are in the file now, and each version takes its own.
+    assert (covered(after), covered(before)) == (1, 2)
+    assert rows(after, "episodes") == rows(before, "episodes") == direct
+
+
+def test_nothing_of_a_shard_that_was_purged_is_written_again(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = dataset.snapshot()
+    storage = dataset.table.storage
+    summary = summaries._extended(snapshot.table, None, snapshot.files)
+    forget(dataset)
+    assert files(dataset) == []
+    snapshot.table.paths()[0].unlink()
+    summaries._write(storage, "d", summary)
+    written = summaries._load(storage, "d")
+    assert written is not None
+    assert written.shards == (snapshot.files[1].path,)
+    assert written.pieces["episode_id"].to_pylist() == ["c", "a"]
+    assert written.pieces["shard"].to_pylist() == [0, 0]
+
+    # The shard goes while the summary is being written: the writer takes it back.
+    forget(dataset)
+    put = type(storage).put
+
+    def purge_then_put(self: Any, path: str, data: Any) -> None:
+        snapshot.table.paths()[1].unlink()
+        put(self, path, data)
+
+    monkeypatch.setattr(type(storage), "put", purge_then_put)
+    summaries._write(storage, "d", summary)
+    assert files(dataset) == []
