@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from replaylake.datastore.errors import ConfigInvalid
 
-DEFAULT_LAKE: Final = Path("lake")
+DEFAULT_LAKE: Final = "lake"
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?")
 
 
 @dataclass
@@ -31,7 +34,13 @@ def _remember(context: typer.Context, parameter: typer.CallbackParam, value: boo
 
 
 LakeOption = Annotated[
-    Path, typer.Option("--lake", envvar="REPLAYLAKE_LAKE", metavar="DIR", help="The lake's folder.")
+    str,
+    typer.Option(
+        "--lake",
+        envvar="REPLAYLAKE_LAKE",
+        metavar="LAKE",
+        help="A folder, or such as s3://bucket/prefix.",
+    ),
 ]
 # Eager, so that they are known when another option's value turns out to be wrong.
 JsonOption = Annotated[
@@ -83,3 +92,26 @@ def parse_pairs(texts: Sequence[str], option: str) -> dict[str, str]:
             raise typer.BadParameter(f"found {key.strip()!r} twice.", param_hint=option)
         pairs[key.strip()] = value.strip()
     return pairs
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Return the seconds of `30s`, `15m`, `1h` or `7d`. Raises: typer.BadParameter (exit 2)."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(
+            f"found {text!r}, expected a number and s, m, h or d, such as 15m or 7d.",
+            param_hint=option,
+        )
+    return float(match.group(1)) * _SECONDS[match.group(2)]
+
+
+def parse_size(text: str, option: str) -> int:
+    """Return the bytes of `20GB`, `128MiB` or `1000`. Raises: typer.BadParameter (exit 2)."""
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None:
+        raise typer.BadParameter(
+            f"found {text!r}, expected a number of bytes, such as 20GB or 128MiB.",
+            param_hint=option,
+        )
+    base = 1024 if match.group(3) else 1000
+    return int(float(match.group(1)) * base ** " kmgt".index(match.group(2) or " "))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
+from decimal import Decimal
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -254,6 +255,14 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
 
 
+def duration(seconds: float) -> str:
+    """Return a time in the largest unit that leaves it whole: `7d`, `90m`, `0.5s`."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds and seconds % length == 0:
+            return f"{seconds / length:,.0f}{unit}"
+    return f"{seconds:g}s"
+
+
 def _open_bar(verb: str, unit: str) -> tuple[Progress, TaskID]:
     # rich takes 60 ms to import, and most commands never draw a bar.
     from rich.console import Console
@@ -281,7 +290,8 @@ def _cut(text: str, length: int) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    # DuckDB's sum of integers comes as a Decimal.
+    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,82 @@
+"""`replaylake trim`: the oldest whole episodes go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    parse_duration,
+)
+from replaylake.cli.report import Report, count
+
+if TYPE_CHECKING:
+    from replaylake.datastore.maintenance.trim import Trimmed
+
+
+def trim(
+    dataset: Annotated[
+        str, typer.Argument(metavar="DATASET", show_default=False, help="The dataset.")
+    ],
+    max_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--max-steps", metavar="N", min=0, show_default=False, help="Steps that may be left."
+        ),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--older-than",
+            metavar="AGE",
+            show_default=False,
+            help="Episodes go whose newest row is older: 30s, 15m, 1h, 7d.",
+        ),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Remove the oldest whole episodes.
+
+    Open episodes stay. Earlier versions keep what they had until vacuum.
+
+    Example:
+      replaylake trim play --max-steps 1000000
+      replaylake trim live --older-than 30d
+    """
+    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.maintenance.trim import trim as run
+
+    if max_steps is None and older_than is None:
+        raise typer.BadParameter(
+            "found neither, expected one or both.", param_hint="--max-steps / --older-than"
+        )
+    report = Report(as_json)
+    age_s = None if older_than is None else parse_duration(older_than, "--older-than")
+    with report.waiting(f"trimming {dataset}"):
+        done = run(open_lake(lake), dataset, max_steps=max_steps, older_than_s=age_s)
+    report.answer(done.to_json(), _lines(done))
+
+
+def _lines(done: Trimmed) -> Iterator[str]:
+    yield (
+        f"{done.dataset}@{done.version}: {count(done.num_episodes, 'episode')}, "
+        f"{count(done.num_steps, 'step')} removed; {count(done.steps_left, 'step')} left"
+    )
+    if done.num_episodes:
+        yield (
+            f"  {count(done.shards_dropped, 'shard')} dropped whole, {done.shards_rewritten:,} "
+            "rewritten"
+        )
+    if done.num_decisions or done.num_rewards:
+        yield (
+            f"  {count(done.num_decisions, 'decision')} and {count(done.num_rewards, 'reward')} "
+            "removed with them"
+        )

@@ -1,0 +1,1 @@
+"""Maintenance: what keeps a lake small, fast and whole while it is written to and read."""

@@ -1,0 +1,295 @@
+"""Copy: a snapshot into another lake, once however often it is sent, while writers append.
+
+Also how several lakes are brought together in one: a step is the same step by its episode, agent
+and number, wherever it comes from, and is never there twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from replaylake.datastore.accounting import LeftOut, commit_counts
+from replaylake.datastore.compatibility import difference
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.errors import (
+    AlreadyExists,
+    ConfigInvalid,
+    NotFound,
+    SchemaMismatch,
+)
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.log.state import LogState
+from replaylake.datastore.maintenance.copy_plan import CopyPlan, plan_copy
+from replaylake.datastore.maintenance.copy_rows import RowsPresent
+from replaylake.datastore.maintenance.copy_shards import ShardMover
+from replaylake.datastore.shard import FOLDER
+from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.table import Table, TableSnapshot, WrittenRows
+from replaylake.datastore.table_schema import merged_schema
+
+_PREFIX: Final = "copy/"
+# Those who commit without bringing in rows: a table with no other writers has only copied rows.
+_ROWLESS: Final = (
+    "annotate/",
+    "compact/",
+    "create/",
+    "delete/",
+    "fsck/",
+    "purge/",
+    "retention/",
+    "trim/",
+)
+
+# Called with (bytes moved, bytes) after each shard.
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class CopyReceipt:
+    """What a copy added to its target. `version` is the target's, None if nothing was added."""
+
+    source: str
+    source_version: int
+    target: str
+    dataset: str
+    version: int | None
+    num_episodes: int
+    num_steps: int
+    num_shards: int
+    num_bytes: int
+    num_already_present_steps: int
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {**asdict(self), "notes": list(self.notes)}
+
+
+def copy(
+    lake: Lake,
+    name: str,
+    target: Lake,
+    *,
+    as_name: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> CopyReceipt:
+    """Copy the steps of `NAME`, `NAME@VERSION` or `NAME@TAG` into a dataset of another lake.
+
+    The target is made with the same spaces and columns where it does not exist; else rows that it
+    lacks are added, in one commit. Earlier copies are remembered in the target's log: what came
+    since is moved, and a shard that the source rewrote in the meantime is compared row by row.
+    Killed and run again, it goes on. What was removed or changed in the source stays as it was
+    copied.
+
+    Args:
+        lake: where from.
+        name: the snapshot.
+        target: where to; another lake, or the same with `as_name`.
+        as_name: the dataset's name there, by default the same.
+        on_progress: called after each shard.
+
+    Raises: NotFound, NameRefused; ConfigInvalid for a copy onto itself; SchemaMismatch if the
+    target's spaces or columns are others, before anything is written; ShardCorrupt if bytes of
+    the source are not those committed; StorageFailed.
+    """
+    snapshot = lake.snapshot(name)
+    dataset = target.dataset(as_name or snapshot.dataset)
+    if target.url == lake.url and dataset.name == snapshot.dataset:
+        raise ConfigInvalid(
+            f"copy {name}: found the source itself as the target, expected another lake or another "
+            "name. Name it with --as."
+        )
+    source = lake.dataset(snapshot.dataset).table
+    _ensure(dataset, snapshot)
+    job = _Copy(lake, source, snapshot, target, dataset, on_progress)
+    while True:
+        try:
+            return job.run()
+        except _Raced:
+            continue
+
+
+def _ensure(dataset: Dataset, snapshot: Snapshot) -> None:
+    """Create the target, or check that it can take these rows. Raises: SchemaMismatch."""
+    if not dataset.exists():
+        try:
+            configuration = snapshot.spec.configuration()
+            dataset.table.create(snapshot.table.schema, configuration)
+        except AlreadyExists:
+            pass  # another copy was first
+        else:
+            return
+    if found := difference(dataset.spec, snapshot.spec):
+        raise SchemaMismatch(
+            f"copy {snapshot.dataset} into {dataset.name}: {found}, expected one. Copy it into "
+            "another dataset with --as."
+        )
+    try:
+        merged_schema(dataset.snapshot().table.schema, snapshot.table.schema)
+    except SchemaMismatch as error:
+        raise SchemaMismatch(f"copy {snapshot.dataset} into {dataset.name}: {error}") from error
+
+
+class _Raced(Exception):
+    """Another copy into the target was first: what is there has to be looked at again."""
+
+
+class _Copy:
+    def __init__(
+        self,
+        lake: Lake,
+        source: Table,
+        snapshot: Snapshot,
+        target: Lake,
+        dataset: Dataset,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._lake = lake
+        self._source = source
+        self._snapshot = snapshot
+        self._target = target
+        self._dataset = dataset
+        self._table = dataset.table
+        self._on_progress = on_progress
+        metadata = source.log.newest().metadata
+        assert metadata is not None  # there is a snapshot of it
+        self._producer = f"{_PREFIX}{metadata.id}"
+
+    def run(self) -> CopyReceipt:
+        version = self._snapshot.version
+        if self._table.committed(self._producer, version) is not None:
+            return self._receipt(None, notes=("already copied: nothing was added",))
+        state = self._table.log.newest()
+        present = self._table.snapshot()
+        newest = self._table.next_sequence(self._producer) - 1
+        plan = plan_copy(self._source, self._snapshot.table, _base(newest, version))
+        compared = plan.mixed
+        if present.files and not self._is_alone(state, plan, newest):
+            compared = (*plan.fresh, *plan.mixed)
+        total = sum(entry.size_bytes for entry in (*plan.fresh, *plan.mixed))
+        mover = ShardMover(self._snapshot.table, self._table)
+        written: list[WrittenRows] = []
+        num_episodes = num_present = moved = 0
+        with RowsPresent(self._snapshot.table, present, self._copied_before(plan)) as known:
+            doubled = known.among(compared)
+            whole = [e for e in (*plan.fresh, *plan.mixed) if e.path not in doubled]
+            for entry in (*plan.fresh, *plan.mixed):
+                if (rows := doubled.get(entry.path)) is None:
+                    written.append(mover.whole(entry))
+                else:
+                    num_present += len(rows)
+                    if part := mover.without(entry, rows):
+                        num_episodes += part[0]
+                        written.append(part[1])
+                moved += entry.size_bytes
+                if self._on_progress is not None:
+                    self._on_progress(moved, total)
+            # Last, because their bytes were checked as they were moved.
+            num_episodes += known.num_episodes(whole)
+        left_out = LeftOut(num_already_present_steps=num_present)
+        return self._committed(written, num_episodes, left_out, state, plan)
+
+    def _committed(
+        self,
+        written: Sequence[WrittenRows],
+        num_episodes: int,
+        left_out: LeftOut,
+        state: LogState,
+        plan: CopyPlan,
+    ) -> CopyReceipt:
+        notes = _notes(plan)
+        if not written:
+            return self._receipt(None, left_out=left_out, notes=("nothing to add", *notes))
+        num_steps = sum(part.num_rows for part in written)
+        seen = {key for key in state.transactions if key.startswith(_PREFIX)}
+
+        def check(found: LogState) -> None:
+            if any(key.startswith(_PREFIX) and key not in seen for key in found.transactions):
+                raise _Raced
+
+        info = {
+            **commit_counts(num_episodes, num_steps, left_out),
+            "source": {
+                "lake": self._lake.url,
+                "dataset": self._snapshot.dataset,
+                "version": self._snapshot.version,
+            },
+        }
+        commit = self._table.commit(
+            written,
+            producer=self._producer,
+            sequence=self._snapshot.version,
+            operation="COPY",
+            info=info,
+            check=check,
+        )
+        if commit.already_present:
+            return self._receipt(None, notes=("already copied: nothing was added",))
+        return replace(
+            self._receipt(commit.version, left_out=left_out, notes=notes),
+            num_episodes=num_episodes,
+            num_steps=num_steps,
+            num_shards=commit.num_shards,
+            num_bytes=commit.num_bytes,
+        )
+
+    def _is_alone(self, state: LogState, plan: CopyPlan, newest: int) -> bool:
+        """Whether all rows of the target are of earlier copies of this very table.
+
+        Then what came since the last of them is new there, and nothing need be compared.
+        """
+        own = (f"{self._producer}#", *_ROWLESS)
+        return plan.base == newest >= 0 and all(key.startswith(own) for key in state.transactions)
+
+    def _copied_before(self, plan: CopyPlan) -> TableSnapshot | None:
+        """Return the source as it was copied, if rows have to be compared and it can be read.
+
+        Rows that the target has deleted since must not come back with a rewritten shard.
+        """
+        if plan.base is None or not plan.mixed:
+            return None
+        try:
+            before = self._source.snapshot(plan.base)
+        except NotFound:
+            return None
+        there = set(self._source.storage.names(f"{self._source.root}/{FOLDER}"))
+        is_whole = all(entry.path.rpartition("/")[2] in there for entry in before.files)
+        return before if is_whole else None
+
+    def _receipt(
+        self,
+        version: int | None,
+        *,
+        left_out: LeftOut | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> CopyReceipt:
+        return CopyReceipt(
+            source=f"{self._snapshot.dataset}@{self._snapshot.version}",
+            source_version=self._snapshot.version,
+            target=self._target.url,
+            dataset=self._dataset.name,
+            version=version,
+            num_episodes=0,
+            num_steps=0,
+            num_shards=0,
+            num_bytes=0,
+            num_already_present_steps=(left_out or LeftOut()).num_already_present_steps,
+            notes=notes,
+        )
+
+
+def _base(newest: int, version: int) -> int | None:
+    """Return the version copied last; None also where that is newer than the one to copy."""
+    return newest if 0 <= newest <= version else None
+
+
+def _notes(plan: CopyPlan) -> tuple[str, ...]:
+    if not plan.changed_at:
+        return ()
+    versions = ", ".join(map(str, plan.changed_at[:5]))
+    return (
+        f"the source changed or removed rows since they were copied (version {versions}): the "
+        "target keeps them as they were; copy into a new dataset for the newest values",
+    )

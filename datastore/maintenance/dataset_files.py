@@ -1,0 +1,114 @@
+"""Dataset files: all that lies in a dataset's folder, looked through and cleared of ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.maintenance.earlier_versions import named_paths
+from replaylake.datastore.maintenance.quarantine import FOLDER as QUARANTINE
+from replaylake.datastore.maintenance.traces import Trace, Wanted, find_traces
+from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.query import summaries
+from replaylake.datastore.sessions.leftovers import drop_damaged, journals_with
+from replaylake.datastore.storage import StoredFile
+
+LIVE: Final = "live"
+JOURNAL: Final = "journal"
+# Work lists of purges: the one place in which ids of theirs stand while they go on.
+WORK_LISTS: Final = f"{LAKE_ROOT}/purge"
+# A file that no version names and that is younger may belong to a commit that is being made.
+_IN_FLIGHT_MS: Final = 3_600_000
+
+
+class DatasetFiles:
+    """The files of a dataset: of its tables, derived from them, in quarantine, left by crashes."""
+
+    def __init__(self, lake: Lake, handle: Dataset) -> None:
+        self._storage = lake.storage
+        self._name = handle.name
+        self.tables = [
+            table
+            for table in (handle.table, handle.decisions, handle.rewards)
+            if table is handle.table or table.exists()
+        ]
+
+    def doomed(self, wanted: Wanted) -> list[str]:
+        """Return the files that hold a row of it and may go: no version needs them any more."""
+        live = self._live()
+        named = {f"{t.root}/{path}" for t in self.tables for path in named_paths(t)}
+        return [
+            file.path
+            for file, trace in self.traces(wanted)
+            if file.path not in live
+            and (
+                file.path.startswith(f"{self._name}/{QUARANTINE}/")
+                or (trace.kind == "rows" and (file.path in named or _is_old(file)))
+            )
+        ]
+
+    def delete(self, doomed: list[str]) -> None:
+        """Delete these files, and all that is derived from the dataset or left by crashes."""
+        records = [f"{path}.json" for path in doomed if f"/{QUARANTINE}/" in path]
+        self._storage.delete([*doomed, *records])
+        # Copies of shards that are long gone from the lake may still be here.
+        named = [f"{t.root}/{path}" for t in self.tables for path in named_paths(t)]
+        self._storage.forget(sorted({*doomed, *named} - self._live()))
+        # After the shards: who writes one now looks at them again.
+        summaries.forget(self._storage, self._name)
+        derived = self._storage.files(f"{self._name}/_derived")
+        # What crashes left unfinished may be any shard; nothing reads it.
+        leftovers = (file for file in self._storage.files(f"{LAKE_ROOT}/tmp") if _is_old(file))
+        self._storage.delete([file.path for file in (*derived, *leftovers)])
+
+    def left(self, wanted: Wanted) -> tuple[int, list[Trace]]:
+        """Look into every file of the dataset; return how many, and those with a trace."""
+        num_scanned = sum(1 for _ in self._files())
+        live = self._live()
+        left = [
+            replace(trace, kind=LIVE) if file.path in live and trace.kind == "rows" else trace
+            for file, trace in self.traces(wanted)
+        ]
+        for table in self.tables[1:]:
+            held = journals_with(table, wanted.in_text)
+            left += [Trace(str(path), JOURNAL) for path in held]
+        return num_scanned, left
+
+    def outside(self, wanted: Wanted) -> Iterator[tuple[StoredFile, Trace]]:
+        """Look into the lake's own files: its log, and the packages of policies."""
+        files = (
+            file
+            for file in self._storage.files(LAKE_ROOT)
+            if not file.path.startswith(
+                (f"{WORK_LISTS}/", f"{LAKE_ROOT}/tmp/", f"{LAKE_ROOT}/keys/")
+            )
+        )
+        return find_traces(self._storage, files, wanted)
+
+    def traces(self, wanted: Wanted) -> Iterator[tuple[StoredFile, Trace]]:
+        """Look into the files of the dataset, but for its journals."""
+        return find_traces(self._storage, self._files(), wanted)
+
+    def drop_damaged(self, wanted: Wanted) -> None:
+        """Take ids out of the journals' records that were kept because no row can hold them."""
+        for table in self.tables[1:]:
+            drop_damaged(table, wanted.in_text)
+
+    def _files(self) -> Iterator[StoredFile]:
+        """Yield the files of the dataset but for its journals, which may lie elsewhere."""
+        for file in self._storage.files(self._name):
+            if "/_journal/" not in file.path:
+                yield file
+
+    def _live(self) -> set[str]:
+        return {
+            f"{table.root}/{path}" for table in self.tables for path in table.log.newest().files
+        }
+
+
+def _is_old(file: StoredFile) -> bool:
+    return file.modified_ms < time.time_ns() // 1_000_000 - _IN_FLIGHT_MS

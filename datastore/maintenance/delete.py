@@ -1,0 +1,177 @@
+"""Delete: episodes leave a dataset from now on, and what was served for them with them.
+
+An episode goes with all its pieces and all its agents. Earlier versions keep it until vacuum; purge
+(purge.py) takes it out of those as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.maintenance.removal import decisions_of, forget_decisions, removal
+from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
+from replaylake.datastore.names import new_ulid
+from replaylake.datastore.presence import check_present
+from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
+from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.schema import (
+    EPISODE_ID,
+    SOURCE_EPISODE_ID,
+    TERMINATED,
+    TIMESTAMP,
+    TRUNCATED,
+)
+from replaylake.datastore.sessions.decisions import DECISION_ID, recover_feedback
+from replaylake.datastore.table import TableSnapshot
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """What was deleted, or with `dry_run` would be.
+
+    version: the commit; None if nothing was there to delete. Counts of the episodes, their steps,
+    and the decisions and rewards that they were made of, or that waited to become one of their
+    steps. steps_left: what the dataset holds afterwards.
+    """
+
+    dataset: str
+    dry_run: bool
+    version: int | None
+    num_episodes: int
+    num_steps: int
+    num_decisions: int
+    num_rewards: int
+    steps_left: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What left the newest versions; `version` is None if no step did."""
+
+    version: int | None
+    num_steps: int
+    num_decisions: int
+    num_rewards: int
+
+
+def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> Deleted:
+    """Delete the episodes that a condition selects, from the newest version on.
+
+    Args:
+        lake: the lake.
+        dataset: its name.
+        where: an SQL condition over the columns of `episodes`, as for Snapshot.replay.
+        dry_run: only count. What waits in the journals of killed servers is then not counted.
+
+    What another writer appends to such an episode afterwards comes back: close it before, or delete
+    again. Raises: NotFound, QueryRefused, QueryFailed, ShardCorrupt.
+    """
+    handle = lake.dataset(dataset)
+    condition = canonical_expression(where)
+    snapshot = handle.snapshot().table
+    if not dry_run and handle.decisions.exists() and handle.rewards.exists():
+        recover_feedback(handle)
+    episodes = select_episodes(snapshot, condition)
+    if dry_run:
+        num_steps = removal(snapshot, EPISODE_ID, episodes).num_rows
+        decisions, rewards = _counted(handle, feedback_of(handle, snapshot, episodes))
+        left = snapshot.num_rows - num_steps
+        return Deleted(dataset, True, None, len(episodes), num_steps, decisions, rewards, left)
+    done = remove_episodes(handle, episodes, operation="DELETE", producer=f"delete/{new_ulid()}")
+    return Deleted(
+        dataset,
+        False,
+        done.version,
+        len(episodes),
+        done.num_steps,
+        done.num_decisions,
+        done.num_rewards,
+        handle.table.snapshot().num_rows,
+    )
+
+
+def select_episodes(snapshot: TableSnapshot, condition: str) -> pa.Array:
+    """Return the ids of the episodes that a condition in DuckDB's spelling selects."""
+    check_present(snapshot)
+    found = selected_episodes(snapshot, condition).column(EPISODE_ID)
+    return found.combine_chunks().unique()
+
+
+def remove_episodes(
+    handle: Dataset, episodes: pa.Array, *, operation: str, producer: str
+) -> Removed:
+    """Take episodes out of the newest version, and their decisions and rewards before them."""
+    gone = [0, 0, 0]
+
+    def plan(snapshot: TableSnapshot) -> Plan:
+        decisions = feedback_of(handle, snapshot, episodes)
+        counts = forget_decisions(handle, decisions, operation)
+        gone[0], gone[1] = gone[0] + counts[0], gone[1] + counts[1]
+        planned = removal(snapshot, EPISODE_ID, episodes, {"episodes_removed": len(episodes)})
+        gone[2] = planned.num_rows
+        return planned.plan
+
+    sequence = handle.next_sequence(producer)
+    done = rewrite(handle.table, plan, producer=producer, sequence=sequence, operation=operation)
+    return Removed(done.version if done else None, gone[2] if done else 0, gone[0], gone[1])
+
+
+def feedback_of(handle: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+    """Return the decisions that episodes are made of, and those that would continue open ones."""
+    decisions = decisions_of(handle, steps, episodes)
+    if not len(decisions) or not handle.decisions.exists():
+        return decisions
+    waiting = _continuing(handle.decisions.snapshot(), steps, episodes)
+    return pa.chunked_array([decisions, waiting]).combine_chunks().unique()
+
+
+def _continuing(decisions: TableSnapshot, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+    """Return decisions of no step, later than any, under a client's id whose last episode is open.
+
+    Only where that last one is among `episodes`: what follows an end begins another episode.
+    """
+    if not decisions.files:
+        return pa.array([], pa.string())
+    tables = {"chosen": pa.table({"key": episodes})}
+    with (
+        fetched(steps, steps.files) as step_paths,
+        fetched(decisions, decisions.files) as paths,
+        scanning(tables) as connection,
+    ):
+        written = located(steps, step_paths)
+        last = (
+            f"SELECT {SOURCE_EPISODE_ID} AS source, max({TIMESTAMP}) AS decided, "
+            f"arg_max({EPISODE_ID}, {TIMESTAMP}) AS episode, "
+            f"arg_max({TERMINATED} OR {TRUNCATED}, {TIMESTAMP}) AS has_ended "
+            f"FROM {written} WHERE {DECISION_ID} IS NOT NULL AND {SOURCE_EPISODE_ID} IS NOT NULL "
+            "GROUP BY source"
+        )
+        found = arrow_of(
+            connection,
+            f"SELECT {DECISION_ID} AS key FROM {located(decisions, paths)} d JOIN ({last}) "
+            f"ON d.{EPISODE_ID} = source AND d.{TIMESTAMP} > decided "
+            "WHERE NOT has_ended AND episode IN (SELECT key FROM chosen)",
+        )
+    return found.column("key").combine_chunks()
+
+
+def _counted(handle: Dataset, decisions: pa.Array) -> tuple[int, int]:
+    counts = []
+    for table in (handle.decisions, handle.rewards):
+        num = 0
+        if len(decisions) and table.exists():
+            for batch in table.snapshot().batches([DECISION_ID]):
+                found = pc.is_in(batch.column(DECISION_ID), value_set=decisions)
+                num += pc.sum(found).as_py() or 0
+        counts.append(num)
+    return counts[0], counts[1]

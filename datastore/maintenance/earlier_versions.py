@@ -1,0 +1,168 @@
+"""Earlier versions: what they have that the newest has not, and which of them name some shards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.maintenance.delete import feedback_of, select_episodes
+from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.expressions import selected_episodes
+from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID
+from replaylake.datastore.sessions.decisions import DECISION_ID
+from replaylake.datastore.shard import FOLDER
+from replaylake.datastore.storage import Blob
+from replaylake.datastore.table import Table, TableSnapshot
+
+
+def select_everywhere(table: Table, condition: str) -> pa.Array:
+    """Return the ids of the episodes that a condition selects, in the last version that has each.
+
+    Of a version of which shards are gone, what is left counts. Cost: a scan of the newest version,
+    and one of the ids for each commit that took rows out.
+    """
+    newest = table.snapshot()
+    chosen = [select_episodes(newest, condition)]
+    decided = _ids(newest, newest.files)
+    for before, after, removed in _removals(table):
+        gone = _without(_ids(before, removed), [decided, _ids(after, after.files)])
+        if not len(gone):
+            continue
+        decided = _union([decided, gone])
+        found = selected_episodes(before, condition).column(EPISODE_ID)
+        chosen.append(found.filter(pc.is_in(found, value_set=gone)).combine_chunks())
+    return _union(chosen)
+
+
+def feedback_everywhere(handle: Dataset, episodes: pa.Array) -> pa.Array:
+    """Return the ids of the decisions of episodes, in any version.
+
+    An old row of decisions that is in the newest version no more counts as theirs by its client's
+    id alone: which of that client's episodes it was of cannot be told.
+    """
+    steps = _old_rows(handle.table, [EPISODE_ID, DECISION_ID, SOURCE_EPISODE_ID])
+    mine = steps.filter(pc.is_in(steps.column(EPISODE_ID), value_set=episodes))
+    found = [feedback_of(handle, handle.table.snapshot(), episodes), _column(mine, DECISION_ID)]
+    if handle.decisions.exists():
+        clients = _column(mine, SOURCE_EPISODE_ID)
+        rows = _old_rows(handle.decisions, [DECISION_ID, EPISODE_ID])
+        same = rows.filter(pc.is_in(rows.column(EPISODE_ID), value_set=clients))
+        live = handle.decisions.snapshot().read([DECISION_ID]).column(DECISION_ID)
+        others = steps.filter(pc.invert(pc.is_in(steps.column(EPISODE_ID), value_set=episodes)))
+        kept = [live.combine_chunks(), _column(others, DECISION_ID)]
+        found.append(_without(_column(same, DECISION_ID), kept))
+    return _union(found)
+
+
+def named_paths(table: Table) -> set[str]:
+    """Return the paths below the table of all shards that a version of its log names."""
+    paths = set(table.log.at(table.log.oldest()).files)
+    for _, actions in _commits(table):
+        paths |= {add["path"] for action in actions if (add := action.get("add"))}
+    return paths
+
+
+def versions_with(table: Table, paths: Collection[str]) -> tuple[tuple[int, int], ...]:
+    """Return ranges (both ends in) of the versions that name one of these files of the lake."""
+    wanted = {path.removeprefix(f"{table.root}/") for path in paths}
+    live = wanted & set(table.log.at(table.log.oldest()).files)
+    ranges: list[tuple[int, int]] = []
+    begin = table.log.oldest() if live else None
+    for version, actions in _commits(table):
+        for action in actions:
+            if (add := action.get("add")) and add["path"] in wanted:
+                live.add(add["path"])
+            elif remove := action.get("remove"):
+                live.discard(remove["path"])
+        if live and begin is None:
+            begin = version
+        elif not live and begin is not None:
+            ranges.append((begin, version - 1))
+            begin = None
+    if begin is not None:
+        ranges.append((begin, table.log.newest().version))
+    return tuple(ranges)
+
+
+def _commits(table: Table) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield the commits after the oldest version."""
+    for version in range(table.log.oldest() + 1, table.log.newest().version + 1):
+        yield version, table.log.actions(version)
+
+
+def _removals(
+    table: Table,
+) -> Iterator[tuple[TableSnapshot, TableSnapshot, list[FileEntry]]]:
+    """Yield what is left of the versions before and after each commit that took rows out.
+
+    Newest first, with the shards that it took out.
+    """
+    commits = list(_commits(table))
+    present = {f"{FOLDER}/{name}" for name in table.storage.names(f"{table.root}/{FOLDER}")}
+    for version, actions in reversed(commits):
+        removed = {
+            remove["path"]
+            for action in actions
+            if (remove := action.get("remove")) and remove.get("dataChange", True)
+        }
+        if removed & present:
+            before, after = (
+                replace(one, files=tuple(e for e in one.files if e.path in present))
+                for one in (table.snapshot(version - 1), table.snapshot(version))
+            )
+            yield before, after, [e for e in before.files if e.path in removed]
+
+
+def _ids(snapshot: TableSnapshot, entries: Collection[FileEntry]) -> pa.Array:
+    if not entries:
+        return pa.array([], pa.string())
+    with fetched(snapshot, list(entries)) as paths, scanning() as connection:
+        query = f"SELECT DISTINCT {EPISODE_ID} AS key FROM {located(snapshot, paths)}"
+        return arrow_of(connection, query).column("key").combine_chunks()
+
+
+def _old_rows(table: Table, columns: list[str]) -> pa.Table:
+    """Return columns of all shards of a table that are there and can be read, as text."""
+    schema = pa.schema([(name, pa.string()) for name in columns])
+    tables = [schema.empty_table()]
+    for name in table.storage.names(f"{table.root}/{FOLDER}"):
+        path = f"{table.root}/{FOLDER}/{name}"
+        blob = Blob(path)
+        try:
+            (local,) = table.storage.fetch([blob])
+            with pq.ParquetFile(local) as file:
+                present = [name for name in columns if name in file.schema_arrow.names]
+                rows = file.read(columns=present)
+        except (pa.ArrowException, OSError):
+            continue  # whether it may stay is for the scan at the end to say
+        finally:
+            table.storage.release([blob])
+        cells = [
+            rows.column(name).cast(pa.string())
+            if name in present
+            else pa.nulls(rows.num_rows, pa.string())
+            for name in columns
+        ]
+        tables.append(pa.table(cells, schema=schema))
+    return pa.concat_tables(tables)
+
+
+def _column(rows: pa.Table, name: str) -> pa.Array:
+    return rows.column(name).combine_chunks().drop_null().unique()
+
+
+def _union(arrays: list[pa.Array]) -> pa.Array:
+    return pa.chunked_array(arrays, pa.string()).combine_chunks().unique()
+
+
+def _without(array: pa.Array, others: list[pa.Array]) -> pa.Array:
+    for other in others:
+        array = array.filter(pc.invert(pc.is_in(array, value_set=other)))
+    return array

@@ -1,0 +1,143 @@
+"""Fsck: look at every byte of datasets and say what is wrong, where, and what to do.
+
+Nothing is written unless `repair` is asked for; `quarantine.py` does that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.maintenance.dataset_check import (
+    CheckedDataset,
+    DatasetCheck,
+    OnProgress,
+    age_text,
+)
+from replaylake.datastore.maintenance.finding import ERROR, NOTE, Finding
+from replaylake.datastore.maintenance.quarantine import Repair
+from replaylake.datastore.policies.package import check_package
+from replaylake.datastore.policies.registry import LAKE_ROOT
+
+DEFAULT_ORPHAN_AGE_S: Final = 7 * 86_400.0
+# A writer puts its shards down before it commits them: a younger file may be about to be linked.
+MIN_ORPHAN_AGE_S: Final = 3600.0
+
+
+@dataclass(frozen=True)
+class FsckReport:
+    """What fsck found. `counts` are of all findings by check, `findings` the first hundred each."""
+
+    datasets: tuple[CheckedDataset, ...]
+    num_policies: int
+    num_errors: int
+    num_notes: int
+    counts: dict[str, int]
+    findings: tuple[Finding, ...]
+    repairs: tuple[Repair, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no error was found; notes are none."""
+        return not self.num_errors
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "clean": self.is_clean,
+            "num_errors": self.num_errors,
+            "num_notes": self.num_notes,
+            "counts": self.counts,
+            "datasets": [vars(one) for one in self.datasets],
+            "num_policies": self.num_policies,
+            "findings": [finding.to_json() for finding in self.findings],
+            "repairs": [repair.to_json() for repair in self.repairs],
+        }
+
+
+def fsck(
+    lake: Lake,
+    datasets: Sequence[str] = (),
+    *,
+    all_versions: bool = False,
+    repair: bool = False,
+    orphan_age_s: float = DEFAULT_ORPHAN_AGE_S,
+    on_progress: OnProgress | None = None,
+    now_ms: int | None = None,
+) -> FsckReport:
+    """Check datasets, all of them by default, and with none named the lake's own log and policies.
+
+    Args:
+        lake: the lake.
+        datasets: names; also of datasets whose log cannot be read any more.
+        all_versions: look at the shards of every kept version, not of the newest alone.
+        repair: take damaged shards, rows that are there twice and old orphans into
+            `<dataset>/_quarantine`, and write damaged checkpoints again. Nothing is deleted for
+            good.
+        orphan_age_s: a file that no version names is an orphan once it is older.
+        on_progress: called after each shard.
+        now_ms: the time to judge age by; the clock's by default.
+
+    Raises: NotFound for a name that is no dataset, ConfigInvalid for an age below an hour,
+    StorageFailed. Cost: reads every shard once. Memory: a row group a thread (on an object store a
+    shard), 512 MB for the steps of all shards, the rest on disk.
+    """
+    if orphan_age_s < MIN_ORPHAN_AGE_S:
+        raise ConfigInvalid(
+            f"orphan_age_s: found {orphan_age_s:g}, expected at least {MIN_ORPHAN_AGE_S:g}: a "
+            "younger file may be of a writer that is about to commit it."
+        )
+    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    names = list(dict.fromkeys(datasets)) or _all_datasets(lake)
+    horizon_ms = now_ms - int(orphan_age_s * 1000)
+    check = DatasetCheck(lake, all_versions, repair, horizon_ms, on_progress)
+    for name in names:
+        check.run(name)
+    num_policies = 0 if datasets else _check_lake(lake, check, horizon_ms)
+    return FsckReport(
+        datasets=tuple(check.datasets),
+        num_policies=num_policies,
+        num_errors=check.findings.count(ERROR),
+        num_notes=check.findings.count(NOTE),
+        counts=check.findings.counts(),
+        findings=tuple(check.findings.shown),
+        repairs=tuple(check.repairs),
+    )
+
+
+def _all_datasets(lake: Lake) -> list[str]:
+    """Return every folder that has a log, also one that cannot be read."""
+    names = []
+    for name in lake.storage.names(""):
+        try:
+            folder = lake.dataset(name).table.root
+        except ReplayLakeError:
+            continue
+        if lake.storage.names(f"{folder}/_delta_log"):
+            names.append(name)
+    return names
+
+
+def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int) -> int:
+    """Check the lake's log, its policies and what crashes left; return how many policies."""
+    storage = lake.storage
+    checked = check.log_of(LAKE_ROOT)
+    for file in storage.files(f"{LAKE_ROOT}/tmp"):
+        if file.modified_ms < horizon_ms:
+            age = age_text(file.modified_ms)
+            message = f"was left by a writer that did not end, {age}. `vacuum` removes it."
+            check.add(NOTE, "temporary", file.path, message)
+    if checked.state is None:
+        return 0
+    policies = lake.registry.list()
+    for row in policies:
+        name = f"{row['policy']}:{row['version']}"
+        try:
+            check_package(lake.registry.resolve(name).path)
+        except ReplayLakeError as error:
+            check.add(ERROR, "policy", str(row["path"]), f"policy {name}: {error}")
+    return len(policies)

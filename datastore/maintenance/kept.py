@@ -1,0 +1,153 @@
+"""Kept: the versions of a dataset that someone may still read, and the files that they name.
+
+Kept are: the newest version; every tagged one; every one that a policy was trained on, or a run in
+progress reads; and every one whose successor was committed less than the retention ago. Vacuum
+deletes no file of these, fsck calls none of them an orphan, and purge goes through all of them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Final
+
+from replaylake.datastore.errors import NotFound
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.log.folder import FETCHED_AT_ONCE
+from replaylake.datastore.table import Table
+
+# Seven days: longer than any query, training run or long weekend away from a failed job.
+DEFAULT_RETENTION_S: Final = 7 * 86_400.0
+
+# A run that was killed stays `running` for good: after this it pins nothing any more.
+_RUN_MS: Final = 30 * 86_400_000
+_COMMIT_NAME: Final = re.compile(r"(\d{20})\.json")
+
+
+@dataclass(frozen=True, order=True)
+class Pin:
+    """A version of a table that is kept, and why.
+
+    `root` is the table's folder in the lake; `reason` is one of newest, tag, policy, run, recent;
+    `name` is the tag, `policy:version` or run id, "" for newest and recent.
+    """
+
+    root: str
+    version: int
+    reason: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.root}@{self.version} ({' '.join(filter(None, [self.reason, self.name]))})"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Files that have to stay, as paths below the lake's root, and the versions that name them.
+
+    `broken` are pins on versions that can no longer be read, such as after an expiry of the log.
+    """
+
+    paths: frozenset[str]
+    pins: tuple[Pin, ...]
+    broken: tuple[Pin, ...] = ()
+
+
+def kept_files(
+    lake: Lake,
+    dataset_name: str,
+    *,
+    retention_s: float = DEFAULT_RETENTION_S,
+    now_ms: int | None = None,
+) -> Kept:
+    """Return what is kept of a dataset: its table of steps, and the two of what was served.
+
+    Tags, policies and runs pin versions of the steps; decisions and rewards are kept by the
+    retention alone. Cost: one listing of each log, and one read of every commit that is younger
+    than the retention. Raises: NotFound if there is no such dataset, LogCorrupt.
+    """
+    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    horizon_ms = now_ms - int(retention_s * 1000)
+    handle = lake.dataset(dataset_name)
+    named = sorted({*_tagged(lake, dataset_name), *_trained_on(lake, dataset_name, now_ms)})
+    paths: set[str] = set()
+    pins: list[Pin] = []
+    broken: list[Pin] = []
+    for table in (handle.table, handle.decisions, handle.rewards):
+        if table is not handle.table and not table.exists():
+            continue
+        recent, live = _recent(table, horizon_ms)
+        paths |= live
+        pins += recent
+        for pin in named if table is handle.table else ():
+            try:
+                state = table.log.at(pin.version)
+            except NotFound:
+                broken.append(pin)
+                continue
+            pins.append(pin)
+            paths |= _below(table, state.files)
+    return Kept(frozenset(paths), tuple(pins), tuple(broken))
+
+
+def _tagged(lake: Lake, dataset: str) -> Iterator[Pin]:
+    for tag in lake.tags.list(dataset):
+        yield Pin(dataset, tag.version, "tag", tag.name)
+
+
+def _trained_on(lake: Lake, dataset: str, now_ms: int) -> Iterator[Pin]:
+    """Yield the versions that policies name, and runs whose policy is still to come."""
+    for row in lake.registry.list():
+        policy, version = row["policy"], row["version"]
+        for selection in lake.registry.entry(policy, version)["lineage"].get("datasets", ()):
+            if selection["dataset"] == dataset:
+                yield Pin(dataset, int(selection["version"]), "policy", f"{policy}:{version}")
+    for run in lake.registry.runs():
+        if run.get("status") == "running" and (run.get("started_ms") or 0) > now_ms - _RUN_MS:
+            for selection in run.get("datasets") or ():
+                if selection["dataset"] == dataset:
+                    yield Pin(dataset, int(selection["version"]), "run", run["run_id"])
+
+
+def _recent(table: Table, horizon_ms: int) -> tuple[list[Pin], set[str]]:
+    """Return the newest version and those whose successor is younger, and all their files."""
+    committed = _committed_ms(table)
+    state = table.log.newest()
+    paths = {*state.files}
+    pins = [Pin(table.root, state.version, "newest")]
+    replaced = takewhile(
+        lambda version: committed.get(version, 0) >= horizon_ms, range(state.version, 0, -1)
+    )
+    while successors := list(islice(replaced, FETCHED_AT_ONCE)):
+        for version, actions in zip(successors, table.log.folder.commits(successors), strict=True):
+            if actions is None:  # dropped from the log since it was listed
+                return pins, _below(table, paths)
+            # What is live at a version is live at its successor or was removed by it.
+            paths.update(action["remove"]["path"] for action in actions if "remove" in action)
+            pins.append(Pin(table.root, version - 1, "recent"))
+    return pins, _below(table, paths)
+
+
+def _below(table: Table, paths: Iterable[str]) -> set[str]:
+    """Return paths below the lake's root."""
+    return {f"{table.root}/{path}" for path in paths}
+
+
+def _committed_ms(table: Table) -> dict[int, int]:
+    """Return when each version was committed, by the storage's clock.
+
+    Never less than for a version before it: a commit that a slow clock stamped came after them all
+    the same. A copy of the files is younger than they are, and so kept longer.
+    """
+    folder = f"{table.root}/_delta_log"
+    stamps = {}
+    for file in table.storage.files(folder):
+        if match := _COMMIT_NAME.fullmatch(file.path.removeprefix(f"{folder}/")):
+            stamps[int(match.group(1))] = file.modified_ms
+    committed, latest = {}, 0
+    for version in sorted(stamps):
+        committed[version] = latest = max(latest, stamps[version])
+    return committed

@@ -1,0 +1,212 @@
+"""Maintain: each dataset's own retention applied, once or again and again.
+
+In this order: trim, compact, summarise episodes, drop old commits from the log, write a checkpoint,
+vacuum; at the end this machine's copies of remote shards are cut to their cap. Every step is a
+commit of its own or deletes what nobody needs, so it may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.errors import ReplayLakeError
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.log.expiry import expire
+from replaylake.datastore.maintenance.compact import compact
+from replaylake.datastore.maintenance.kept import kept_files
+from replaylake.datastore.maintenance.retention import Retention, retention_of
+from replaylake.datastore.maintenance.trim import trim
+from replaylake.datastore.maintenance.vacuum import vacuum, vacuum_leftovers
+from replaylake.datastore.query.summaries import refresh
+from replaylake.datastore.remote.shard_cache import trim_cache
+from replaylake.datastore.table import Table
+
+# Called with (the dataset or "", what is done to it).
+OnStep = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Maintained:
+    """What one round did to one dataset; `error` is what stopped it, if anything did.
+
+    Trimmed are episodes; compacted, shards that became fewer; dropped, files of the log; vacuumed,
+    files and bytes. The dataset "" is the lake itself: temporary files, packages, copies.
+    """
+
+    dataset: str
+    version: int | None = None
+    trimmed: int = 0
+    compacted: int = 0
+    summarised: bool = False
+    dropped: int = 0
+    checkpointed: bool = False
+    vacuumed: int = 0
+    vacuumed_bytes: int = 0
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+
+class Stopped(Exception):
+    """Someone asked to stop; raised between two commits, never within one."""
+
+
+def maintain(
+    lake: Lake,
+    datasets: Sequence[str] = (),
+    *,
+    now_ms: int | None = None,
+    stop: threading.Event | None = None,
+    on_step: OnStep | None = None,
+) -> list[Maintained]:
+    """Apply each dataset's retention once; returns one entry a dataset, and one of the lake.
+
+    A dataset that fails is reported and the others go on. Where `stop` is set, the round ends at
+    the next point between two commits, and what was not reached has no entry. Raises: nothing of a
+    dataset's; LogCorrupt and the like where the lake itself cannot be read.
+    """
+    run = _Round(lake, now_ms, stop or threading.Event(), on_step or (lambda dataset, what: None))
+    return list(run.run(list(datasets) or [*lake.datasets(), ""]))
+
+
+def maintain_every(
+    lake: Lake,
+    every_s: float,
+    datasets: Sequence[str] = (),
+    *,
+    stop: threading.Event,
+    on_round: Callable[[list[Maintained]], None],
+    on_step: OnStep | None = None,
+) -> None:
+    """Maintain until `stop` is set, each round beginning `every_s` after the one before began."""
+    while not stop.is_set():
+        began = time.monotonic()
+        on_round(maintain(lake, datasets, stop=stop, on_step=on_step))
+        stop.wait(max(0.0, every_s - (time.monotonic() - began)))
+
+
+class _Round:
+    def __init__(
+        self, lake: Lake, now_ms: int | None, stop: threading.Event, on_step: OnStep
+    ) -> None:
+        self._lake = lake
+        self._now_ms = now_ms
+        self._stop = stop
+        self._on_step = on_step
+        self._caps: list[int] = []
+        self._steps = (
+            self._trim,
+            self._compact,
+            self._summarise,
+            self._drop,
+            self._checkpoint,
+            self._vacuum,
+        )
+
+    def run(self, names: Sequence[str]) -> Iterator[Maintained]:
+        for name in names:
+            try:
+                yield self._dataset(name) if name else self._lake_itself()
+            except Stopped:
+                return
+
+    def _dataset(self, name: str) -> Maintained:
+        done = Maintained(name)
+        try:
+            handle = self._lake.dataset(name)
+            retention = retention_of(handle.snapshot().table)
+            if retention.cache_max_bytes is not None:
+                self._caps.append(retention.cache_max_bytes)
+            for step in self._steps:
+                self._go_on()
+                done = step(handle, retention, done)
+            return replace(done, version=handle.table.snapshot().version)
+        except ReplayLakeError as error:
+            return replace(done, error=f"{type(error).__name__}: {error}")
+
+    def _trim(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+        if retention.max_steps is None and retention.max_age_s is None:
+            return done
+        self._on_step(handle.name, "trimming")
+        trimmed = trim(
+            self._lake,
+            handle.name,
+            max_steps=retention.max_steps,
+            older_than_s=retention.max_age_s,
+            now_ms=self._now_ms,
+        )
+        return replace(done, trimmed=trimmed.num_episodes)
+
+    def _compact(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+        self._on_step(handle.name, "compacting")
+        tables = compact(
+            self._lake,
+            handle.name,
+            target_bytes=retention.target_shard_bytes,
+            now_ms=self._now_ms,
+            on_progress=lambda done, total: self._go_on(),
+        )
+        won = sum(table.shards_before - table.shards_after for table in tables)
+        return replace(done, compacted=max(0, won))
+
+    def _summarise(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+        self._on_step(handle.name, "summarising episodes")
+        return replace(done, summarised=refresh(handle.table.snapshot()))
+
+    def _drop(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+        self._on_step(handle.name, "dropping old commits from the log")
+        kept = kept_files(
+            self._lake, handle.name, retention_s=retention.keep_versions_s, now_ms=self._now_ms
+        )
+        dropped = 0
+        for table in _tables(handle):
+            oldest = min(pin.version for pin in kept.pins if pin.root == table.root)
+            dropped += len(expire(table.log, oldest).paths)
+        return replace(done, dropped=dropped)
+
+    def _checkpoint(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+        self._on_step(handle.name, "writing a checkpoint")
+        written = [_checkpoint(table) for table in _tables(handle)]
+        return replace(done, checkpointed=any(written))
+
+    def _vacuum(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+        self._on_step(handle.name, "vacuuming")
+        found = vacuum(self._lake, [handle.name], delete=True, now_ms=self._now_ms)
+        return replace(done, vacuumed=len(found.garbage), vacuumed_bytes=found.num_bytes)
+
+    def _lake_itself(self) -> Maintained:
+        self._go_on()
+        self._on_step("", "removing leftovers")
+        try:
+            found = vacuum_leftovers(self._lake, now_ms=self._now_ms)
+            if self._lake.storage.is_remote:
+                # Copies of all lakes share one folder: the least of what their datasets ask for.
+                trim_cache(min(self._caps, default=None))
+            return Maintained("", vacuumed=len(found.garbage), vacuumed_bytes=found.num_bytes)
+        except ReplayLakeError as error:
+            return Maintained("", error=f"{type(error).__name__}: {error}")
+
+    def _go_on(self) -> None:
+        if self._stop.is_set():
+            raise Stopped
+
+
+def _tables(handle: Dataset) -> list[Table]:
+    tables = (handle.table, handle.decisions, handle.rewards)
+    return [table for table in tables if table is handle.table or table.exists()]
+
+
+def _checkpoint(table: Table) -> bool:
+    """Write a checkpoint of the newest version, if it has none."""
+    version = table.log.newest().version
+    if version in table.log.folder.listing(since=version).checkpoints:
+        return False
+    table.log.checkpoint(version)
+    return True

@@ -1,0 +1,329 @@
+"""Purge: episodes leave every version of a dataset, and a scan shows that none is left.
+
+What goes, in this order; killed at any moment, the next purge of the dataset finishes it:
+    1. A work list with the ids is written, `_lake/purge/<dataset>/<ulid>.json`, readable by this
+       user alone, and `purges` says that the purge is running. Which policies were trained on these
+       episodes is found out now, by running their selections.
+    2. The episodes, their decisions and rewards leave the newest versions, as with delete.
+    3. Every other shard with a row of theirs is deleted, whole: of an old version, in quarantine,
+       left by a crash. Versions that named one can no longer be read; their tags are broken, which
+       the record says before the files go. Files derived from the dataset are deleted, all of them.
+    4. Every file of the dataset is looked into: columns of ids in Parquet, the bytes of all others.
+       Only when no id is found is the work list removed, and the purge done.
+
+A shard that another process has written and not committed may not be deleted: purge then says that
+it is not done. What cannot be reached are caches on other machines and copies elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.maintenance.dataset_files import (
+    JOURNAL,
+    LIVE,
+    WORK_LISTS,
+    DatasetFiles,
+)
+from replaylake.datastore.maintenance.delete import remove_episodes
+from replaylake.datastore.maintenance.earlier_versions import (
+    feedback_everywhere,
+    select_everywhere,
+    versions_with,
+)
+from replaylake.datastore.maintenance.removal import forget_decisions, removal
+from replaylake.datastore.maintenance.traces import Trace, Wanted
+from replaylake.datastore.maintenance.trained import trained_on
+from replaylake.datastore.names import new_ulid
+from replaylake.datastore.purges import DONE, RUNNING, Purge
+from replaylake.datastore.query.expressions import canonical_expression
+from replaylake.datastore.schema import EPISODE_ID
+from replaylake.datastore.sessions.decisions import recover_feedback
+
+# A live server commits its journal every second, a writer may append to an episode that goes.
+_TRIES: Final = 5
+_PAUSE_S: Final = 1.0
+
+_OPERATION: Final = "PURGE"
+
+# Called with what is being done.
+OnStage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Purged:
+    """What a purge did, or with `dry_run` would do; `resumed` are earlier ones that it finished.
+
+    id and version: of the purge and its commit; None if nothing was there to purge. num_steps: rows
+    of the newest version. versions, tags and policies: as in Purge. left: files with a trace of the
+    ids, which purge may not delete or cannot look into. named_in: files outside of the dataset in
+    which an id stands, such as the SQL that a policy was trained with. is_proven: neither was
+    found, by a scan of `num_scanned` files.
+    """
+
+    dataset: str
+    dry_run: bool
+    id: str | None
+    version: int | None
+    num_episodes: int
+    num_steps: int
+    num_decisions: int
+    num_files: int
+    versions: tuple[tuple[int, int], ...]
+    tags: tuple[str, ...]
+    policies: Mapping[str, int | None]
+    num_scanned: int
+    left: tuple[Trace, ...]
+    named_in: tuple[str, ...]
+    resumed: tuple[str, ...]
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the scan found no id anywhere."""
+        return not self.left and not self.named_in
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {**asdict(self), "is_proven": self.is_proven}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a purge has to do: the ids, which are in its file alone, and what was known before."""
+
+    id: str
+    started_ms: int
+    episodes: tuple[str, ...]
+    decisions: tuple[str, ...]
+    policies: Mapping[str, int | None]
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(self.episodes, self.decisions)
+
+
+def purge(
+    lake: Lake,
+    dataset: str,
+    where: str,
+    *,
+    dry_run: bool = False,
+    on_stage: OnStage | None = None,
+) -> Purged:
+    """Take the episodes that a condition selects out of every version, and prove it.
+
+    Args:
+        lake: the lake.
+        dataset: its name.
+        where: an SQL condition over the columns of `episodes`. An episode that an earlier delete
+            took out counts as it was in the last version that had it.
+        dry_run: only say what would go, which tags would break, and which policies know of it.
+        on_stage: called with what is being done.
+
+    Purges that were killed are finished first. Raises: NotFound, QueryRefused, QueryFailed,
+    ShardCorrupt for a live shard, StorageFailed. Cost: reads the columns of ids of every file.
+    """
+    handle = lake.dataset(dataset)
+    handle.snapshot()
+    condition = canonical_expression(where)
+    run = _Run(lake, handle, on_stage or (lambda stage: None))
+    if dry_run:
+        return run.preview(condition)
+    resumed = tuple(run.unfinished())
+    results = [run.finish(work) for work in resumed]
+    work = run.begin(condition)
+    if work is not None:
+        results.append(run.finish(work))
+    if not results:
+        return _nothing(dataset, dry_run=False)
+    return replace(results[-1], resumed=tuple(work.id for work in resumed))
+
+
+class _Run:
+    """The purges of one dataset."""
+
+    def __init__(self, lake: Lake, handle: Dataset, on_stage: OnStage) -> None:
+        self._lake, self._handle, self._say = lake, handle, on_stage
+        self._storage = lake.storage
+        self._name = handle.name
+        self._files = DatasetFiles(lake, handle)
+        self._is_served = handle.decisions.exists() and handle.rewards.exists()
+
+    def unfinished(self) -> Iterator[_Work]:
+        """Read the work lists that were left, oldest first."""
+        folder = f"{WORK_LISTS}/{self._name}"
+        for name in self._storage.names(folder):
+            data = self._storage.get(f"{folder}/{name}")
+            if data is not None:
+                body = json.loads(data)
+                ids = {name: tuple(body[name]) for name in ("episodes", "decisions")}
+                yield _Work(**{**body, **ids})
+
+    def begin(self, condition: str) -> _Work | None:
+        """Select, and write down what has to be done; None if it is nothing."""
+        if self._is_served:
+            recover_feedback(self._handle)
+        work = self._selected(condition)
+        if work is None:
+            return None
+        self._storage.put_new(self._path(work), json.dumps(asdict(work)).encode(), private=True)
+        return work
+
+    def preview(self, condition: str) -> Purged:
+        """Say what would be done."""
+        work = self._selected(condition)
+        if work is None:
+            return _nothing(self._name, dry_run=True)
+        # The shards that are live now are those of an old version once they are written again.
+        paths = [
+            file.path
+            for file, _ in self._files.traces(work.wanted)
+            if file.path.endswith(".parquet")
+        ]
+        versions = versions_with(self._handle.table, paths)
+        num_steps = removal(
+            self._handle.table.snapshot(), EPISODE_ID, pa.array(work.episodes, pa.string())
+        ).num_rows
+        planned = self._purge(work, 0, versions, paths)
+        return replace(_purged(planned, work, num_steps), dry_run=True, id=None, version=None)
+
+    def finish(self, work: _Work) -> Purged:
+        """Do all that is left of a purge, and look whether it is."""
+        version, num_steps = 0, 0
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(_PAUSE_S)
+            self._say("removing from the newest version")
+            self._record(work, version, [])
+            num_steps += self._remove_live(work)
+            version = self._version(work)
+            self._say("deleting old shards")
+            doomed = self._files.doomed(work.wanted)
+            # Before they go: a version is never unreadable without a word of why.
+            self._record(work, version, doomed)
+            self._files.delete(doomed)
+            self._files.drop_damaged(work.wanted)
+            self._say("scanning for what is left")
+            num_scanned, left = self._files.left(work.wanted)
+            if not any(trace.kind in (JOURNAL, LIVE) for trace in left):
+                break
+        recorded = self._record(work, version, [], is_done=not left)
+        if not left:
+            self._storage.delete([self._path(work)])
+        done = _purged(recorded, work, num_steps)
+        named_in = tuple(trace.path for _, trace in self._files.outside(work.wanted))
+        return replace(done, num_scanned=num_scanned, left=tuple(left), named_in=named_in)
+
+    def _selected(self, condition: str) -> _Work | None:
+        self._say("selecting episodes in all versions")
+        episodes = select_everywhere(self._handle.table, condition)
+        if not len(episodes):
+            return None
+        decisions = feedback_everywhere(self._handle, episodes)
+        policies = trained_on(self._lake, self._name, episodes)
+        ids = (tuple(episodes.to_pylist()), tuple(decisions.to_pylist()))
+        return _Work(new_ulid(), _now_ms(), *ids, policies)
+
+    def _path(self, work: _Work) -> str:
+        return f"{WORK_LISTS}/{self._name}/{work.id}.json"
+
+    def _remove_live(self, work: _Work) -> int:
+        if self._is_served:
+            recover_feedback(self._handle)
+        episodes = pa.array(work.episodes, pa.string())
+        done = remove_episodes(
+            self._handle, episodes, operation=_OPERATION, producer=f"purge/{work.id}"
+        )
+        forget_decisions(self._handle, pa.array(work.decisions, pa.string()), _OPERATION)
+        return done.num_steps
+
+    def _version(self, work: _Work) -> int:
+        """Return the version of the purge's commit; where no row was live, make one for it."""
+        producer = f"purge/{work.id}"
+        if (version := self._handle.committed(producer, 0)) is not None:
+            return version
+        info = {"episodes_removed": len(work.episodes)}
+        return self._handle.table.commit(
+            [], producer=producer, sequence=0, operation=_OPERATION, info=info
+        ).version
+
+    def _record(
+        self, work: _Work, version: int, doomed: list[str], *, is_done: bool = False
+    ) -> Purge:
+        """Write the purge's entry, with what an earlier attempt knew of it."""
+        known = [purge for purge in self._lake.purges.list(self._name) if purge.id == work.id]
+        versions = [*(known[0].versions if known else ())]
+        versions += versions_with(self._handle.table, doomed)
+        paths = {*doomed, *(known[0].paths if known else ())}
+        purge = self._purge(work, version, _merged(versions), sorted(paths))
+        if is_done:
+            purge = replace(purge, status=DONE, ended_ms=_now_ms())
+        self._lake.purges.record(purge)
+        return purge
+
+    def _purge(
+        self, work: _Work, version: int, versions: tuple[tuple[int, int], ...], paths: list[str]
+    ) -> Purge:
+        purge = Purge(
+            dataset=self._name,
+            id=work.id,
+            status=RUNNING,
+            started_ms=work.started_ms,
+            ended_ms=None,
+            version=version,
+            num_episodes=len(work.episodes),
+            num_decisions=len(work.decisions),
+            paths=tuple(paths),
+            versions=versions,
+            tags=(),
+            policies=work.policies,
+        )
+        tags = (tag.name for tag in self._lake.tags.list(self._name) if purge.broke(tag.version))
+        return replace(purge, tags=tuple(tags))
+
+
+def _purged(purge: Purge, work: _Work, num_steps: int) -> Purged:
+    return Purged(
+        dataset=purge.dataset,
+        dry_run=False,
+        id=purge.id,
+        version=purge.version,
+        num_episodes=purge.num_episodes,
+        num_steps=num_steps,
+        num_decisions=purge.num_decisions,
+        num_files=purge.num_files,
+        versions=purge.versions,
+        tags=purge.tags,
+        policies=work.policies,
+        num_scanned=0,
+        left=(),
+        named_in=(),
+        resumed=(),
+    )
+
+
+def _nothing(dataset: str, *, dry_run: bool) -> Purged:
+    return Purged(dataset, dry_run, None, None, 0, 0, 0, 0, (), (), {}, 0, (), (), ())
+
+
+def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Join ranges that overlap or meet."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
+        else:
+            joined.append((first, last))
+    return tuple(joined)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

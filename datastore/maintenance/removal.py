@@ -1,0 +1,149 @@
+"""Removal: planning that the rows of some keys leave a table, as trim and delete do it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, rows_of, scanning
+from replaylake.datastore.names import new_ulid
+from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID, TIMESTAMP
+from replaylake.datastore.sessions.decisions import DECISION_ID
+from replaylake.datastore.table import Table, TableSnapshot
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A plan for `rewrite`, and how many rows leave with it."""
+
+    plan: Plan
+    num_rows: int
+
+
+def removal(
+    snapshot: TableSnapshot,
+    column: str,
+    keys: pa.Array,
+    info: Mapping[str, Any] | None = None,
+) -> Removal:
+    """Plan that all rows leave whose `column`, a text, is among `keys`.
+
+    A shard that holds no other rows is dropped without being read as a whole. Cost: one scan of
+    the column.
+    """
+    if not len(keys) or not snapshot.files:
+        return Removal(Plan({}), 0)
+    hits = _hits(snapshot, column, keys)
+    changes = {}
+    dropped: list[FileEntry] = []
+    for entry, num_hit in hits:
+        if num_hit == entry.num_rows:
+            dropped.append(entry)
+        else:
+            changes[entry] = _without(column, keys)
+    return Removal(Plan(changes, info or {}, tuple(dropped)), sum(num for _, num in hits))
+
+
+def forget_decisions(dataset: Dataset, keys: pa.Array, operation: str) -> tuple[int, int]:
+    """Remove decisions, and the rewards given for them, by decision id; return how many of each.
+
+    Done before their steps leave: a crash in between then leaves steps without decisions, which
+    nothing joins anew, and not decisions without steps, which `sessionise` would bring back.
+    """
+    counts = [
+        _forget(table, keys, operation) if len(keys) and table.exists() else 0
+        # Rewards last: what is left of a crash here has no decision any more, and is never joined.
+        for table in (dataset.decisions, dataset.rewards)
+    ]
+    return counts[0], counts[1]
+
+
+def decisions_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+    """Return the ids of the decisions that episodes are made of.
+
+    Those without a reward are among them, which became no step but lie between steps: a reward that
+    comes late would make an episode of them again.
+    """
+    if DECISION_ID not in steps.schema.names or not steps.files or not len(episodes):
+        return pa.array([], pa.string())
+    tables = {"chosen": pa.table({"key": episodes})}
+    with fetched(steps, steps.files) as paths, scanning(tables) as connection:
+        source = located(steps, paths)
+        served = arrow_of(
+            connection,
+            f"SELECT {DECISION_ID} AS key FROM {source} "
+            f"WHERE {DECISION_ID} IS NOT NULL AND {EPISODE_ID} IN (SELECT key FROM chosen)",
+        )
+        if not served.num_rows or not dataset.decisions.exists():
+            return served.column("key").combine_chunks()
+        others = arrow_of(
+            connection,
+            f"SELECT {DECISION_ID} AS key FROM {source} WHERE {DECISION_ID} IS NOT NULL "
+            f"AND {EPISODE_ID} NOT IN (SELECT key FROM chosen) AND {SOURCE_EPISODE_ID} IN "
+            f"(SELECT {SOURCE_EPISODE_ID} FROM {source} "
+            f"WHERE {EPISODE_ID} IN (SELECT key FROM chosen))",
+        )
+    return _with_unrewarded(dataset.decisions.snapshot(), served, others)
+
+
+def _with_unrewarded(decisions: TableSnapshot, served: pa.Table, others: pa.Table) -> pa.Array:
+    """Return served ids, and those of the same client episode up to the last of them.
+
+    `others` belong to episodes that stay: a client may use one id for several.
+    """
+    if not decisions.files:
+        return served.column("key").combine_chunks()
+    tables = {"served": served, "others": others}
+    with fetched(decisions, decisions.files) as paths, scanning(tables) as connection:
+        source = located(decisions, paths)
+        last = (
+            f"SELECT {EPISODE_ID} AS episode, max({TIMESTAMP}) AS until FROM {source} "
+            f"WHERE {DECISION_ID} IN (SELECT key FROM served) AND {EPISODE_ID} IS NOT NULL "
+            "GROUP BY episode"
+        )
+        found = arrow_of(
+            connection,
+            f"SELECT {DECISION_ID} AS key FROM {source} JOIN ({last}) "
+            f"ON {EPISODE_ID} = episode AND {TIMESTAMP} <= until "
+            f"WHERE {DECISION_ID} NOT IN (SELECT key FROM others) UNION SELECT key FROM served",
+        )
+    return found.column("key").combine_chunks()
+
+
+def _forget(table: Table, keys: pa.Array, operation: str) -> int:
+    num_rows = 0
+
+    def plan(snapshot: TableSnapshot) -> Plan:
+        nonlocal num_rows
+        planned = removal(snapshot, DECISION_ID, keys)
+        num_rows = planned.num_rows
+        return planned.plan
+
+    producer = f"{operation.lower()}/{new_ulid()}"
+    rewrite(table, plan, producer=producer, sequence=0, operation=operation)
+    return num_rows
+
+
+def _hits(snapshot: TableSnapshot, column: str, keys: pa.Array) -> list[tuple[FileEntry, int]]:
+    """Return the shards that hold such rows, and how many each."""
+    with (
+        fetched(snapshot, snapshot.files) as paths,
+        scanning({"keys": pa.table({"key": keys})}) as connection,
+    ):
+        found = rows_of(
+            connection,
+            f"SELECT file_index, count(*) FROM {located(snapshot, paths)} "
+            f'WHERE "{column}" IN (SELECT key FROM keys) GROUP BY file_index ORDER BY file_index',
+        )
+    return [(snapshot.files[index], num) for index, num in found]
+
+
+def _without(column: str, keys: pa.Array) -> Any:
+    return lambda rows: rows.filter(pc.invert(pc.is_in(rows.column(column), value_set=keys)))

@@ -1,0 +1,122 @@
+"""Retention: what a dataset keeps and for how long, stored with it and applied by `maintain`.
+
+It is one entry of the Delta table's configuration, so it is versioned, copied with the table, and
+changed in one commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
+
+from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.log.commit_file import Intent
+from replaylake.datastore.log.state import LogState
+from replaylake.datastore.maintenance.compact import DEFAULT_TARGET_BYTES, check_target
+from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S
+from replaylake.datastore.names import new_ulid
+from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table_schema import configuration_of
+
+# Younger than this, a file may be of a commit that is being made, and a version one that a query
+# reads.
+MIN_KEEP_S: Final = 3600.0
+_KEY: Final = "replaylake.retention"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What `maintain` applies to a dataset; None where there is no limit."""
+
+    max_steps: int | None = None  # the oldest whole episodes go beyond it
+    max_age_s: float | None = None  # episodes whose newest row is older go
+    keep_versions_s: float = DEFAULT_RETENTION_S  # how long a replaced version can still be read
+    target_shard_bytes: int = DEFAULT_TARGET_BYTES  # what small shards are compacted to
+    cache_max_bytes: int | None = None  # of this machine's copies of a remote lake's shards
+
+    def __post_init__(self) -> None:
+        check_target(self.target_shard_bytes)
+        if not self.keep_versions_s >= MIN_KEEP_S:
+            raise ConfigInvalid(
+                f"keep_versions_s: found {self.keep_versions_s:g}, expected at least "
+                f"{MIN_KEEP_S:g} (an hour): what writers and readers are in the middle of is "
+                "younger."
+            )
+        for name in ("max_steps", "max_age_s", "cache_max_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigInvalid(f"{name}: found {value}, expected more than 0, or none.")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+
+def retention_of(snapshot: TableSnapshot) -> Retention:
+    """Return what a version of a dataset says. Raises: ConfigInvalid on keys that we do not know.
+
+    What a newer ReplayLake would keep must not be deleted by this one.
+    """
+    return _parsed(snapshot.root, snapshot.configuration)
+
+
+def set_retention(lake: Lake, dataset: str, changes: Mapping[str, int | float | None]) -> Retention:
+    """Change some fields of a dataset's retention, None to the default, in one commit.
+
+    Returns what holds then; without a difference nothing is committed. Raises: NotFound,
+    ConfigInvalid for an unknown field or a value out of its range.
+    """
+    handle = lake.dataset(dataset)
+    if not handle.exists():
+        raise NotFound(
+            f"dataset {dataset!r}: not in this lake. `replaylake list` names those that are."
+        )
+    _check_names(dataset, changes)
+    defaults = Retention()
+    stated: dict[str, Any] = {
+        name: getattr(defaults, name) if value is None else value for name, value in changes.items()
+    }
+    producer = f"retention/{new_ulid()}"
+    before = retention_of(handle.table.snapshot())
+    result = replace(before, **stated)
+    if result == before:
+        return before
+
+    def build(state: LogState) -> Intent:
+        nonlocal result
+        configuration = configuration_of(state)
+        # On the newest: another field may have been set meanwhile.
+        result = replace(_parsed(dataset, configuration), **stated)
+        if state.metadata is None:
+            raise NotFound(f"dataset {dataset!r}: found no table, expected one.")
+        kept = {**configuration, _KEY: json.dumps(_differing(result))}
+        metadata = replace(state.metadata, configuration=kept)
+        return Intent(producer, 0, "SET RETENTION", metadata=metadata)
+
+    handle.table.log.commit(build)
+    return result
+
+
+def _parsed(dataset: str, configuration: Mapping[str, str]) -> Retention:
+    text = configuration.get(_KEY)
+    values = {} if text is None else json.loads(text)
+    _check_names(dataset, values)
+    return Retention(**values)
+
+
+def _check_names(dataset: str, values: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(Retention)]
+    if unknown := sorted(set(values) - set(known)):
+        raise ConfigInvalid(
+            f"retention of {dataset}: found {', '.join(unknown)}, expected only "
+            f"{', '.join(known)}. A newer ReplayLake may have set it: use that one."
+        )
+
+
+def _differing(retention: Retention) -> dict[str, Any]:
+    """Return the fields that are not at their default, which a later version may then move."""
+    defaults = asdict(Retention())
+    return {name: value for name, value in asdict(retention).items() if value != defaults[name]}

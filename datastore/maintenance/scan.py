@@ -1,0 +1,84 @@
+"""Scan: what maintenance asks DuckDB of a table's files: where rows are, and whether all are there.
+
+Few columns of many files are read faster by DuckDB than shard by shard, in memory that does not
+grow with the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from replaylake.datastore.errors import QueryFailed
+from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.query.connections import connect
+from replaylake.datastore.query.scan import scan_files
+from replaylake.datastore.query.statements import execute
+from replaylake.datastore.shard import blob_of
+from replaylake.datastore.table import TableSnapshot
+
+
+@contextmanager
+def scanning(tables: Mapping[str, pa.Table] | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Open a DuckDB for maintenance, with Arrow tables under names that queries may use."""
+    with connect() as connection:
+        # The rows of a shard are in no order that these queries need, and keeping it costs memory.
+        connection.execute("SET preserve_insertion_order = false")
+        # Else what was read stays in memory, and each file is read once or twice.
+        connection.execute("SET enable_external_file_cache = false")
+        for name, table in (tables or {}).items():
+            connection.register(name, table)
+        yield connection
+
+
+@contextmanager
+def fetched(snapshot: TableSnapshot, entries: Sequence[FileEntry]) -> Iterator[list[Path]]:
+    """Yield local paths of some of a snapshot's files, which stay there until the block ends."""
+    blobs = [blob_of(snapshot.root, entry) for entry in entries]
+    paths = snapshot.storage.fetch(blobs)
+    try:
+        yield paths
+    finally:
+        snapshot.storage.release(blobs)
+
+
+def located(snapshot: TableSnapshot, paths: Sequence[Path]) -> str:
+    """Return a FROM item over some of a snapshot's files; there has to be one.
+
+    DuckDB adds `file_index`, the place of a row's file in `paths`, and `file_row_number`.
+    """
+    return scan_files(snapshot, list(map(str, paths)))
+
+
+def rows_of(connection: duckdb.DuckDBPyConnection, text: str) -> list[tuple[Any, ...]]:
+    """Run a query and return its rows. Raises: QueryFailed."""
+    try:
+        return connection.execute(text).fetchall()
+    except duckdb.Error as error:
+        raise QueryFailed(f"maintenance: {error}") from error
+
+
+def arrow_of(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
+    """Run a query and return its rows as Arrow. Raises: QueryFailed."""
+    return execute(connection, text)
+
+
+def fingerprint(snapshot: TableSnapshot, entries: Sequence[FileEntry]) -> tuple[int, int]:
+    """Return how many rows some files hold and the sum of their hashes, whatever their order.
+
+    A sum and not an exclusive or: two rows that are equal must not cancel out. Cost: one scan.
+    Raises: QueryFailed, ShardCorrupt if a file is missing.
+    """
+    if not entries:
+        return 0, 0
+    hashed = ", ".join(f'"{name}"' for name in snapshot.schema.names)
+    with fetched(snapshot, entries) as paths, scanning() as connection:
+        source = located(snapshot, paths)
+        text = f"SELECT count(*), coalesce(sum(hash({hashed})), 0)::HUGEINT FROM {source}"
+        ((num_rows, total),) = rows_of(connection, text)
+    return int(num_rows), int(total)

@@ -1,0 +1,240 @@
+"""Trim: the oldest whole episodes leave a dataset, as replay of an online run forgets them.
+
+An episode goes with all its pieces and all its agents. Those that are still open stay. Earlier
+versions keep what they had until vacuum.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.maintenance.compact import OPEN_S
+from replaylake.datastore.maintenance.removal import decisions_of, forget_decisions, removal
+from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
+from replaylake.datastore.names import new_ulid
+from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, TERMINATED, TIMESTAMP, TRUNCATED
+from replaylake.datastore.table import Table, TableSnapshot
+
+_OPERATION: Final = "TRIM"
+
+
+@dataclass(frozen=True)
+class Trimmed:
+    """What trimming one dataset did; `version` is the newest afterwards.
+
+    Episodes and steps that left, and the steps that are left; shards that went whole and those
+    that were written again without some rows; decisions and rewards that left with their episodes.
+    """
+
+    dataset: str
+    version: int
+    num_episodes: int
+    num_steps: int
+    steps_left: int
+    shards_dropped: int
+    shards_rewritten: int
+    num_decisions: int
+    num_rewards: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    max_steps: int | None
+    cutoff_us: int | None
+    open_after_ms: int
+
+
+def trim(
+    lake: Lake,
+    dataset: str,
+    *,
+    max_steps: int | None = None,
+    older_than_s: float | None = None,
+    open_s: float = OPEN_S,
+    now_ms: int | None = None,
+) -> Trimmed:
+    """Remove the oldest whole episodes, in one commit.
+
+    Args:
+        lake: the lake.
+        dataset: its name.
+        max_steps: so many that at most this many steps are left.
+        older_than_s: those whose newest row is older than this (s): by its timestamp, or where no
+            row of the episode has one, by when it was first committed; of a shard that took the
+            place of others, only that its rows are older than what follows is known of that.
+        open_s: an episode that has not ended stays while its newest row was written less than this
+            ago (s), so more than `max_steps` may be left.
+        now_ms: the time to judge by (ms since 1970); the clock's by default.
+
+    Age is the order of first commits and, within one, of rows. Decisions and rewards that the
+    episodes were made of leave with them, just before. Raises: NotFound, ConfigInvalid if neither
+    limit is given or one is below 0, ShardCorrupt.
+    """
+    _check(max_steps, older_than_s)
+    handle = lake.dataset(dataset)
+    if not handle.exists():
+        raise NotFound(
+            f"dataset {dataset!r}: not in this lake. `replaylake list` names those that are."
+        )
+    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    limits = _Limits(
+        max_steps,
+        None if older_than_s is None else now_ms * 1000 - int(older_than_s * 1e6),
+        now_ms - int(open_s * 1000),
+    )
+    run = _Run(handle, limits)
+    producer = f"trim/{new_ulid()}"
+    done = rewrite(handle.table, run.plan, producer=producer, sequence=0, operation=_OPERATION)
+    left = handle.table.snapshot()
+    return Trimmed(
+        dataset=dataset,
+        version=left.version,
+        num_episodes=run.num_episodes if done is not None else 0,
+        num_steps=run.num_steps if done is not None else 0,
+        steps_left=left.num_rows,
+        shards_dropped=run.shards_dropped,
+        shards_rewritten=run.shards_rewritten,
+        num_decisions=run.num_decisions,
+        num_rewards=run.num_rewards,
+    )
+
+
+def _check(max_steps: int | None, older_than_s: float | None) -> None:
+    if max_steps is None and older_than_s is None:
+        raise ConfigInvalid(
+            "trim: found no limit, expected max_steps, older_than_s or both. Say what has to go."
+        )
+    for name, value in (("max_steps", max_steps), ("older_than_s", older_than_s)):
+        if value is not None and not value >= 0:
+            raise ConfigInvalid(f"trim: {name}: found {value}, expected at least 0.")
+
+
+class _Run:
+    """One trim; planned again when another writer was first."""
+
+    def __init__(self, dataset: Dataset, limits: _Limits) -> None:
+        self.num_episodes = self.num_steps = self.num_decisions = self.num_rewards = 0
+        self.shards_dropped = self.shards_rewritten = 0
+        self._dataset = dataset
+        self._limits = limits
+
+    def plan(self, snapshot: TableSnapshot) -> Plan:
+        """Choose episodes, remove the decisions they are made of, and plan that they leave."""
+        episodes = _chosen(self._dataset.table, snapshot, self._limits)
+        decisions = decisions_of(self._dataset, snapshot, episodes)
+        gone = forget_decisions(self._dataset, decisions, _OPERATION)
+        self.num_decisions += gone[0]
+        self.num_rewards += gone[1]
+        info = {"episodes_removed": len(episodes)}
+        planned = removal(snapshot, EPISODE_ID, episodes, info)
+        self.num_episodes, self.num_steps = len(episodes), planned.num_rows
+        self.shards_dropped = len(planned.plan.dropped)
+        self.shards_rewritten = len(planned.plan.changes)
+        return planned.plan
+
+
+def _chosen(table: Table, snapshot: TableSnapshot, limits: _Limits) -> pa.Array:
+    """Return the ids of the episodes that have to go."""
+    surplus = 0 if limits.max_steps is None else snapshot.num_rows - limits.max_steps
+    nothing = pa.array([], pa.string())
+    if not snapshot.files or (surplus <= 0 and limits.cutoff_us is None):
+        return nothing
+    num_files = len(snapshot.files)
+    # Those at the front are looked at first. Where open episodes lie among them, or whole ones have
+    # to give way to their other pieces, twice as many are, and in the end all.
+    num_oldest = _prefix(snapshot.files, surplus) if limits.cutoff_us is None else num_files
+    committed = _committed_us(table, snapshot) if limits.cutoff_us is not None else None
+    while True:
+        chosen = _choose(snapshot, num_oldest, surplus, limits, committed)
+        if num_oldest == num_files or sum(chosen.column("num_steps").to_pylist()) >= surplus:
+            return chosen.column("key").combine_chunks()
+        num_oldest = min(2 * num_oldest, num_files)
+
+
+def _choose(
+    snapshot: TableSnapshot,
+    num_oldest: int,
+    surplus: int,
+    limits: _Limits,
+    committed: pa.Table | None,
+) -> pa.Table:
+    """Return `key` and `num_steps` of episodes that go, of those that begin in the oldest files."""
+    written = [entry.modified_ms >= limits.open_after_ms for entry in snapshot.files]
+    files = {"file": list(range(len(written))), "is_recent": written}
+    tables = {"files": pa.table(files)}
+    age = "NULL"
+    if committed is not None:
+        tables["committed"] = committed
+        age = f"coalesce(max(epoch_us({TIMESTAMP})), max(us))"
+    with fetched(snapshot, snapshot.files) as paths, scanning(tables) as connection:
+        source = located(snapshot, paths)
+        oldest = located(snapshot, paths[:num_oldest])
+        joined = "" if committed is None else "JOIN committed ON committed.file = file_index"
+        agents = f"""
+            SELECT {EPISODE_ID} AS key, count(*) AS num,
+                   min(file_index::BIGINT * 4294967296 + file_row_number) AS first,
+                   bool_or({TERMINATED} OR {TRUNCATED}) AS has_ended,
+                   bool_or(is_recent) AS is_recent, {age} AS newest
+            FROM {source} JOIN files ON files.file = file_index {joined}
+            WHERE {EPISODE_ID} IN (SELECT {EPISODE_ID} FROM {oldest})
+            GROUP BY {EPISODE_ID}, {AGENT_ID}
+        """
+        episodes = f"""
+            SELECT key, sum(num)::BIGINT AS num_steps, min(first) AS first, max(newest) AS newest
+            FROM ({agents}) GROUP BY key
+            HAVING NOT (bool_or(is_recent) AND bool_or(NOT has_ended))
+        """
+        too_many = "sum(num_steps) OVER (ORDER BY first) - num_steps < " + str(max(surplus, 0))
+        too_old = f"newest < {limits.cutoff_us}" if committed is not None else "false"
+        return arrow_of(
+            connection,
+            f"SELECT key, num_steps FROM ({episodes}) QUALIFY ({too_many}) OR ({too_old})",
+        )
+
+
+def _prefix(files: tuple[FileEntry, ...], surplus: int) -> int:
+    """Return how many of the oldest files hold at least this many rows."""
+    num_rows = 0
+    for number, entry in enumerate(files, 1):
+        num_rows += entry.num_rows
+        if num_rows >= surplus:
+            return number
+    return len(files)
+
+
+def _committed_us(table: Table, snapshot: TableSnapshot) -> pa.Table:
+    """Return by when all rows of each file were first committed, as `file` and `us`.
+
+    A shard that took the place of others says only when its oldest rows were: the younger ones
+    were committed before the shards after it, and before it was written. Where the commit has
+    expired from the log, the shard's own time stands in.
+    """
+    times = {entry.since: 0 for entry in snapshot.files}
+    for version in times:
+        with suppress(NotFound):
+            times[version] = int(table.log.info(version).get("timestamp") or 0)
+    versions = sorted(times)
+    following = dict(pairwise(versions))
+    stamps = []
+    for entry in snapshot.files:
+        stamp = times[entry.since]
+        if entry.modified_ms > stamp:
+            next_ms = times.get(following.get(entry.since, -1), 0)
+            stamp = min(entry.modified_ms, next_ms or entry.modified_ms)
+        stamps.append(1000 * stamp)
+    return pa.table({"file": list(range(len(stamps))), "us": stamps})

@@ -1,0 +1,218 @@
+"""Vacuum: the files that nobody can need any more are deleted.
+
+Those are shards that no kept version names (kept.py), what crashes left in the folder of temporary
+files, and policy packages that were copied in but never registered; each older than a limit, since
+a younger one may belong to a commit that is being made. Files of other kinds or names are not ours
+to touch, links are not followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S, Pin, kept_files
+from replaylake.datastore.maintenance.retention import MIN_KEEP_S, retention_of
+from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.shard import FOLDER
+from replaylake.datastore.storage import LocalStorage, Storage, StoredFile
+
+_ULID: Final = "[0-9a-hjkmnp-tv-z]{26}"
+_SHARD: Final = re.compile(rf"{_ULID}\.parquet")
+_TEMPORARY: Final = re.compile(_ULID)
+_PACKAGE: Final = re.compile(rf"(.+/{_ULID})/[^/]+")
+_AT_ONCE: Final = 1000
+
+# Called with (files deleted, files to delete).
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """A file that nothing needs: a shard, a temporary or a policy package's; path in the lake."""
+
+    kind: str
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Vacuumed:
+    """What vacuum found; `deleted` says whether it is gone.
+
+    `skipped` are folders that are links, which are left alone. `pinned` are old versions that are
+    kept, and why.
+    """
+
+    deleted: bool
+    garbage: tuple[Garbage, ...]
+    skipped: tuple[str, ...]
+    pinned: tuple[Pin, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that was found."""
+        return sum(file.size_bytes for file in self.garbage)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "deleted": self.deleted,
+            "num_files": len(self.garbage),
+            "num_bytes": self.num_bytes,
+            "files": [asdict(file) for file in self.garbage],
+            "skipped": list(self.skipped),
+            "pinned": [asdict(pin) for pin in self.pinned],
+        }
+
+
+def vacuum(
+    lake: Lake,
+    datasets: Sequence[str] = (),
+    *,
+    older_than_s: float | None = None,
+    delete: bool = False,
+    force: bool = False,
+    now_ms: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Vacuumed:
+    """Find the files that nothing needs, and with `delete` delete them.
+
+    Args:
+        lake: the lake.
+        datasets: their names; by default all, and the lake's own leftovers.
+        older_than_s: how old (s) a file has to be, and how long ago replaced the version that named
+            it; by default each dataset's own `keep_versions_s`.
+        delete: whether to delete, or only to say what would be.
+        force: whether `older_than_s` may be below an hour: right only where nothing is written or
+            read meanwhile.
+        now_ms: the time to judge by (ms since 1970); the clock's by default.
+        on_progress: called with (files deleted, files) as it goes on.
+
+    Raises: NotFound, ConfigInvalid for an age below an hour, LogCorrupt, StorageFailed.
+    """
+    _check_age(older_than_s, force)
+    for name in datasets:
+        if not lake.dataset(name).exists():
+            raise NotFound(
+                f"dataset {name!r}: not in this lake. `replaylake list` names those that are."
+            )
+    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    run = _Run(lake, now_ms, on_progress if delete else None)
+    for name in datasets or lake.datasets():
+        retention = retention_of(lake.dataset(name).table.snapshot())
+        age_s = retention.keep_versions_s if older_than_s is None else older_than_s
+        run.dataset(name, age_s, delete)
+    if not datasets:
+        run.leftovers(DEFAULT_RETENTION_S if older_than_s is None else older_than_s, delete)
+    return run.result(delete)
+
+
+def vacuum_leftovers(lake: Lake, *, now_ms: int | None = None) -> Vacuumed:
+    """Delete what crashes left of the lake itself: temporary files, packages never registered."""
+    run = _Run(lake, time.time_ns() // 1_000_000 if now_ms is None else now_ms, None)
+    run.leftovers(DEFAULT_RETENTION_S, delete=True)
+    return run.result(deleted=True)
+
+
+def _check_age(older_than_s: float | None, force: bool) -> None:
+    if older_than_s is None:
+        return
+    if not older_than_s >= 0 or (older_than_s < MIN_KEEP_S and not force):
+        raise ConfigInvalid(
+            f"vacuum: older_than_s: found {older_than_s:g}, expected at least {MIN_KEEP_S:g} (an "
+            "hour): a younger file may be of a commit that is being made. Where nothing is written "
+            "or read meanwhile, force it."
+        )
+
+
+class _Run:
+    """One vacuum: what it found so far."""
+
+    def __init__(self, lake: Lake, now_ms: int, on_progress: OnProgress | None) -> None:
+        self.garbage: list[Garbage] = []
+        self.skipped: list[str] = []
+        self.pinned: list[Pin] = []
+        self._lake = lake
+        self._storage = lake.storage
+        self._now_ms = now_ms
+        self._on_progress = on_progress
+
+    def result(self, deleted: bool) -> Vacuumed:
+        """Return what was found."""
+        return Vacuumed(deleted, tuple(self.garbage), tuple(self.skipped), tuple(self.pinned))
+
+    def dataset(self, name: str, age_s: float, delete: bool) -> None:
+        """Go through a dataset's shards, and those of what was served into it."""
+        handle = self._lake.dataset(name)
+        tables = [
+            table
+            for table in (handle.table, handle.decisions, handle.rewards)
+            if table is handle.table or table.exists()
+        ]
+        # Listed before it is asked what is kept: a file that is committed in between is kept.
+        found = [
+            file
+            for table in tables
+            for file in self._older(f"{table.root}/{FOLDER}", _SHARD, age_s)
+        ]
+        kept = kept_files(self._lake, name, retention_s=age_s, now_ms=self._now_ms)
+        self.pinned += [pin for pin in kept.pins if pin.reason not in ("newest", "recent")]
+        self._take("shard", [file for file in found if file.path not in kept.paths], delete)
+
+    def leftovers(self, age_s: float, delete: bool) -> None:
+        """Go through temporary files, and packages that no version of a policy names."""
+        self._take("temporary", list(self._older(f"{LAKE_ROOT}/tmp", _TEMPORARY, age_s)), delete)
+        packages: dict[str, list[StoredFile]] = {}
+        for file in self._files(f"{LAKE_ROOT}/policies"):
+            if match := _PACKAGE.fullmatch(file.path):
+                packages.setdefault(match.group(1), []).append(file)
+        registered = {row["path"] for row in self._lake.registry.list()}
+        for folder, files in packages.items():
+            if folder not in registered and all(self._is_older(file, age_s) for file in files):
+                self._take("policy", files, delete)
+
+    def _take(self, kind: str, files: Sequence[StoredFile], delete: bool) -> None:
+        for start in range(0, len(files), _AT_ONCE):
+            part = files[start : start + _AT_ONCE]
+            if delete:
+                self._storage.delete([file.path for file in part])
+                self._storage.forget([file.path for file in part])
+            self.garbage += [Garbage(kind, file.path, file.size_bytes) for file in part]
+            if self._on_progress is not None:
+                self._on_progress(start + len(part), len(files))
+
+    def _older(self, folder: str, pattern: re.Pattern[str], age_s: float) -> Iterator[StoredFile]:
+        for file in self._files(folder):
+            # Right in the folder and of a name that we give; all else is somebody's own.
+            is_ours = pattern.fullmatch(file.path.removeprefix(f"{folder}/"))
+            if is_ours and self._is_older(file, age_s):
+                yield file
+
+    def _files(self, folder: str) -> Iterator[StoredFile]:
+        if (link := _link_above(self._storage, folder)) is not None:
+            self.skipped.append(f"{folder}: {link} is a link, and what it leads to is not vacuumed")
+            return
+        for file in self._storage.files(folder):
+            if not _is_link(self._storage, file.path):
+                yield file
+
+    def _is_older(self, file: StoredFile, age_s: float) -> bool:
+        return file.modified_ms < self._now_ms - int(age_s * 1000)
+
+
+def _link_above(storage: Storage, folder: str) -> str | None:
+    """Return the part of a folder's path that is a link; None if there is none."""
+    parts = folder.split("/")
+    paths = ["/".join(parts[: end + 1]) for end in range(len(parts))]
+    return next((path for path in paths if _is_link(storage, path)), None)
+
+
+def _is_link(storage: Storage, path: str) -> bool:
+    return isinstance(storage, LocalStorage) and os.path.islink(storage.root / path)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.maintenance.maintain import Maintained, maintain, maintain_every
+from replaylake.datastore.maintenance.retention import set_retention
+
+Make = Callable[..., Episode]
+DAY_MS = 86_400_000
+
+
+def in_days(days: float) -> int:
+    return time.time_ns() // 1_000_000 + int(days * DAY_MS)
+
+
+@pytest.fixture
+def two(lake: Lake, make_episode: Make) -> Lake:
+    for name in ("a", "b"):
+        for number in range(5):
+            lake.dataset(name).append([make_episode(f"e{number}", terminated=True)])
+    return lake
+
+
+def test_each_dataset_has_its_own_retention(two: Lake) -> None:
+    set_retention(two, "b", {"max_steps": 6})
+    a, b, itself = maintain(two)
+    assert (a.dataset, a.trimmed, a.compacted, a.error) == ("a", 0, 4, "")
+    assert (b.dataset, b.trimmed, b.compacted, b.error) == ("b", 3, 1, "")
+    assert (itself.dataset, itself.error) == ("", "")
+    assert a.checkpointed
+    assert two.dataset("b").snapshot().num_steps == 6
+
+
+def test_a_second_round_has_nothing_to_do(two: Lake) -> None:
+    maintain(two)
+    a, b, _ = maintain(two)
+    assert (a, b) == (Maintained("a", a.version), Maintained("b", b.version))
+
+
+def test_after_the_retention_the_log_and_old_shards_go(two: Lake) -> None:
+    maintain(two)
+    a, _, _ = maintain(two, now_ms=in_days(8))
+    assert a.vacuumed == 5
+    assert a.vacuumed_bytes > 0
+    assert a.dropped > 0
+    again = open_lake(two.path)
+    assert again.dataset("a").table.log.oldest() == a.version
+    assert again.dataset("a").snapshot().table.read().num_rows == 15
+
+
+def test_a_tag_keeps_its_version_through_it_all(two: Lake) -> None:
+    two.tags.set("a", "paper", 3)
+    maintain(two, now_ms=in_days(8))
+    maintain(two, now_ms=in_days(16))
+    found = open_lake(two.path).snapshot("a@paper")
+    assert found.table.read().num_rows == 9
+
+
+def test_the_failure_of_one_does_not_stop_the_others(two: Lake) -> None:
+    path = two.dataset("a").table.snapshot().paths()[0]
+    path.write_bytes(b"damaged" * 100)
+    a, b, _ = maintain(two)
+    assert "Error" in a.error or "Corrupt" in a.error or "Failed" in a.error
+    assert (b.compacted, b.error) == (4, "")
+
+
+def test_only_those_that_are_named(two: Lake) -> None:
+    (b,) = maintain(two, ["b"])
+    assert b.dataset == "b"
+    assert len(two.dataset("a").snapshot().files) == 5
+    (missing,) = maintain(two, ["nope"])
+    assert missing.error.startswith("NotFound: ")
+
+
+def test_a_stop_ends_the_round_between_two_commits(two: Lake) -> None:
+    stop = threading.Event()
+    said = []
+
+    def on_step(dataset: str, what: str) -> None:
+        said.append((dataset, what))
+        if what.startswith("summarising"):
+            stop.set()
+
+    assert maintain(two, stop=stop, on_step=on_step) == []
+    assert said[-1] == ("a", "summarising episodes")
+    assert len(two.dataset("b").snapshot().files) == 5
+
+
+def test_rounds_until_a_stop_that_wakes_it(two: Lake) -> None:
+    stop = threading.Event()
+    rounds: list[list[Maintained]] = []
+
+    def on_round(done: list[Maintained]) -> None:
+        rounds.append(done)
+        # From another thread, while it sleeps.
+        threading.Timer(0.2, stop.set).start()
+
+    began = time.monotonic()
+    maintain_every(two, 3600.0, stop=stop, on_round=on_round)
+    assert time.monotonic() - began < 60
+    assert len(rounds) == 1
+
+
+def test_the_next_round_follows(two: Lake, make_episode: Make) -> None:
+    stop = threading.Event()
+    rounds: list[list[Maintained]] = []
+
+    def on_round(done: list[Maintained]) -> None:
+        rounds.append(done)
+        two.dataset("a").append([make_episode(f"n{len(rounds)}", terminated=True)])
+        if len(rounds) == 2:
+            stop.set()
+
+    maintain_every(two, 0.01, stop=stop, on_round=on_round)
+    assert [done[0].compacted for done in rounds] == [4, 1]
