@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from replaylake.datastore.errors import CommitConflict
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.shard import read_shard
+from replaylake.datastore.shard import blob_of, read_shard
 from replaylake.datastore.table import Commit, Table, TableSnapshot
 from replaylake.datastore.table_schema import conform
 
@@ -25,10 +27,14 @@ ChangeRows = Callable[[pa.Table], pa.Table]
 
 @dataclass(frozen=True)
 class Plan:
-    """Which shards change, and how; `info` goes to the commit. Without changes nothing is done."""
+    """Which shards change, and how; `info` goes to the commit. Without changes nothing is done.
+
+    `dropped` are shards of which no row stays, where that is known without reading them.
+    """
 
     changes: Mapping[FileEntry, ChangeRows]
     info: Mapping[str, Any] = field(default_factory=dict)
+    dropped: tuple[FileEntry, ...] = ()
 
 
 def rewrite(
@@ -51,11 +57,11 @@ def rewrite(
     while True:
         snapshot = table.snapshot()
         planned = plan(snapshot)
-        if not planned.changes:
+        if not planned.changes and not planned.dropped:
             return None
         written = []
         for entry, change in planned.changes.items():
-            path = table.storage.local(f"{table.root}/{entry.path}")
+            (path,) = table.storage.fetch([blob_of(table.root, entry)])
             rows = change(conform(read_shard(path, entry), snapshot.schema))
             if rows.num_rows:
                 written.append(table.write(rows, since=entry.since))
@@ -66,8 +72,25 @@ def rewrite(
                 sequence=sequence,
                 operation=operation,
                 info=planned.info,
-                removed=[entry.path for entry in planned.changes],
+                removed=[entry.path for entry in (*planned.changes, *planned.dropped)],
             )
         except CommitConflict:
             # A compactor or another rewrite replaced one of these shards: its rows are elsewhere.
             continue
+
+
+def with_values(rows: pa.Table, name: str, at: NDArray[np.int64], values: pa.Array) -> pa.Table:
+    """Return rows with `values` at the places `at` of a column; a new one is null elsewhere.
+
+    Values of a column that is there have its type.
+    """
+    if name not in rows.column_names:
+        rows = rows.append_column(name, pa.nulls(rows.num_rows, values.type))
+    # Taken from both, because replace_with_mask knows no lists, structs or dictionaries.
+    column = rows.column(name)
+    both = pa.chunked_array([*column.chunks, values], column.type).unify_dictionaries()
+    place = np.arange(rows.num_rows)
+    place[at] = rows.num_rows + np.arange(len(values))
+    taken = both.combine_chunks().take(pa.array(place))
+    number = rows.schema.get_field_index(name)
+    return rows.set_column(number, rows.schema.field(name), taken)

@@ -47,6 +47,10 @@ DECISION_ID: Final = "decision_id"
 REQUEST_ID: Final = "request_id"
 LOG_PROB: Final = "log_prob"
 DETERMINISTIC: Final = "deterministic"
+# Of served steps: when the outcome that a step has was reported, and whether the step was written
+# before that.
+REWARDED_AT: Final = "rewarded_at"
+REWARD_LATE: Final = "reward_late"
 
 # How long a decision takes rewards, and its episode waits for them: a day, for clients that report
 # in nightly jobs.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,11 +24,18 @@ from replaylake.datastore.schema import (
     STEP,
     TERMINATED,
     TIMESTAMP,
+    TIMESTAMP_TYPE,
     TRUNCATED,
     DatasetSpec,
     to_numpy,
 )
-from replaylake.datastore.sessions.decisions import DECISION_ID, LOG_PROB, REQUEST_ID
+from replaylake.datastore.sessions.decisions import (
+    DECISION_ID,
+    LOG_PROB,
+    REQUEST_ID,
+    REWARD_LATE,
+    REWARDED_AT,
+)
 from replaylake.datastore.sessions.segments import first_pending, has_live_worker
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Array, take
@@ -36,11 +43,17 @@ from replaylake.datastore.table import Table
 
 # Far longer than a decision takes from its timestamp to its journal.
 _IN_FLIGHT_US: Final = 100_000
+# Far longer than a record waits in the journal of a server on another machine, which we cannot see.
+_ELSEWHERE_US: Final = 60_000_000
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A decision's last reward; final_row is where the rewards table has its final observation."""
+    """A decision's last reward; final_row is where the rewards table has its final observation.
+
+    timestamp (us) is when this outcome was first reported since another one was: a client that
+    repeats itself says nothing new.
+    """
 
     reward: float
     terminated: bool
@@ -74,8 +87,9 @@ class Piece:
 class Logged:
     """What was served, at pinned versions.
 
-    written maps a decision to the outcome its step has, and steps to the step's number. All
-    decisions before horizon (us) are here.
+    written maps a decision to the outcome its step has, steps to the step's number, rewarded to the
+    time (us) at which that outcome was reported, None if that is not known. last are the decisions
+    of the last step that each episode has. All decisions before horizon (us) are here.
     """
 
     decisions: pa.Table
@@ -84,7 +98,50 @@ class Logged:
     final_observations: pa.ChunkedArray
     written: Mapping[str, tuple[float, bool, bool]]
     steps: Mapping[str, int]
+    rewarded: Mapping[str, int | None]
+    last: frozenset[str]
     horizon: int
+
+    def late(self) -> dict[str, Reward]:
+        """Return the rewards of written steps that were reported after the one that they have.
+
+        What a label made of a step's reward since is not overruled by an older report.
+        """
+        found = {}
+        for key, outcome in self.written.items():
+            reward, since = self.rewards.get(key), self.rewarded[key]
+            if reward is not None and is_late(reward, outcome, since):
+                found[key] = reward
+        return found
+
+    def ends(self, key: str) -> bool:
+        """Whether the episode ends, or will end once late rewards are applied, with a decision."""
+        reward = self.rewards.get(key)
+        if (outcome := self.written.get(key)) is None:
+            return reward is not None and reward.ends
+        if reward is not None and is_late(reward, outcome, self.rewarded[key]):
+            _, terminated, truncated = settled(reward, outcome, is_last=key in self.last)
+            return terminated or truncated
+        return outcome[1] or outcome[2]
+
+
+def is_late(reward: Reward, outcome: tuple[float, bool, bool], since: int | None) -> bool:
+    """Whether a reward came after the outcome that a step has, and differs."""
+    return reward.outcome != outcome and (since is None or reward.timestamp > since)
+
+
+def settled(
+    reward: Reward, outcome: tuple[float, bool, bool], *, is_last: bool
+) -> tuple[float, bool, bool]:
+    """Return the outcome of a step after a late reward.
+
+    An end that comes late counts where no step follows. One that was written stays one: the client
+    may have begun another episode under the same id since.
+    """
+    has_ended = outcome[1] or outcome[2]
+    if reward.ends and (has_ended or is_last):
+        return reward.outcome
+    return reward.reward, outcome[1], outcome[2]
 
 
 def read_logged(dataset: Dataset, snapshot: Snapshot, now: int) -> Logged:
@@ -94,35 +151,74 @@ def read_logged(dataset: Dataset, snapshot: Snapshot, now: int) -> Logged:
     may have an earlier one that is not in the tables read: written without it, it would have a
     false successor, and that one's step number twice when it comes. What is in a journal yet is no
     older than its first record; what gets into one after we looked was decided after `now`, but for
-    the moment between taking its time and writing it, which a live worker may be in.
+    the moment between taking its time and writing it, which a live worker may be in. Of a remote
+    lake other machines may have journals too: what was decided within a minute waits.
     """
     looked = now - _IN_FLIGHT_US if has_live_worker(dataset.decisions) else now
+    if dataset.table.storage.is_remote:
+        looked = now - _ELSEWHERE_US
     horizon = min([looked, *first_pending(dataset.decisions, TIMESTAMP)])
     rewards = dataset.rewards.snapshot().read()
     narrow = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP]
     decisions = dataset.decisions.snapshot().read(narrow).sort_by(DECISION_ID)
-    written: dict[str, tuple[float, bool, bool]] = {}
-    steps: dict[str, int] = {}
-    if DECISION_ID in snapshot.spec.extras:
-        columns = [DECISION_ID, REWARD, TERMINATED, TRUNCATED]
-        for batch in snapshot.table.batches([*columns, STEP]):
-            served = batch.filter(pc.is_valid(batch.column(DECISION_ID)))
-            ids, *outcomes = (served.column(name).to_pylist() for name in columns)
-            written.update(zip(ids, zip(*outcomes, strict=True), strict=True))
-            steps.update(zip(ids, served.column(STEP).to_pylist(), strict=True))
+    written = _read_written(snapshot)
     return Logged(
         decisions=decisions,
         rewards=_last_rewards(rewards),
         num_rewards=rewards.num_rows,
         final_observations=rewards.column(FINAL_OBSERVATION),
-        written=written,
-        steps=steps,
+        written={row.key: row.outcome for row in written},
+        steps={row.key: row.step for row in written},
+        rewarded={row.key: row.rewarded_at for row in written},
+        last=_last_of_each(written),
         horizon=horizon,
     )
 
 
+class _Written(NamedTuple):
+    """A served step."""
+
+    key: str
+    outcome: tuple[float, bool, bool]
+    episode_id: str
+    step: int
+    rewarded_at: int | None
+
+
+def _read_written(snapshot: Snapshot) -> list[_Written]:
+    if DECISION_ID not in snapshot.spec.extras:
+        return []
+    columns = [DECISION_ID, REWARD, TERMINATED, TRUNCATED, EPISODE_ID, STEP]
+    has_times = REWARDED_AT in snapshot.spec.extras
+    rows: list[_Written] = []
+    for batch in snapshot.table.batches([*columns, REWARDED_AT] if has_times else columns):
+        served = batch.filter(pc.is_valid(batch.column(DECISION_ID)))
+        keys, *outcomes, episodes, steps = (served.column(name).to_pylist() for name in columns)
+        times: list[int | None] = [None] * served.num_rows
+        if has_times:
+            times = served.column(REWARDED_AT).cast(pa.int64()).to_pylist()
+        cells = zip(keys, zip(*outcomes, strict=True), episodes, steps, times, strict=True)
+        rows += map(_Written._make, cells)
+    return rows
+
+
+def _last_of_each(written: Sequence[_Written]) -> frozenset[str]:
+    last: dict[str, _Written] = {}
+    for row in written:
+        if row.episode_id not in last or last[row.episode_id].step < row.step:
+            last[row.episode_id] = row
+    return frozenset(row.key for row in last.values())
+
+
 def _last_rewards(rewards: pa.Table) -> dict[str, Reward]:
-    """Return each decision's last reward by time; a repeat of the same one changes nothing."""
+    """Return each decision's last reward by time; a repeat of the same one changes nothing.
+
+    Of two reported in the same microsecond the one that was written down later counts.
+    """
+    rewards = rewards.append_column("row", pa.array(np.arange(rewards.num_rows)))
+    rewards = rewards.take(
+        pc.sort_indices(rewards, [(TIMESTAMP, "ascending"), ("row", "ascending")])
+    )
     columns = (
         rewards.column(DECISION_ID).to_pylist(),
         rewards.column(REWARD).to_pylist(),
@@ -130,15 +226,16 @@ def _last_rewards(rewards: pa.Table) -> dict[str, Reward]:
         rewards.column(TRUNCATED).to_pylist(),
         rewards.column(TIMESTAMP).cast(pa.int64()).to_pylist(),
         pc.is_valid(rewards.column(FINAL_OBSERVATION)).to_pylist(),
+        rewards.column("row").to_pylist(),
     )
     last: dict[str, Reward] = {}
-    for row, (key, reward, terminated, truncated, timestamp, has_final) in enumerate(
-        zip(*columns, strict=True)
-    ):
+    for key, reward, terminated, truncated, timestamp, has_final, row in zip(*columns, strict=True):
         before = last.get(key)
-        if before is None or timestamp >= before.timestamp:
-            final_row = row if has_final else before.final_row if before else None
-            last[key] = Reward(reward, terminated, truncated, timestamp, final_row)
+        final_row = row if has_final else before.final_row if before else None
+        said = Reward(reward, terminated, truncated, timestamp, final_row)
+        if before is not None and before.outcome == said.outcome:
+            said = replace(said, timestamp=before.timestamp)
+        last[key] = said
     return last
 
 
@@ -204,6 +301,8 @@ class _Source:
             extras={
                 DECISION_ID: pa.array(piece.decision_ids, pa.string()),
                 REQUEST_ID: self._request_ids.take(pa.array(index)).combine_chunks(),
+                REWARDED_AT: pa.array([reward.timestamp for reward in rewards], TIMESTAMP_TYPE),
+                REWARD_LATE: pa.array([False] * len(rewards)),
             },
         )
 

@@ -10,13 +10,15 @@ What is written, and when:
       reward of 0. Steps without a reward stay out, the steps around them keep their numbers, and
       the row before the gap keeps the observation that followed as its final_observation.
     - A decision is written at most once, whenever and however often this runs. A reward that comes
-      after its step was written, and differs, is counted as late and stays in the rewards table.
+      after its step was written, and differs, changes the step, which then says `reward_late`
+      (late.py has the rules). Of several rewards of one decision the last by time counts, whichever
+      order they arrive in.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,11 +34,11 @@ from replaylake.datastore.sessions.decisions import (
     REQUEST_ID,
     recover_feedback,
 )
+from replaylake.datastore.sessions.late import Late, apply_late
 from replaylake.datastore.sessions.segments import NOTHING, Recovered
 from replaylake.datastore.sessions.served import (
     Logged,
     Piece,
-    Reward,
     build_episodes,
     read_logged,
 )
@@ -49,10 +51,11 @@ class SessionReceipt:
     decisions and rewards: rows of the two tables. joined: decisions that have a reward. episodes
     (pieces count singly) and steps: what this run added as `version`. waiting: decisions that may
     still be completed. unrewarded: decisions whose window passed without a reward. repeated:
-    unrewarded decisions whose request was sent again and then rewarded. late: steps whose reward
-    changed after they were written. orphaned: rewarded decisions that are not there. recovered:
-    rows of killed servers committed first. damaged: their records that cannot be; the files are
-    kept in the journals' folders.
+    unrewarded decisions whose request was sent again and then rewarded. late: steps that got
+    another reward, or an end, after they were written. ends_refused: those of them of which the
+    reward says that the episode ends there, though steps follow, or does not, though it did.
+    orphaned: rewarded decisions that are not there. recovered: rows of killed servers committed
+    first. damaged: their records that cannot be; the files are kept in the journals' folders.
     """
 
     dataset: str
@@ -66,6 +69,7 @@ class SessionReceipt:
     unrewarded: int
     repeated: int
     late: int
+    ends_refused: int
     orphaned: int
     recovered: int
     damaged: int
@@ -127,7 +131,9 @@ def sessionise(
             if commit.already_present:
                 continue
             version = commit.version
-        return _receipt(dataset, version, logged, pieces, counts, recovered)
+        late = apply_late(handle, logged)
+        version = version if late.version is None else late.version
+        return _receipt(dataset, version, logged, pieces, counts, recovered, late)
 
 
 def _plan(logged: Logged, closing: int, counts: _Counts) -> Iterator[Piece]:
@@ -143,17 +149,16 @@ def _plan(logged: Logged, closing: int, counts: _Counts) -> Iterator[Piece]:
         key = (True, decision_id) if episode_id is None else (False, episode_id)
         groups.setdefault(key, []).append((decision_id, request_id, timestamp))
     for (is_single, source), rows in groups.items():
-        for episode in _split_at_ends(rows, logged.rewards):
+        for episode in _split_at_ends(rows, logged):
             yield from _pieces(episode, None if is_single else source, logged, closing, counts)
 
 
 def _split_at_ends(
-    rows: list[tuple[str, str | None, int]], rewards: Mapping[str, Reward]
+    rows: list[tuple[str, str | None, int]], logged: Logged
 ) -> Iterator[list[tuple[str, str | None, int]]]:
     begin = 0
     for i, (decision_id, _, _) in enumerate(rows, 1):
-        reward = rewards.get(decision_id)
-        if i == len(rows) or (reward is not None and reward.ends):
+        if i == len(rows) or logged.ends(decision_id):
             yield rows[begin:i]
             begin = i
 
@@ -179,10 +184,7 @@ def _pieces(
     open_ids = [key for key in ids if key not in written]
     if not open_ids:
         return
-    last_reward = rewards.get(ids[-1])
-    is_whole = all(key in rewards for key in ids) and (
-        source is None or (last_reward is not None and last_reward.ends)
-    )
+    is_whole = all(key in rewards for key in ids) and (source is None or logged.ends(ids[-1]))
     if kept[-1][2] >= logged.horizon or not (is_whole or kept[-1][2] < closing):
         counts.waiting += len(open_ids)
         return
@@ -204,6 +206,7 @@ def _receipt(
     pieces: Sequence[Piece],
     counts: _Counts,
     recovered: Recovered,
+    late: Late,
 ) -> SessionReceipt:
     known = set(logged.decisions.column(DECISION_ID).to_pylist())
     orphaned = sum(
@@ -211,11 +214,6 @@ def _receipt(
         and (said := read_unverified(key)) is not None
         and said.timestamp < logged.horizon
         for key in logged.rewards
-    )
-    late = sum(
-        logged.rewards[key].outcome != outcome
-        for key, outcome in logged.written.items()
-        if key in logged.rewards
     )
     return SessionReceipt(
         dataset=dataset,
@@ -228,7 +226,8 @@ def _receipt(
         waiting=counts.waiting,
         unrewarded=counts.unrewarded,
         repeated=counts.repeated,
-        late=late,
+        late=late.num_steps,
+        ends_refused=late.num_ends_refused,
         orphaned=orphaned,
         recovered=recovered.num_rows,
         damaged=recovered.num_damaged,

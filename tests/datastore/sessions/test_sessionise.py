@@ -171,7 +171,7 @@ def test_the_last_of_several_rewards_counts_and_a_later_one_is_late(log):
     log.reward(key, 7.0, second=20, terminated=True)
     later = log.run(second=30)
     assert (later.late, later.steps) == (1, 0)
-    assert [row["reward"] for row in log.steps()] == [2.0]
+    assert [row["reward"] for row in log.steps()] == [7.0]
 
 
 def test_decisions_without_an_episode_are_episodes_of_one_step(log):

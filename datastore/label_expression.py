@@ -1,0 +1,99 @@
+"""Label expression: an SQL expression over a label and the step that it belongs to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.errors import QueryRefused
+from replaylake.datastore.maintenance.scan import scanning
+from replaylake.datastore.query.expressions import canonical_expression
+from replaylake.datastore.query.statements import execute, parse, walk
+
+_PREFIX: Final = "SELECT 1 FROM episodes WHERE "
+_LABEL: Final = "label"
+_STEPS: Final = "steps"
+# Of no column of the user's: a name with spaces. It keeps a table without columns as long as it is.
+_PLACE: Final = "place of row"
+
+
+@dataclass(frozen=True)
+class LabelExpression:
+    """A number a step; `text` names each column by its table, `label` or `steps`."""
+
+    text: str
+    label_columns: tuple[str, ...]
+    step_columns: tuple[str, ...]
+
+    def evaluate(self, labels: pa.Table, steps: pa.Table) -> pa.Array:
+        """Return a double a row; label and step of a row are at the same place.
+
+        Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one number a row.
+        """
+        place = pa.array(range(steps.num_rows), pa.int64())
+        tables = {
+            _LABEL: labels.select(self.label_columns),
+            _STEPS: steps.select(self.step_columns),
+        }
+        sides = {name: _with_place(table, place) for name, table in tables.items()}
+        query = (
+            f'SELECT {_LABEL}."{_PLACE}" AS place, CAST(({self.text}) AS DOUBLE) AS value '
+            f'FROM {_LABEL} JOIN {_STEPS} ON {_LABEL}."{_PLACE}" = {_STEPS}."{_PLACE}" '
+            "ORDER BY place"
+        )
+        with scanning(sides) as connection:
+            found = execute(connection, query)
+        if found.num_rows != steps.num_rows:
+            raise QueryRefused(
+                f"reward {self.text}: found {found.num_rows} values for {steps.num_rows} labels, "
+                "expected one each. Leave out aggregates and unnest."
+            )
+        return found.column("value").combine_chunks()
+
+
+def parse_expression(
+    text: str, label_columns: Sequence[str], step_columns: Sequence[str]
+) -> LabelExpression:
+    """Check an expression and say whose its columns are: the label's where both have the name.
+
+    `steps.reward` and `label.reward` tell them apart. Raises: QueryRefused, QueryFailed.
+    """
+    ours = {_LABEL: _folded(label_columns), _STEPS: _folded(step_columns)}
+    used: dict[str, dict[str, None]] = {_LABEL: {}, _STEPS: {}}
+    with scanning() as connection:
+        tree = parse(connection, f"{_PREFIX}({canonical_expression(text)})")
+        for node in walk(tree):
+            if node.get("class") == "COLUMN_REF":
+                _qualify(node["column_names"], ours, used)
+        spelt = execute(
+            connection, "SELECT json_deserialize_sql($j) AS q", {"j": json.dumps(tree)}
+        )["q"][0].as_py()
+    return LabelExpression(
+        str(spelt).removeprefix(_PREFIX), tuple(used[_LABEL]), tuple(used[_STEPS])
+    )
+
+
+def _qualify(
+    names: list[Any], ours: dict[str, dict[str, str]], used: dict[str, dict[str, None]]
+) -> None:
+    first = str(names[0]).lower()
+    if first in ours and len(names) > 1:
+        table, column = first, str(names[1]).lower()
+    else:
+        table, column = (_LABEL if first in ours[_LABEL] else _STEPS), first
+    if column in ours[table]:
+        used[table][ours[table][column]] = None
+        if column == first and table != first:
+            names.insert(0, table)
+
+
+def _folded(names: Sequence[str]) -> dict[str, str]:
+    return {name.lower(): name for name in names}
+
+
+def _with_place(table: pa.Table, place: pa.Array) -> pa.Table:
+    return pa.table([*table.columns, place], [*table.column_names, _PLACE])
