@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,7 +74,7 @@ def policy_text(named: dict[str, Any]) -> str:
     return f"{named['policy']}:{named['version']} ({named['selected_by']})"
 
 
-def _policy(text: str, env: str, lake: Path) -> tuple[Policy, dict[str, Any]]:
+def _policy(text: str, env: str, lake: str) -> tuple[Policy, dict[str, Any]]:
     from replaylake.datastore.lake import open_lake
     from replaylake.datastore.policies.package import load_policy
     from replaylake.datastore.policies.uniform import UniformPolicy

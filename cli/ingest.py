@@ -115,12 +115,12 @@ def ingest(
     report.answer(receipt.to_json(), _summary(receipt))
 
 
-def _lake(path: Path) -> Lake:
+def _lake(url: str) -> Lake:
     """Open the lake, or return one that `ingest` makes once it has accepted the source."""
     from replaylake.datastore.lake import Lake
-    from replaylake.datastore.storage import LocalStorage
+    from replaylake.datastore.locations import open_storage
 
-    lake = Lake(LocalStorage(path))
+    lake = Lake(open_storage(url))
     if lake.registry.exists():
         lake.registry.check()
     return lake

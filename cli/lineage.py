@@ -112,6 +112,10 @@ def _selection_lines(data: Mapping[str, Any], indent: str) -> Iterator[str]:
     for key in ("where", "reward"):
         if data[key] is not None:
             yield f"{indent}  {key} {data[key]}"
+    if not data["reproducible"]:
+        yield f"{indent}  not reproducible: a purge took shards out of this version"
+    for one in data["purged"]:
+        yield f"{indent}  trained on episodes that purge {one} has removed since"
 
 
 def _ingest_line(ingest: Mapping[str, Any], indent: str) -> str:

@@ -21,17 +21,29 @@ import typer
 
 from replaylake.cli import (
     algorithms,
+    annotate,
+    compact,
+    copy,
     datasets,
+    delete,
+    diff,
     evaluate,
+    fsck,
+    history,
     ingest,
     lineage,
+    maintain,
     package,
     policies,
+    retention,
     rollout,
     serve,
     sessionise,
     sql,
+    tag,
     train,
+    trim,
+    vacuum,
 )
 from replaylake.cli.options import Invocation
 from replaylake.cli.report import only_answers_on_stdout, print_json
@@ -51,6 +63,7 @@ app = typer.Typer(
     **_SETTINGS,
 )
 _train = typer.Typer(help="Train a policy.", **_SETTINGS)
+_tag = typer.Typer(help="Name versions of datasets.", **_SETTINGS)
 _policies = typer.Typer(help="List, show and name policies.", **_SETTINGS)
 
 
@@ -70,12 +83,27 @@ _register(app, "ingest", ingest.ingest)
 _register(app, "list", datasets.list_datasets)
 _register(app, "show", datasets.show)
 _register(app, "sql", sql.sql)
+_register(app, "history", history.history)
+_register(app, "diff", diff.diff)
+app.add_typer(_tag, name="tag")
+_register(_tag, "set", tag.set_tag)
+_register(_tag, "list", tag.list_tags)
+_register(_tag, "remove", tag.remove_tag)
 _register(app, "evaluate", evaluate.evaluate)
 _register(app, "package", package.package)
 _register(app, "rollout", rollout.rollout)
 _register(app, "serve", serve.serve)
 _register(app, "sessionise", sessionise.sessionise)
 _register(app, "lineage", lineage.lineage)
+_register(app, "annotate", annotate.annotate)
+_register(app, "delete", delete.delete)
+_register(app, "compact", compact.compact)
+_register(app, "vacuum", vacuum.vacuum)
+_register(app, "trim", trim.trim)
+_register(app, "retention", retention.retention)
+_register(app, "maintain", maintain.maintain)
+_register(app, "fsck", fsck.fsck)
+_register(app, "copy", copy.copy)
 app.add_typer(_train, name="train")
 _register(_train, "offline", train.offline)
 _register(app, "algorithms", algorithms.list_algorithms)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -117,13 +116,13 @@ def rollout(
     report.answer(receipt.to_json(), _summary(receipt))
 
 
-def _lake(path: Path, policy: str) -> Lake:
+def _lake(url: str, policy: str) -> Lake:
     """Open the lake; for `random` it may be one that the rollout makes once it can begin."""
     from replaylake.datastore.lake import Lake, open_lake
-    from replaylake.datastore.storage import LocalStorage
+    from replaylake.datastore.locations import open_storage
 
-    lake = Lake(LocalStorage(path))
-    return lake if policy == _RANDOM and not lake.registry.exists() else open_lake(path)
+    lake = Lake(open_storage(url))
+    return lake if policy == _RANDOM and not lake.registry.exists() else open_lake(url)
 
 
 def _summary(receipt: RolloutReceipt) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from replaylake.datastore.accounting import LeftOut, commit_counts
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.episode_writer import EpisodeWriter as EpisodeWriter
 from replaylake.datastore.episodes import checked_all
@@ -29,9 +30,10 @@ from replaylake.datastore.schema import (
 )
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Space
-from replaylake.datastore.storage import Storage
+from replaylake.datastore.storage import LocalStorage, Storage
 from replaylake.datastore.table import Commit as TableCommit
 from replaylake.datastore.table import Table, WrittenRows
+from replaylake.datastore.table_schema import configuration_of, table_schema
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,18 @@ class Dataset:
 
     @property
     def path(self) -> Path:
-        """The folder of the Delta table."""
+        """The folder of the Delta table. Raises: NotFound where the lake is on an object store."""
+        if not isinstance(self._storage, LocalStorage):
+            raise NotFound(
+                f"dataset {self.name!r}: found no folder of this machine, as the lake is at "
+                f"{self._storage.url}, expected one. Use `url`."
+            )
         return self._storage.local(self.name)
+
+    @property
+    def url(self) -> str:
+        """What other engines open as a Delta table: a folder, or such as s3://bucket/lake/name."""
+        return f"{self._storage.url}/{self.name}"
 
     @property
     def decisions(self) -> Table:
@@ -90,7 +102,10 @@ class Dataset:
     @property
     def spec(self) -> DatasetSpec:
         """Spaces and further columns at the newest version. Raises: NotFound."""
-        return self.snapshot().spec
+        self._check_exists()
+        state = self.table.log.newest()
+        # Not through a snapshot: that sorts every file of the table.
+        return DatasetSpec.from_table(configuration_of(state), table_schema(state))
 
     def exists(self) -> bool:
         """Whether the dataset has been created."""
@@ -117,12 +132,14 @@ class Dataset:
         sequence: int | None = None,
         info: Mapping[str, Any] | None = None,
         spec: DatasetSpec | None = None,
+        left_out: LeftOut | None = None,
     ) -> Commit:
         """Check and commit episodes as one version: all of them, durably, or none.
 
         Where the dataset does not exist it is created with `spec`, by default the spaces inferred
         from these episodes, and only once they all passed: episodes that are refused create
-        nothing. The same (producer, sequence) again adds nothing.
+        nothing. The same (producer, sequence) again adds nothing. `left_out` is what the producer
+        made beside them since its last commit, for the commit's info.
 
         Raises: EpisodeInvalid with the first episode that does not fit, SchemaMismatch,
         StorageFailed.
@@ -147,7 +164,10 @@ class Dataset:
             rows,
             producer=producer,
             sequence=sequence,
-            info={"num_episodes": len(episodes), "num_steps": rows.num_rows, **(info or {})},
+            info={
+                **commit_counts(len(episodes), rows.num_rows, left_out or LeftOut()),
+                **(info or {}),
+            },
         )
         return _counted(done, len(episodes))
 
@@ -181,9 +201,27 @@ class Dataset:
             [part.rows for part in written],
             producer=producer,
             sequence=sequence,
-            info={"num_episodes": num_episodes, "num_steps": num_steps, **(info or {})},
+            info={**commit_counts(num_episodes, num_steps, LeftOut()), **(info or {})},
         )
         return _counted(done, num_episodes)
+
+    def account(
+        self,
+        *,
+        producer: str,
+        sequence: int,
+        left_out: LeftOut,
+        info: Mapping[str, Any] | None = None,
+    ) -> Commit:
+        """Commit no rows, but what a producer made and did not commit. Raises: NotFound."""
+        done = self.table.commit(
+            [],
+            producer=producer,
+            sequence=sequence,
+            operation="ACCOUNT",
+            info={**commit_counts(0, 0, left_out), **(info or {})},
+        )
+        return _counted(done, 0)
 
     def committed(self, producer: str, sequence: int) -> int | None:
         """Return the version that holds a (producer, sequence), or None."""
@@ -198,7 +236,7 @@ class Dataset:
         *,
         producer: str | None = None,
         flush_steps: int = 131_072,
-        flush_bytes: int = 256 << 20,
+        flush_bytes: int = 128 << 20,
         flush_interval_s: float | None = None,
     ) -> EpisodeWriter:
         """Return a buffering writer; use it as a context manager."""
@@ -206,11 +244,7 @@ class Dataset:
 
     def snapshot(self, version: int | None = None) -> Snapshot:
         """Pin a version, the newest by default. Raises: NotFound."""
-        if not self.table.exists():
-            raise NotFound(
-                f"dataset {self.name!r}: not in this lake. "
-                "`replaylake list` names those that are; `replaylake ingest` makes one."
-            )
+        self._check_exists()
         newest = self.table.snapshot()
         if version is not None and not 0 <= version <= newest.version:
             raise NotFound(
@@ -229,6 +263,13 @@ class Dataset:
     def commit_info(self, version: int) -> dict[str, Any]:
         """Return one version's commit, as `history` has it. Raises: NotFound."""
         return self.table.commit_info(version)
+
+    def _check_exists(self) -> None:
+        if not self.table.exists():
+            raise NotFound(
+                f"dataset {self.name!r}: not in this lake. "
+                "`replaylake list` names those that are; `replaylake ingest` makes one."
+            )
 
     def _rows(self, episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
         try:

@@ -1,16 +1,22 @@
-"""EpisodeWriter: episodes one at a time into commits of many."""
+"""EpisodeWriter: episodes, whole or in pieces, one at a time into commits of many."""
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from replaylake.datastore.accounting import LeftOut, rejected
 from replaylake.datastore.episode import Episode, checked
 from replaylake.datastore.errors import EpisodeInvalid, ReplayLakeError, SchemaMismatch
 from replaylake.datastore.inference import infer_spec, widest
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.open_episode import OpenEpisode
+from replaylake.datastore.pieces import PieceOrder, without_present
+from replaylake.datastore.refusal import named, sorted_out
 from replaylake.datastore.rows import check_encodable
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import num_bytes
@@ -22,12 +28,29 @@ if TYPE_CHECKING:
 _WRITER: Final = "writer"
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """A commit whose answer is not known: its sequence, and what it was for."""
+
+    sequence: int
+    num_episodes: int
+    left_out: LeftOut
+
+
 class EpisodeWriter:
     """Buffers episodes and commits them by steps, by bytes of observations or by time.
 
     Every flush is a commit with the next sequence of this producer, and a flush that is repeated
-    after an error adds nothing twice. Leaving the `with` block flushes, also on an exception: what
-    was written before it is whole episodes.
+    after an error adds nothing twice. A producer that has committed before (a process that was
+    killed and runs again) may send what it sent then: steps that the dataset has are left out and
+    counted as already present. Leaving the `with` block flushes, also on an exception.
+
+    An episode may come in pieces: each continues at the step after the one before, and none but the
+    last is terminated or truncated. A step that this writer wrote before, and a gap, are refused.
+
+    With `flush_interval_s` nothing waits longer than that for its commit, whether or not `write` is
+    called: a thread commits it. What goes wrong there is tried again and raised by the next `flush`
+    or `close`. Threads may share a writer.
 
     `refused` holds the episodes that a flush found invalid, each with its error. They are in no
     later flush, so that the others are never held up by them.
@@ -43,6 +66,7 @@ class EpisodeWriter:
     ) -> None:
         self.producer = producer or f"writer/{new_ulid()}"
         self.refused: list[tuple[Episode, ReplayLakeError]] = []
+        self.lock = threading.RLock()
         self._id = new_ulid()
         self._dataset = dataset
         self._flush_steps = flush_steps
@@ -51,12 +75,16 @@ class EpisodeWriter:
         self._buffer: list[Episode] = []
         self._num_buffered = 0
         self._num_bytes = 0
+        self._order = PieceOrder()
+        self._open: dict[tuple[str, str], OpenEpisode] = {}
         self._spec: DatasetSpec | None = None
         self._is_stated = False
-        # The sequence of a flush whose answer is not known, and how many episodes it was for.
-        self._attempt: tuple[int, int] | None = None
+        # Whether this producer committed before this writer did; None until it is looked up.
+        self._is_resumed: bool | None = None if producer else False
+        self._left_out = LeftOut()
+        self._attempt: _Attempt | None = None
         self._num_reported = 0
-        self._flushed_at = time.monotonic()
+        self._timer: threading.Timer | None = None
 
     def __enter__(self) -> EpisodeWriter:
         return self
@@ -76,21 +104,46 @@ class EpisodeWriter:
             error.add_note(f"The episodes written before it were not committed: {failure}")
 
     def write(self, episode: Episode) -> None:
-        """Check an episode and buffer it.
+        """Check an episode, or the next piece of one, and buffer it.
 
         Before the dataset exists, the spaces of the episodes written so far are what it has to fit.
         Raises: EpisodeInvalid, SchemaMismatch for this episode, which is not buffered then; as
         `flush` where the buffer is full.
         """
-        episode = self._checked(episode)
-        self._buffer.append(episode)
-        self._num_buffered += len(episode)
-        self._num_bytes += num_bytes(episode.observations)
-        waited = time.monotonic() - self._flushed_at
-        due = self._flush_interval_s is not None and waited >= self._flush_interval_s
-        full = self._num_buffered >= self._flush_steps or self._num_bytes >= self._flush_bytes
-        if due or full:
-            self.flush()
+        with self.lock:
+            self._accept(episode)
+            self._flush_if_full()
+
+    def begin(self, episode_id: str | None = None, *, agent_id: str = "") -> OpenEpisode:
+        """Begin an episode whose steps are handed over one by one; each flush writes a piece of it.
+
+        Its id is `<producer>/<ulid>` by default. Raises: NotFound if the dataset does not exist,
+        EpisodeInvalid if this writer has it open already.
+        """
+        with self.lock:
+            spec = self._dataset.spec
+            key = (episode_id or f"{self.producer}/{new_ulid()}", agent_id)
+            if key in self._open:
+                raise EpisodeInvalid(
+                    f"episode {key[0]}: found it open in this writer, expected it once for each "
+                    "agent. Go on with the one that `begin` returned."
+                )
+            opened = OpenEpisode(self, (spec.observation_space, spec.action_space), *key)
+            self._open[key] = opened
+            return opened
+
+    def note_step(self, size: int) -> None:
+        """Count a step, and its bytes, that an open episode holds. Called with the lock held."""
+        self._num_buffered += 1
+        self._num_bytes += size
+        self._start_timer()
+        self._flush_if_full()
+
+    def end(self, opened: OpenEpisode, piece: Episode) -> None:
+        """Take the last piece of an open episode. Called with the lock held."""
+        self._open.pop((opened.episode_id, opened.agent_id), None)
+        self._num_buffered -= len(piece) - 1  # those that were counted as they came
+        self.write(piece)
 
     def flush(self) -> Commit | None:
         """Commit what is buffered; None if that is nothing. Returns the last of its commits.
@@ -98,23 +151,97 @@ class EpisodeWriter:
         Raises: EpisodeInvalid or SchemaMismatch naming the first episode that was refused, after
         the others were committed; another error, such as StorageFailed, keeps the buffer.
         """
-        self._flushed_at = time.monotonic()
-        commit = None
-        while self._buffer:
-            commit = self._commit() or commit
-        new = self.refused[self._num_reported :]
-        if new:
-            self._num_reported = len(self.refused)
-            error = new[0][1]
-            raise type(error)(
-                f"{error} Left out {len(new)} of the episodes written, which are in the writer's "
-                "`refused`; all others are committed."
-            ) from error
-        return commit
+        with self.lock:
+            commit = self._commit_all()
+            new = self.refused[self._num_reported :]
+            if new:
+                self._num_reported = len(self.refused)
+                error = new[0][1]
+                raise type(error)(
+                    f"{error} Left out {len(new)} of the episodes written, which are in the "
+                    "writer's `refused`; all others are committed."
+                ) from error
+            return commit
 
     def close(self) -> None:
-        """Commit what is buffered. Raises: as flush."""
-        self.flush()
+        """Commit what is buffered, and what was left out since: open episodes stay open.
+
+        Raises: as flush.
+        """
+        with self.lock:
+            try:
+                self.flush()
+            finally:
+                # Of a producer that could not commit, nothing can be told either.
+                while self._left_out and not self._buffer and self._dataset.exists():
+                    self._commit()
+
+    def _accept(self, episode: Episode) -> None:
+        try:
+            ready = self._checked(episode)
+            self._order.add(ready)
+        except (EpisodeInvalid, SchemaMismatch):
+            self._left_out += rejected([episode])
+            raise
+        self._buffer.append(ready)
+        self._num_buffered += len(ready)
+        self._num_bytes += num_bytes(ready.observations)
+        self._start_timer()
+
+    def _flush_if_full(self) -> None:
+        if self._num_buffered >= self._flush_steps or self._num_bytes >= self._flush_bytes:
+            self.flush()
+
+    def _start_timer(self) -> None:
+        if self._flush_interval_s is None or self._timer is not None:
+            return
+        self._timer = threading.Timer(self._flush_interval_s, self._flush_in_time)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _flush_in_time(self) -> None:
+        # The buffer is as it was: `flush` and `close` raise what still stands in the way.
+        with self.lock, suppress(ReplayLakeError):
+            self._commit_all()
+
+    def _commit_all(self) -> Commit | None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for opened in [opened for opened in self._open.values() if len(opened)]:
+            piece = opened.taken()
+            try:
+                self._accept(piece)
+            except (EpisodeInvalid, SchemaMismatch) as error:
+                self.refused.append((piece, error))
+        self._keep(self._buffer)
+        commit = None
+        try:
+            if self._attempt is None:
+                self._leave_out_present()
+            while self._buffer:
+                commit = self._commit() or commit
+        finally:
+            if self._buffer:
+                self._start_timer()
+        return commit
+
+    def _leave_out_present(self) -> None:
+        """Drop from the buffer what this producer committed before it was started again."""
+        if not self._buffer:
+            return
+        if self._is_resumed is None:
+            self._is_resumed = self._dataset.next_sequence(self.producer) > 0
+        if not self._is_resumed:
+            return
+        kept: list[Episode] = []
+        for episode, pieces in without_present(self._dataset.snapshot(), self._buffer):
+            kept += pieces
+            self._left_out += LeftOut(
+                num_already_present=int(not pieces),
+                num_already_present_steps=len(episode) - sum(map(len, pieces)),
+            )
+        self._keep(kept)
 
     def _checked(self, episode: Episode) -> Episode:
         if not self._is_stated and self._dataset.exists():
@@ -126,40 +253,55 @@ class EpisodeWriter:
             try:
                 spec = own if spec is None else widest([spec, own])
             except EpisodeInvalid as error:
-                raise _named(error, episode) from error
+                raise named(error, episode) from error
         episode = checked(episode, spec.observation_space, spec.action_space)
         try:
             check_encodable(episode, spec)
         except (EpisodeInvalid, SchemaMismatch) as error:
-            raise _named(error, episode) from error
+            raise named(error, episode) from error
         self._spec = spec
         return episode
 
     def _commit(self) -> Commit | None:
         """Commit the buffer, or the part of it that an earlier flush may have committed."""
-        if self._attempt is None:
-            self._attempt = self._dataset.next_sequence(self.producer), len(self._buffer)
-        sequence, num = self._attempt
-        pending = self._buffer[:num]
+        attempt = self._attempt
+        if attempt is None:
+            sequence = self._dataset.next_sequence(self.producer)
+            attempt = self._attempt = _Attempt(sequence, len(self._buffer), self._left_out)
+        pending = self._buffer[: attempt.num_episodes]
+        names: dict[str, Any] = {
+            "producer": self.producer,
+            "sequence": attempt.sequence,
+            "info": {_WRITER: self._id},
+            "left_out": attempt.left_out,
+        }
         try:
-            commit = self._dataset.append(
-                pending, producer=self.producer, sequence=sequence, info={_WRITER: self._id}
-            )
+            if pending:
+                commit = self._dataset.append(pending, **names)
+            else:
+                commit = self._dataset.account(**names)
         except (EpisodeInvalid, SchemaMismatch):
-            good, refused = _sorted_out(self._dataset, pending)
+            good, refused = sorted_out(self._dataset, pending)
             if not refused:
                 raise
             self._attempt = None
-            self.refused += refused
-            self._keep([*good, *self._buffer[num:]])
+            self._refuse(refused)
+            self._keep([*good, *self._buffer[attempt.num_episodes :]])
             return None
         # Forgotten only now: an append that failed may have been committed all the same.
         self._attempt = None
         if commit.already_present and not self._is_own(commit.version):
             # Another writer of this name took the sequence first: these rows need one of their own.
             return None
-        self._keep(self._buffer[num:])
+        self._left_out -= attempt.left_out
+        self._keep(self._buffer[attempt.num_episodes :])
         return commit
+
+    def _refuse(self, refused: Sequence[tuple[Episode, ReplayLakeError]]) -> None:
+        self.refused += refused
+        self._left_out += rejected(episode for episode, _ in refused)
+        for episode, _ in refused:
+            self._order.remove(episode)
 
     def _is_own(self, version: int) -> bool:
         return self._dataset.commit_info(version).get(_WRITER) == self._id
@@ -168,30 +310,3 @@ class EpisodeWriter:
         self._buffer = episodes
         self._num_buffered = sum(map(len, episodes))
         self._num_bytes = sum(num_bytes(episode.observations) for episode in episodes)
-
-
-def _sorted_out(
-    dataset: Dataset, episodes: Sequence[Episode]
-) -> tuple[list[Episode], list[tuple[Episode, ReplayLakeError]]]:
-    """Part episodes into those that can be appended together and those that cannot, with why."""
-    good: list[Episode] = []
-    refused: list[tuple[Episode, ReplayLakeError]] = []
-    parts = [list(episodes)]
-    while parts:
-        part = parts.pop()
-        try:
-            dataset.check([*good, *part])
-            good += part
-        except (EpisodeInvalid, SchemaMismatch) as error:
-            if len(part) == 1:
-                refused.append((part[0], _named(error, part[0])))
-            else:
-                middle = len(part) // 2
-                parts += [part[middle:], part[:middle]]
-    return good, refused
-
-
-def _named(error: ReplayLakeError, episode: Episode) -> ReplayLakeError:
-    """Return the error with the episode's name in front, if it does not say it yet."""
-    name = episode.source_episode_id or episode.episode_id
-    return error if f"episode {name}" in str(error) else type(error)(f"episode {name}: {error}")

@@ -1,4 +1,4 @@
-"""Lake: the folder where episodes and policies are at rest, and the way into all of them."""
+"""Lake: where episodes and policies are at rest, and the way into all of them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NameRefused, NotFound, StorageFailed
+from replaylake.datastore.locations import open_storage
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.names import parse_snapshot
+from replaylake.datastore.pinned import Pinned
 from replaylake.datastore.policies.registry import LAKE_ROOT, Registry
+from replaylake.datastore.purges import Purges
 from replaylake.datastore.query import query, relations
+from replaylake.datastore.query.untrusted import QueryLimits, UntrustedResult, run_untrusted
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.storage import LocalStorage
+from replaylake.datastore.storage import LocalStorage, Storage
 from replaylake.datastore.table import TableSnapshot
-from replaylake.datastore.tags import Tags
+from replaylake.datastore.tags import Tags, tag_snapshot
 
 _KEY_PATH: Final = "_lake/keys/signing"
 _KEY_BYTES: Final = 32
 
 
 def open_lake(path: str | Path, *, create: bool = False) -> Lake:
-    """Open a lake folder, or with `create` make one where there is none.
+    """Open a lake, a folder or such as s3://bucket/prefix; with `create` make it if need be.
 
-    Raises: NotFound if it is not a lake, FormatTooNew if a newer ReplayLake wrote it.
+    Raises: NotFound if it is not a lake, FormatTooNew if a newer ReplayLake wrote it; ConfigInvalid
+    for a URL of another kind, ExtraMissing or StorageFailed where its store cannot be reached.
     """
-    lake = Lake(LocalStorage(Path(path)))
+    lake = Lake(open_storage(path))
     if not lake.registry.exists():
         if not create:
             raise NotFound(
-                f"lake {path}: found none there. `replaylake ingest` makes one, --lake DIR or "
+                f"lake {path}: found none there. `replaylake ingest` makes one, --lake LAKE or "
                 "REPLAYLAKE_LAKE names another, and in Python rl.open(path, create=True) makes it."
             )
         lake.registry.create()
@@ -43,18 +48,33 @@ def open_lake(path: str | Path, *, create: bool = False) -> Lake:
 
 
 class Lake:
-    """Datasets, policies and runs below one folder."""
+    """Datasets, policies and runs below one folder or prefix."""
 
-    def __init__(self, storage: LocalStorage) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._storage = storage
         log = CommitLog(storage, LAKE_ROOT)
         self.registry = Registry(storage, log)
         self.tags = Tags(log)
+        self.purges = Purges(log)
         self._handles: dict[str, Dataset] = {}
 
     @property
+    def url(self) -> str:
+        """What opens it, in any process that sees it: a folder's path, or a URL."""
+        return self._storage.url
+
+    @property
+    def storage(self) -> Storage:
+        """Where all of it is; maintenance works on it."""
+        return self._storage
+
+    @property
     def path(self) -> Path:
-        """The folder."""
+        """The folder. Raises: NotFound where the lake is on an object store."""
+        if not isinstance(self._storage, LocalStorage):
+            raise NotFound(
+                f"lake {self.url}: found no folder of this machine, expected one. Use `url`."
+            )
         return self._storage.root
 
     def dataset(self, name: str) -> Dataset:
@@ -73,6 +93,15 @@ class Lake:
         version = self.tags.version(name, at) if isinstance(at, str) else at
         return self.dataset(name).snapshot(version)
 
+    def tag(self, text: str, name: str, *, replace: bool = False) -> int | None:
+        """Tag `NAME`, `NAME@VERSION` or `NAME@TAG`, which keeps its files from being vacuumed.
+
+        Returns the version that the tag pointed at before, None if it is new. Raises: NotFound if
+        there is no such version or its files are gone, AlreadyExists where the tag points at
+        another version and `replace` is false, NameRefused.
+        """
+        return tag_snapshot(self.tags, self.snapshot(text), name, replace=replace)
+
     def datasets(self) -> list[str]:
         """Return the names of the datasets, sorted."""
         names = []
@@ -83,15 +112,43 @@ class Lake:
                     names.append(name)
         return names
 
-    def sql(self, text: str, parameters: Mapping[str, object] | None = None) -> pa.Table:
+    def sql(
+        self,
+        text: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        at: Mapping[str, str | int] | None = None,
+    ) -> pa.Table:
         """Run one SELECT over the views of datasets and of the lake, and return its rows.
 
-        A dataset has `<dataset>.steps`, `.episodes`, `.transitions`, `.decisions` and `.rewards`;
-        the lake has `commits`, `datasets`, `policies`, `runs` and `shards`. `$name` in the text
-        takes its value from `parameters`.
-        Raises: QueryRefused, QueryFailed, NotFound for an unknown dataset.
+        A dataset has `<dataset>.steps`, `.episodes`, `.games`, `.transitions`, `.decisions` and
+        `.rewards`; the lake has `commits`, `datasets`, `policies`, `runs` and `shards`. `$name` in
+        the text takes its value from `parameters`.
+
+        Args:
+            text: the SELECT.
+            parameters: values of `$name`.
+            at: by dataset the version or tag to read, the newest by default. `{"before":
+                "cartpole@12"}` gives a version a name of its own, so that two can be compared.
+
+        Raises: QueryRefused, QueryFailed, NotFound for an unknown dataset or version.
         """
-        return query.run(text, self, parameters)
+        return query.run(text, Pinned(self, at) if at else self, parameters)
+
+    def sql_untrusted(
+        self,
+        text: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        at: Mapping[str, str | int] | None = None,
+        limits: QueryLimits | None = None,
+    ) -> UntrustedResult:
+        """Run one SELECT that somebody else wrote, in a process of its own, within limits.
+
+        It sees the same views as `sql`, at the same versions, and nothing else of this machine.
+        Raises: as sql; QueryFailed with the limit that it reached.
+        """
+        return run_untrusted(text, Pinned(self, at) if at else self, parameters, limits=limits)
 
     def signing_key(self, *, create: bool = True) -> bytes:
         """Return the 32 bytes that sign decision ids, made once for the lake.
@@ -101,7 +158,7 @@ class Lake:
         key = self._storage.get(_KEY_PATH)
         if key is None and not create:
             raise NotFound(
-                f"lake {self.path}: found no signing key, expected one: nothing was served with "
+                f"lake {self.url}: found no signing key, expected one: nothing was served with "
                 "--log-to from this lake. Check --lake."
             )
         if key is None:
@@ -109,7 +166,7 @@ class Lake:
             key = self._storage.get(_KEY_PATH)
         if key is None or len(key) != _KEY_BYTES:
             raise StorageFailed(
-                f"{self._storage.local(_KEY_PATH)}: found {len(key or b'')} bytes, expected the "
+                f"{self.url}/{_KEY_PATH}: found {len(key or b'')} bytes, expected the "
                 f"{_KEY_BYTES} of the signing key. Restore the file from a copy of the lake, or "
                 "remove it: decision ids given out before are then refused."
             )
@@ -134,9 +191,9 @@ class Lake:
             return relations.policies(self.registry)
         if name == "runs":
             return relations.runs(self.registry)
-        makers = {
-            "commits": relations.commits,
-            "datasets": relations.datasets,
-            "shards": relations.shards,
-        }
-        return makers[name](map(self.dataset, self.datasets())) if name in makers else None
+        if name == "commits":
+            return relations.commits(map(self.dataset, self.datasets()))
+        snapshots = {dataset: self.dataset(dataset).snapshot() for dataset in self.datasets()}
+        if name == "datasets":
+            return relations.datasets(snapshots, self.tags)
+        return relations.shards(snapshots) if name == "shards" else None

@@ -61,7 +61,7 @@ def of_dataset(lake: Lake, name: str) -> dict[str, Any]:
                         "aliases": row["aliases"],
                         "algorithm": entry["lineage"].get("algorithm"),
                         "run_id": row["run_id"],
-                        "trained_on": _selection(selection),
+                        "trained_on": _selection(lake, row, selection),
                     }
                 )
     return {
@@ -95,7 +95,7 @@ def _trace(lake: Lake, ref: PolicyRef) -> dict[str, Any]:
         },
         "datasets": [
             {
-                **_selection(selection),
+                **_selection(lake, {"policy": ref.name, "version": ref.version}, selection),
                 "ingests": _ingests(lake.dataset(selection["dataset"]), selection["version"]),
             }
             for selection in entry["lineage"].get("datasets", ())
@@ -103,9 +103,27 @@ def _trace(lake: Lake, ref: PolicyRef) -> dict[str, Any]:
     }
 
 
-def _selection(selection: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("dataset", "version", "where", "reward", "content_hash", "num_episodes", "num_steps")
-    return {key: selection.get(key) for key in keys}
+def _selection(
+    lake: Lake, policy: Mapping[str, Any], selection: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what was selected, whether it can be read again, and which purges took of it."""
+    keys = (
+        "dataset",
+        "version",
+        "named",
+        "where",
+        "reward",
+        "content_hash",
+        "num_episodes",
+        "num_steps",
+    )
+    purges = lake.purges.list(selection["dataset"])
+    name = f"{policy['policy']}:{policy['version']}"
+    return {
+        **{key: selection.get(key) for key in keys},
+        "reproducible": not any(purge.broke(selection["version"]) for purge in purges),
+        "purged": [purge.id for purge in purges if name in purge.policies],
+    }
 
 
 def _ingests(dataset: Dataset, version: int) -> list[dict[str, Any]]:

@@ -222,6 +222,12 @@ def _encoded_extras(
     for name in names:
         parts = [as_column(e.extras[name], name) if name in e.extras else None for e in episodes]
         kind = spec.extras.get(name) or _common_type(parts, name)
+        for part in parts:
+            if part is not None and not _is_same_kind(part.type, kind):
+                raise SchemaMismatch(
+                    f"column {name!r}: expected {kind} as the dataset has it; found {part.type}. "
+                    "Convert or rename it."
+                )
         try:
             columns[name] = pa.concat_arrays(
                 [
@@ -235,6 +241,47 @@ def _encoded_extras(
                 f"column {name!r}: expected {kind} {whose}; {error}. Convert or rename it."
             ) from error
     return columns
+
+
+def _is_same_kind(found: pa.DataType, expected: pa.DataType) -> bool:
+    """Whether values may be cast: Arrow would make texts of numbers, and numbers of such texts."""
+    found, expected = _plain_type(found), _plain_type(expected)
+    if pa.types.is_null(found):
+        return True
+    if _is_list(found) and _is_list(expected):
+        return _is_same_kind(found.value_type, expected.value_type)
+    tests = (_is_number, pa.types.is_boolean, _is_text, _is_binary, pa.types.is_temporal)
+    return all(test(found) == test(expected) for test in (*tests, _is_list, pa.types.is_struct))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(
+        types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_binary_view(kind)
+        or types.is_fixed_size_binary(kind)
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _common_type(parts: Sequence[pa.Array | None], name: str) -> pa.DataType:

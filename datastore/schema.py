@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -100,11 +101,16 @@ class DatasetSpec:
     def from_table(cls, configuration: Mapping[str, str], schema: pa.Schema) -> DatasetSpec:
         """Read a table's spec."""
         return cls(
-            observation_space=from_json(json.loads(configuration[_OBSERVATION_SPACE_KEY])),
-            action_space=from_json(json.loads(configuration[_ACTION_SPACE_KEY])),
+            observation_space=_space(configuration[_OBSERVATION_SPACE_KEY]),
+            action_space=_space(configuration[_ACTION_SPACE_KEY]),
             mask_size=json.loads(configuration[_MASK_SIZE_KEY]),
             extras={f.name: f.type for f in schema if f.name not in STANDARD_COLUMNS},
         )
+
+
+@lru_cache(maxsize=256)
+def _space(text: str) -> Space:
+    return from_json(json.loads(text))
 
 
 def arrow_schema(spec: DatasetSpec) -> pa.Schema:

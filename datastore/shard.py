@@ -1,30 +1,45 @@
-"""One Parquet file: encoded in memory, hashed, written atomically, verified when read."""
+"""One Parquet file: encoded in memory, hashed, written atomically, verified when read.
+
+Readers rely on the sha256 alone: it covers every byte a moment before they are decoded, and page
+checksums once more would cost a tenth of the decoding. Those are for other engines, which know no
+sha256, and for finding the damaged column.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from replaylake.datastore.errors import ShardCorrupt
+from replaylake.datastore.errors import ReplayLakeError, ShardCorrupt
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.storage import Storage
+from replaylake.datastore.remote.shard_cache import discard_copy
+from replaylake.datastore.storage import Blob, Storage
 
 FOLDER: Final = "shards"
 # DuckDB parallelises over row groups, and a reader's memory grows with them.
-_ROW_GROUP_ROWS: Final = 131_072
+ROW_GROUP_ROWS: Final = 131_072
+# Encoding keeps a core busy, and each thread holds an encoded shard.
+_WRITING_THREADS: Final = max(2, min(4, os.cpu_count() or 1))
+_HASHED_BYTES: Final = 1 << 20  # at a time: stays in the processor's cache
 
 
 def write_shard(storage: Storage, root: str, data: pa.Table) -> FileEntry:
     """Write one shard durably below `root` and return its log entry, not yet committed."""
     sink = pa.BufferOutputStream()
-    pq.write_table(data, sink, **_settings(data.schema))
+    pq.write_table(
+        data, sink, **write_settings(data.schema), row_group_size=_group_rows(data.num_rows)
+    )
     buffer = memoryview(sink.getvalue())
     path = f"{FOLDER}/{new_ulid()}.parquet"
     storage.put(f"{root}/{path}", buffer)
@@ -37,29 +52,104 @@ def write_shard(storage: Storage, root: str, data: pa.Table) -> FileEntry:
     )
 
 
+def write_shards(storage: Storage, root: str, parts: Sequence[pa.Table]) -> list[FileEntry]:
+    """Write shards side by side: all of them, durably, or none.
+
+    While one is encoded, another is hashed, written and fsynced: all of that releases the
+    interpreter. 1M steps (obs 17, act 6) in two shards took 0.39 s where one after the other took
+    0.66 (2 cores, 2026-11).
+    """
+    if len(parts) < 2:
+        return [write_shard(storage, root, part) for part in parts]
+    with ThreadPoolExecutor(_WRITING_THREADS, "replaylake-write") as pool:
+        writing = [pool.submit(write_shard, storage, root, part) for part in parts]
+        try:
+            return [future.result() for future in writing]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            done = [future for future in writing if not future.cancelled()]
+            written = [future.result() for future in done if future.exception() is None]
+            # What cannot be deleted is in no version, so that vacuum finds it.
+            with suppress(ReplayLakeError):
+                storage.delete([f"{root}/{entry.path}" for entry in written])
+            raise
+
+
+def blob_of(root: str, entry: FileEntry) -> Blob:
+    """Return what the log says of a shard of the table at `root`, for Storage.fetch."""
+    return Blob(f"{root}/{entry.path}", entry.size_bytes, entry.sha256)
+
+
 def read_shard(path: Path, entry: FileEntry, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a shard after checking its sha256.
 
     Columns that this shard is too old to have are left out. Raises: ShardCorrupt.
     """
     verify_shard(path, entry)
-    try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-        if columns is not None:
-            present = set(file.schema_arrow.names)
-            columns = [name for name in columns if name in present]
-        return file.read(columns=columns)
-    except (pa.ArrowException, OSError) as error:
-        raise ShardCorrupt(f"{path}: {error}. Restore the file from a copy of the lake.") from error
+    return decode_shard(path, columns)
+
+
+def decode_shard(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a shard that `verify_shard` has just passed. Raises: ShardCorrupt."""
+    with _decoding(path), pq.ParquetFile(path, pre_buffer=False) as file:
+        return file.read(columns=_present(file, columns))
+
+
+def read_row_groups(
+    path: Path, entry: FileEntry, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """Read a shard as read_shard does, one row group at a time: memory for that many rows.
+
+    All of it is checked before the first is returned. Raises: ShardCorrupt.
+    """
+    for group in range(len(verified_groups(path, entry))):
+        yield decode_row_group(path, group, columns)
+
+
+def verified_groups(path: Path, entry: FileEntry) -> list[int]:
+    """Check a shard's sha256; return the rows of each of its row groups. Raises: ShardCorrupt."""
+    verify_shard(path, entry)
+    with _decoding(path):
+        metadata = pq.read_metadata(path)
+    sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    if sum(sizes) != entry.num_rows:
+        raise ShardCorrupt(
+            f"{path}: found {sum(sizes)} rows, expected {entry.num_rows} as committed. Restore the "
+            "log and the file from a copy of the lake."
+        )
+    return sizes
+
+
+def decode_row_group(
+    path: Path,
+    group: int,
+    columns: Sequence[str] | None = None,
+    *,
+    as_dictionaries: Sequence[str] = (),
+) -> pa.Table:
+    """Read one row group of a shard that `verify_shard` has passed, in the calling thread alone.
+
+    Strings of the columns `as_dictionaries` come as dictionaries. Raises: ShardCorrupt.
+    """
+    with _decoding(path):
+        metadata = pq.read_metadata(path)
+        texts = None
+        if as_dictionaries:
+            present = set(metadata.schema.to_arrow_schema().names)
+            texts = [name for name in as_dictionaries if name in present]
+        file = pq.ParquetFile(path, metadata=metadata, read_dictionary=texts, pre_buffer=False)
+    with _decoding(path), file:
+        return file.read_row_group(group, columns=_present(file, columns), use_threads=False)
 
 
 def verify_shard(path: Path, entry: FileEntry) -> None:
     """Compare a file with the sha256 in the log. Raises: ShardCorrupt."""
     digest = hashlib.sha256()
+    block = memoryview(bytearray(_HASHED_BYTES))
     try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
+        with path.open("rb", buffering=0) as file:
+            while num := file.readinto(block):
+                digest.update(block[:num])
     except OSError as error:
         raise _unreadable(path, error) from error
     if not entry.sha256:
@@ -68,9 +158,12 @@ def verify_shard(path: Path, entry: FileEntry) -> None:
             "Ingest its rows into a dataset instead."
         )
     if digest.hexdigest() != entry.sha256:
+        advice = "The file was altered or damaged; restore it from a copy of the lake."
+        if discard_copy(path):
+            advice = "This machine's copy of it was damaged and is removed now; run it again."
         raise ShardCorrupt(
             f"{path}: found sha256 {digest.hexdigest()[:16]}, expected {entry.sha256[:16]} as "
-            "committed. The file was altered or damaged; restore it from a copy of the lake."
+            f"committed. {advice}"
         )
 
 
@@ -82,6 +175,21 @@ def check_present(path: Path) -> None:
         raise _unreadable(path, error) from error
 
 
+@contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ShardCorrupt(f"{path}: {error}. Restore the file from a copy of the lake.") from error
+
+
+def _present(file: pq.ParquetFile, columns: Sequence[str] | None) -> list[str] | None:
+    if columns is None:
+        return None
+    present = set(file.schema_arrow.names)
+    return [name for name in columns if name in present]
+
+
 def _unreadable(path: Path, error: OSError) -> ShardCorrupt:
     return ShardCorrupt(
         f"{path}: {error.strerror}, expected the shard that the log names. Restore the file from a "
@@ -89,20 +197,38 @@ def _unreadable(path: Path, error: OSError) -> ShardCorrupt:
     )
 
 
-def _settings(schema: pa.Schema) -> dict[str, Any]:
-    """Return zstd-1, BYTE_STREAM_SPLIT for floats, dictionaries for strings, checksums on pages."""
+def _group_rows(num_rows: int) -> int:
+    """Return the size of equal row groups, none larger than ROW_GROUP_ROWS."""
+    num_groups = max(1, -(-num_rows // ROW_GROUP_ROWS))
+    return max(1, -(-num_rows // num_groups))
+
+
+@lru_cache(maxsize=256)
+def write_settings(schema: pa.Schema) -> Mapping[str, Any]:
+    """Return zstd-1, an encoding for each type, checksums on pages.
+
+    Bytes a value, plain against DELTA_BINARY_PACKED: steps 0.107 and 0.014, timestamps 2.06 and
+    1.01, sorted versions 0.37 and 0.007; and read 2 to 6 times faster but for steps (2026-11).
+    """
     leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
-    floats = {path: "BYTE_STREAM_SPLIT" for path, kind in leaves if pa.types.is_floating(kind)}
+    encodings = {path: name for path, kind in leaves if (name := _encoding(kind))}
     texts = [path for path, kind in leaves if pa.types.is_string(kind)]
     return {
         "compression": "zstd",
         "compression_level": 1,
         "use_dictionary": texts or False,
-        "column_encoding": floats or None,
-        "row_group_size": _ROW_GROUP_ROWS,
+        "column_encoding": encodings or None,
         "write_page_checksum": True,
         "store_schema": True,
     }
+
+
+def _encoding(kind: pa.DataType) -> str | None:
+    types = pa.types
+    if types.is_floating(kind):
+        return "BYTE_STREAM_SPLIT"
+    is_packed = types.is_integer(kind) or types.is_timestamp(kind) or types.is_date(kind)
+    return "DELTA_BINARY_PACKED" if is_packed else None
 
 
 def _leaves(path: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:

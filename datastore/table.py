@@ -6,20 +6,20 @@ creation; nullable ones may come with a later append.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
 from replaylake.datastore.delta_schema import with_field_ids
-from replaylake.datastore.errors import AlreadyExists, NotFound
+from replaylake.datastore.errors import AlreadyExists, CommitConflict, NotFound
 from replaylake.datastore.log.commit_file import Intent, transaction_id
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.shard import read_shard, write_shard
+from replaylake.datastore.shard import FOLDER, blob_of, read_shard, write_shards
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.table_schema import (
     configuration_of,
@@ -30,11 +30,15 @@ from replaylake.datastore.table_schema import (
     table_schema,
     with_schema,
 )
+from replaylake.datastore.table_snapshot import TableSnapshot as TableSnapshot
 
-# A shard is at most this many rows and, before compression, bytes: one frame may weigh as much as a
-# hundred rows of numbers.
-_SHARD_ROWS: Final = 1_048_576
-_SHARD_BYTES: Final = 256 << 20
+# A new shard is at most this many rows and, before compression, bytes: one frame may weigh as much
+# as a hundred rows of numbers. That is half of what one that replaces others may hold: small enough
+# for a large append to be encoded by several threads, large enough for compaction to let it be.
+_SHARD_ROWS: Final = 524_288
+_SHARD_BYTES: Final = 128 << 20
+# Shards that wait longer than this for their commit may be taken for what a crash left behind.
+_SURELY_KEPT_MS: Final = 3_600_000
 
 
 @dataclass(frozen=True)
@@ -62,48 +66,6 @@ class WrittenRows:
 
 
 @dataclass(frozen=True)
-class TableSnapshot:
-    """The files of one version, those with the oldest rows first. Never changes."""
-
-    version: int
-    schema: pa.Schema
-    files: tuple[FileEntry, ...]
-    configuration: Mapping[str, str]
-    storage: Storage
-    root: str
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in all files."""
-        return sum(entry.num_rows for entry in self.files)
-
-    def paths(self) -> list[Path]:
-        """Return local paths, in the order of `files`."""
-        return [self.storage.local(f"{self.root}/{entry.path}") for entry in self.files]
-
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Read and verify shard by shard; absent columns come as nulls. Raises: ShardCorrupt."""
-        names = list(self.schema.names if columns is None else columns)
-        for entry, path in zip(self.files, self.paths(), strict=True):
-            yield conform(read_shard(path, entry, names), self._selected(names))
-
-    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Read all rows. Raises: ShardCorrupt."""
-        names = list(self.schema.names if columns is None else columns)
-        tables = list(self.batches(names))
-        schema = self._selected(names)
-        return pa.concat_tables(tables) if tables else schema.empty_table()
-
-    def _selected(self, names: list[str]) -> pa.Schema:
-        if missing := [name for name in names if name not in self.schema.names]:
-            raise NotFound(
-                f"{self.root}: found no column {', '.join(missing)}, expected some of "
-                f"{', '.join(self.schema.names)}."
-            )
-        return pa.schema([self.schema.field(name) for name in names])
-
-
-@dataclass(frozen=True)
 class _Change:
     """What a commit says beside the shards that it adds."""
 
@@ -111,6 +73,7 @@ class _Change:
     info: Mapping[str, Any]
     removed: tuple[str, ...]
     data_change: bool
+    check: Callable[[LogState], None] | None = None
 
 
 class Table:
@@ -163,13 +126,12 @@ class Table:
         Raises: as append.
         """
         data = conform(data, merged_schema(table_schema(self.log.newest()), data.schema))
-        in_bytes = _SHARD_BYTES * data.num_rows // max(data.nbytes, 1)
-        num_rows = max(1, min(_SHARD_ROWS, in_bytes))
-        entries = tuple(
-            replace(write_shard(self.storage, self.root, data.slice(start, num_rows)), since=since)
-            for start in range(0, data.num_rows, num_rows)
-        )
-        return WrittenRows(data.schema, entries)
+        scale = 1 if since < 0 else 2
+        in_bytes = scale * _SHARD_BYTES * data.num_rows // max(data.nbytes, 1)
+        num_rows = max(1, min(scale * _SHARD_ROWS, in_bytes))
+        parts = [data.slice(start, num_rows) for start in range(0, data.num_rows, num_rows)]
+        entries = write_shards(self.storage, self.root, parts)
+        return WrittenRows(data.schema, tuple(replace(entry, since=since) for entry in entries))
 
     def commit(
         self,
@@ -181,6 +143,7 @@ class Table:
         info: Mapping[str, Any] | None = None,
         removed: Sequence[str] = (),
         data_change: bool = True,
+        check: Callable[[LogState], None] | None = None,
     ) -> Commit:
         """Commit written shards as one version: all of them, durably, or none.
 
@@ -195,12 +158,15 @@ class Table:
             removed: paths of live shards whose place the written ones take, in the same moment.
             data_change: False where the rows stay what they were, as in compaction: readers that
                 follow the table pass over such a commit.
+            check: called with the state that is committed onto, whenever another writer was first;
+                what it raises is raised, and nothing is committed.
 
         Raises: SchemaMismatch if that column has another type, ShardCorrupt; CommitConflict if a
-        removed shard is no longer live, because another writer was first.
+        removed shard is no longer live, because another writer was first, or if a written one
+        waited so long for its commit that it was deleted meanwhile.
         """
         parts = tuple(written)
-        change = _Change(operation, info or {}, tuple(removed), data_change)
+        change = _Change(operation, info or {}, tuple(removed), data_change, check)
         while True:
             try:
                 return self._commit(parts, producer, sequence, change)
@@ -217,12 +183,19 @@ class Table:
         entries = tuple(entry for part in written for entry in part.entries)
 
         def build(state: LogState) -> Intent:
+            if (
+                change.check is not None
+                and transaction_id(producer, sequence) not in state.transactions
+            ):
+                change.check(state)
             current = merged = table_schema(state)
             for part in written:
                 merged = merged_schema(merged, part.schema)
                 if has_other_ids(merged, part.schema):
                     raise _FieldIdTaken
             metadata = None if merged is current else with_schema(state, merged)
+            if transaction_id(producer, sequence) not in state.transactions:
+                self._check_kept(entries)
             return Intent(
                 producer,
                 sequence,
@@ -241,6 +214,22 @@ class Table:
         num_bytes = sum(entry.size_bytes for entry in entries)
         return Commit(done.version, False, num_rows, len(entries), num_bytes)
 
+    def _check_kept(self, entries: Sequence[FileEntry]) -> None:
+        """Look for shards that were written long before their commit: vacuum may have been here."""
+        now_ms = time.time_ns() // 1_000_000
+        # Either way: the clock may have been moved between.
+        old = [e for e in entries if abs(now_ms - e.modified_ms) > _SURELY_KEPT_MS]
+        if not old:
+            return
+        present = set(self.storage.names(f"{self.root}/{FOLDER}"))
+        gone = [entry.path for entry in old if entry.path.removeprefix(f"{FOLDER}/") not in present]
+        if gone:
+            raise CommitConflict(
+                f"{self.root}: found no {', '.join(gone[:3])} ({len(gone)} of {len(entries)} "
+                "shards), expected what was written for this commit over an hour ago: it was "
+                "vacuumed meanwhile. Write the rows again."
+            )
+
     def _rewritten(self, part: WrittenRows) -> WrittenRows:
         """Write rows again from their shards, with the field ids that the table has now."""
         merged = merged_schema(table_schema(self.log.newest()), part.schema)
@@ -248,7 +237,7 @@ class Table:
             return part
         again = [
             self.write(
-                read_shard(self.storage.local(f"{self.root}/{entry.path}"), entry),
+                read_shard(self.storage.fetch([blob_of(self.root, entry)])[0], entry),
                 since=entry.since,
             )
             for entry in part.entries

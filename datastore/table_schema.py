@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 import pyarrow as pa
@@ -45,6 +46,12 @@ def table_schema(state: LogState) -> pa.Schema:
             f"table: found no {_ARROW_SCHEMA_KEY} in its configuration, expected one: another "
             "engine made it. Ingest its rows into a dataset instead."
         )
+    return _decode_schema(encoded)
+
+
+@lru_cache(maxsize=256)
+def _decode_schema(encoded: str) -> pa.Schema:
+    """Remembered: a small append asks four times, and it seldom changes."""
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded)))
 
 

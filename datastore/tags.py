@@ -10,23 +10,27 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from replaylake.datastore.errors import AlreadyExists, NotFound
+from replaylake.datastore.errors import AlreadyExists, NotFound, ReplayLakeError
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import LogState
 from replaylake.datastore.names import check_dataset_name, check_tag_name, new_ulid
+from replaylake.datastore.presence import check_present
+from replaylake.datastore.purges import purges_in
+from replaylake.datastore.snapshot import Snapshot
 
 _PREFIX: Final = "tag"
 
 
 @dataclass(frozen=True)
 class Tag:
-    """A name for one version of a dataset."""
+    """A name for one version of a dataset; not `reproducible` where a purge broke that version."""
 
     dataset: str
     name: str
     version: int
     created_ms: int
+    reproducible: bool = True
 
 
 class Tags:
@@ -83,12 +87,16 @@ class Tags:
     def list(self, dataset: str | None = None) -> list[Tag]:
         """Return the tags of a dataset, or of all, by dataset and name."""
         tags = []
-        for key, text in self._log.newest().entries.items():
+        state = self._log.newest()
+        purges = purges_in(state, dataset)
+        for key, text in state.entries.items():
             kind, _, rest = key.partition("/")
             if kind == _PREFIX:
                 owner, _, name = rest.partition("/")
                 body = json.loads(text)
-                tags.append(Tag(owner, name, int(body["version"]), int(body["created_ms"])))
+                version = int(body["version"])
+                broken = any(p.dataset == owner and p.broke(version) for p in purges)
+                tags.append(Tag(owner, name, version, int(body["created_ms"]), not broken))
         chosen = [tag for tag in tags if dataset in (None, tag.dataset)]
         return sorted(chosen, key=lambda tag: (tag.dataset, tag.name))
 
@@ -96,8 +104,27 @@ class Tags:
         known = [tag.name for tag in self.list(dataset)]
         return NotFound(
             f"tag {dataset}@{name}: found none of that name, expected one of "
-            f"{', '.join(known) or 'none: the dataset has no tags'}. `replaylake tag` sets one."
+            f"{', '.join(known) or 'none: the dataset has no tags'}. `replaylake tag set` sets one."
         )
+
+
+def tag_snapshot(tags: Tags, snapshot: Snapshot, name: str, *, replace: bool = False) -> int | None:
+    """Point a tag at a snapshot's version; return where it pointed before, None if it is new.
+
+    Raises: NotFound or ShardCorrupt if shards of that version are gone, and the tag is then as it
+    was; AlreadyExists where it points at another version and `replace` is false; NameRefused.
+    """
+    previous = tags.set(snapshot.dataset, name, snapshot.version, replace=replace)
+    try:
+        # Only now: a vacuum that looked before may be at work; one that looks later keeps them.
+        check_present(snapshot.table)
+    except ReplayLakeError:
+        if previous is None:
+            tags.remove(snapshot.dataset, name)
+        else:
+            tags.set(snapshot.dataset, name, previous, replace=True)
+        raise
+    return previous
 
 
 def _key(dataset: str, name: str) -> str:

@@ -135,7 +135,7 @@ def train(
         discount=learner.discount,
         only_bootstrappable=learner.needs_bootstrap,
     )
-    manifest = _manifest(learner, view, config, policy_name)
+    manifest = _manifest(learner, view, config, policy_name, datasets)
     with (
         recorded_run(lake.registry, manifest, view) as record,
         tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch,
@@ -270,6 +270,7 @@ def _manifest(
     view: ReplayView,
     config: TrainConfig,
     policy_name: str,
+    datasets: Sequence[str],
 ) -> dict[str, Any]:
     return {
         "name": policy_name,
@@ -278,7 +279,11 @@ def _manifest(
         "seed": config.seed,
         "config": {**asdict(config), "options": dict(learner.config)},
         "normalisation": dict(learner.normalisation),
-        "datasets": [asdict(selection) for selection in view.selections],
+        # A tag may move later: kept as it was given, beside the version that it meant.
+        "datasets": [
+            {**asdict(selection), "named": text}
+            for selection, text in zip(view.selections, datasets, strict=True)
+        ],
         "metrics": {},
         "evaluation": None,
     }

@@ -1,4 +1,4 @@
-"""Every SQL column and option is documented, and the documented queries run."""
+"""Every SQL column and option is documented; test_sql_cookbook.py runs the documented queries."""
 
 import ast
 import re
@@ -51,6 +51,7 @@ def _documented(view):
     [
         "cartpole.steps",
         "cartpole.episodes",
+        "cartpole.games",
         "cartpole.transitions",
         "datasets",
         "commits",
@@ -65,11 +66,6 @@ def test_every_column_is_documented(lake, view):
     documented = _documented(view)
     assert [name for name in columns if name not in documented] == []
     assert documented - {*columns} <= {"any other"}
-
-
-@pytest.mark.parametrize("query", re.findall(r"```sql\n(.*?)```", _SQL, re.DOTALL))
-def test_documented_queries_run(lake, query):
-    assert lake.sql(query).num_columns >= 2
 
 
 def _configs():

@@ -33,7 +33,7 @@ ONE_HOME = {
     "minari": "replaylake.datastore.formats.*",
     "msgpack": "replaylake.datastore.formats.*",
     "numba": "replaylake.datastore.replay.**",
-    "obstore": "replaylake.datastore.**",
+    "obstore": "replaylake.datastore.remote.object_storage",
     "onnx": "replaylake.offline.export",
     "onnxruntime": "replaylake.datastore.policies.package",
     "pettingzoo": "replaylake.offline.environments",

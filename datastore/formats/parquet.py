@@ -27,7 +27,10 @@ class ParquetTables:
             file.check_unchanged()
             row = 0
             try:
-                with pq.ParquetFile(file.path, page_checksum_verification=True) as parquet:
+                # Buffering ahead would keep the bytes of every row group read so far.
+                with pq.ParquetFile(
+                    file.path, pre_buffer=False, page_checksum_verification=True
+                ) as parquet:
                     names = None
                     if columns is not None:
                         names = [n for n in columns if n in parquet.schema_arrow.names]

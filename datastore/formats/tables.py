@@ -18,7 +18,7 @@ from replaylake.datastore.formats.source import SourceFile
 ORIGIN: Final = "\0origin"
 DAMAGE: Final = "\0damage"
 # A source up to this size is parsed once and kept for the passes that follow.
-_KEEP_BYTES: Final = 256 << 20
+_KEEP_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)

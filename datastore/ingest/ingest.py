@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from replaylake.datastore.accounting import LeftOut
 from replaylake.datastore.dataset import Commit, Dataset
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import AlreadyExists, ConfigInvalid
@@ -26,13 +27,23 @@ from replaylake.datastore.ingest.earlier import (
     part_of,
     producer_of,
 )
-from replaylake.datastore.ingest.inspection import ABORT, REJECT, Inspection, OnProgress, Progress
+from replaylake.datastore.ingest.inspection import (
+    ABORT,
+    REJECT,
+    Inspection,
+    OnProgress,
+    Progress,
+    num_bytes,
+)
 from replaylake.datastore.ingest.receipt import Counts, Receipt
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.spaces import Space
 
 # One shard of the store (64 to 256 MB); a kill loses at most this much work.
 _COMMIT_STEPS: Final = 1_000_000
+# As many bytes end a commit too, as memory holds several times as much meanwhile: frames weigh a
+# hundred times what numbers do.
+_COMMIT_BYTES: Final = 96 << 20
 
 
 def ingest(
@@ -93,6 +104,9 @@ def ingest(
         inspected.run()
         inspection.tally.join(inspected.tally)
     job = _Job(handle, source, known.name, options, commit_steps, on_progress)
+    num_repeated = sum(inspected.num_episodes for inspected in again)
+    num_repeated_steps = sum(inspected.num_steps for inspected in again)
+    job.repeated = LeftOut(0, 0, num_repeated, num_repeated_steps)
     lake.registry.create()  # the handle may be of a lake not made yet: a refused source makes none
     if whole is None:
         job.run(inspection)
@@ -100,8 +114,8 @@ def ingest(
         job.already_present = (inspection.num_episodes, inspection.num_steps)
         job.notes.append(f"nothing to add: version {whole['version']} has these files, with others")
     num_episodes, num_steps = job.already_present
-    num_episodes += sum(inspected.num_episodes for inspected in again)
-    num_steps += sum(inspected.num_steps for inspected in again)
+    num_episodes += num_repeated
+    num_steps += num_repeated_steps
     tally = inspection.tally
     grown = [] if job.version is None else notes_of_grown(source, history)
     return Receipt(
@@ -153,6 +167,8 @@ class _Job:
         self.num_shards = 0
         self.num_bytes = 0
         self.already_present = (0, 0)
+        self.repeated = LeftOut()
+        self._told = LeftOut()
         self.notes: list[str] = []
 
     def run(self, inspection: Inspection) -> None:
@@ -168,7 +184,7 @@ class _Job:
                 return
         self._create(inspection)
         batch: list[Episode] = []
-        num_steps = 0
+        num_steps = num_held = 0
         for episode in inspection.episodes():
             own = replace(episode, episode_id=f"{self._prefix}{episode.episode_id}")
             if (own.episode_id, own.agent_id) in self._present:
@@ -176,9 +192,10 @@ class _Job:
                 continue
             batch.append(own)
             num_steps += len(own)
-            if num_steps >= self._commit_steps:
+            num_held += num_bytes(own)
+            if num_steps >= self._commit_steps or num_held >= _COMMIT_BYTES:
                 self._commit(batch, inspection)
-                batch, num_steps = [], 0
+                batch, num_steps, num_held = [], 0, 0
         self._commit(batch, inspection)
 
     def _catch_up(self, *, is_contested: bool = False) -> Mapping[str, Any] | None:
@@ -222,10 +239,17 @@ class _Job:
             if self._sequence == 0:
                 info["source_files"] = [f.sha256[:DIGITS] for f in self._source.files]
                 info["source_names"] = [f.name for f in self._source.files]
+            tally, present = inspection.tally, self.already_present
+            left_out = LeftOut(tally.num_episodes, tally.num_steps, *present) + self.repeated
             commit = self._dataset.append(
-                batch, producer=self._producer, sequence=self._sequence, info=info
+                batch,
+                producer=self._producer,
+                sequence=self._sequence,
+                info=info,
+                left_out=left_out - self._told,
             )
             if not commit.already_present:
+                self._told = left_out
                 self._count(commit)
                 self._report(commit.version, inspection.num_steps)
                 return

@@ -18,7 +18,7 @@ ABORT: Final = "abort"
 REJECT: Final = "reject"
 
 # Episodes are kept for the second reading up to this size.
-_KEEP_BYTES: Final = 512 << 20
+_KEEP_BYTES: Final = 128 << 20
 # Steps that are checked at once: enough that numpy and not Python does the work on short episodes.
 _CHECK_STEPS: Final = 65_536
 
@@ -116,12 +116,13 @@ class Inspection:
         if self._kept is None:
             return
         self._kept += episodes
-        self._kept_bytes += sum(map(_num_bytes, episodes))
+        self._kept_bytes += sum(map(num_bytes, episodes))
         if self._kept_bytes > _KEEP_BYTES:
             self._kept = None
 
 
-def _num_bytes(episode: Episode) -> int:
+def num_bytes(episode: Episode) -> int:
+    """Return the bytes of an episode's observations, actions, rewards and further columns."""
     arrays = [episode.observations, episode.actions, episode.rewards, *episode.extras.values()]
     return sum(_nbytes(array) for array in arrays)
 

@@ -20,30 +20,56 @@ __all__ = [
     "Lake",
     "MultiBinary",
     "MultiDiscrete",
+    "QueryLimits",
     "ReplayLakeError",
+    "Retention",
     "Snapshot",
     "Text",
     "TrainConfig",
     "Tuple",
     "__version__",
+    "annotate",
+    "compact",
+    "copy",
+    "delete",
+    "diff",
     "evaluate",
+    "fsck",
     "ingest",
     "load_policy",
+    "maintain",
     "open",
+    "purge",
     "record",
     "sessionise",
+    "set_retention",
+    "to_ray",
     "train",
+    "trim",
+    "vacuum",
 ]
 
 if TYPE_CHECKING:
+    from replaylake.datastore.annotate import annotate
     from replaylake.datastore.batch import Batch
     from replaylake.datastore.dataset import Dataset, EpisodeWriter
+    from replaylake.datastore.diff import diff
     from replaylake.datastore.episode import Episode
     from replaylake.datastore.errors import ReplayLakeError
     from replaylake.datastore.ingest.ingest import ingest
     from replaylake.datastore.lake import Lake
     from replaylake.datastore.lake import open_lake as open
+    from replaylake.datastore.maintenance.compact import compact
+    from replaylake.datastore.maintenance.copy import copy
+    from replaylake.datastore.maintenance.delete import delete
+    from replaylake.datastore.maintenance.fsck import fsck
+    from replaylake.datastore.maintenance.maintain import maintain
+    from replaylake.datastore.maintenance.purge import purge
+    from replaylake.datastore.maintenance.retention import Retention, set_retention
+    from replaylake.datastore.maintenance.trim import trim
+    from replaylake.datastore.maintenance.vacuum import vacuum
     from replaylake.datastore.policies.package import load_policy
+    from replaylake.datastore.query.untrusted import QueryLimits
     from replaylake.datastore.sessions.sessionise import sessionise
     from replaylake.datastore.snapshot import Snapshot
     from replaylake.datastore.spaces import (
@@ -58,6 +84,7 @@ if TYPE_CHECKING:
     from replaylake.offline.environments import record
     from replaylake.offline.evaluate import evaluate
     from replaylake.offline.train import TrainConfig, train
+    from replaylake.online.ray_data import to_ray
 
 # Where each public name lives: (module, name there).
 _HOMES = {
@@ -71,18 +98,32 @@ _HOMES = {
     "Lake": ("datastore.lake", "Lake"),
     "MultiBinary": ("datastore.spaces", "MultiBinary"),
     "MultiDiscrete": ("datastore.spaces", "MultiDiscrete"),
+    "QueryLimits": ("datastore.query.untrusted", "QueryLimits"),
     "ReplayLakeError": ("datastore.errors", "ReplayLakeError"),
+    "Retention": ("datastore.maintenance.retention", "Retention"),
     "Snapshot": ("datastore.snapshot", "Snapshot"),
     "Text": ("datastore.spaces", "Text"),
     "TrainConfig": ("offline.train", "TrainConfig"),
     "Tuple": ("datastore.spaces", "Tuple"),
+    "compact": ("datastore.maintenance.compact", "compact"),
+    "copy": ("datastore.maintenance.copy", "copy"),
+    "diff": ("datastore.diff", "diff"),
+    "annotate": ("datastore.annotate", "annotate"),
+    "delete": ("datastore.maintenance.delete", "delete"),
     "evaluate": ("offline.evaluate", "evaluate"),
+    "fsck": ("datastore.maintenance.fsck", "fsck"),
     "ingest": ("datastore.ingest.ingest", "ingest"),
     "load_policy": ("datastore.policies.package", "load_policy"),
+    "maintain": ("datastore.maintenance.maintain", "maintain"),
     "open": ("datastore.lake", "open_lake"),
+    "purge": ("datastore.maintenance.purge", "purge"),
     "record": ("offline.environments", "record"),
     "sessionise": ("datastore.sessions.sessionise", "sessionise"),
+    "set_retention": ("datastore.maintenance.retention", "set_retention"),
+    "to_ray": ("online.ray_data", "to_ray"),
     "train": ("offline.train", "train"),
+    "trim": ("datastore.maintenance.trim", "trim"),
+    "vacuum": ("datastore.maintenance.vacuum", "vacuum"),
 }
 
 # Hidden from type checkers: seeing a module-level __getattr__, they would accept any misspelt name.

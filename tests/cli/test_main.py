@@ -25,6 +25,11 @@ COMMANDS = [
     "list",
     "show",
     "sql",
+    "history",
+    "diff",
+    "tag set",
+    "tag list",
+    "tag remove",
     "train offline",
     "algorithms",
     "evaluate",
@@ -36,6 +41,15 @@ COMMANDS = [
     "serve",
     "sessionise",
     "lineage",
+    "annotate",
+    "delete",
+    "compact",
+    "vacuum",
+    "trim",
+    "retention",
+    "maintain",
+    "fsck",
+    "copy",
 ]
 HEAVY = {
     "bentoml",
@@ -181,6 +195,16 @@ def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
         ("list",),
         ("show", "cartpole"),
         ("sql", "select 1"),
+        ("history", "cartpole"),
+        ("diff", "cartpole@1", "cartpole@2"),
+        ("tag", "set", "cartpole@1", "golden"),
+        ("tag", "list"),
+        ("tag", "remove", "cartpole@golden"),
+        ("compact", "cartpole"),
+        ("vacuum",),
+        ("trim", "cartpole", "--max-steps", "1"),
+        ("retention", "cartpole"),
+        ("maintain",),
         ("train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone"),
         ("evaluate", "clone", "--env", "CartPole-v1"),
         ("policies", "list"),
@@ -193,7 +217,7 @@ def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
     ],
 )
 def test_only_ingest_makes_a_lake(run: Any, lake: Path, arguments: tuple[str, ...]) -> None:
-    run(*arguments).failed(str(lake), "replaylake ingest", "--lake DIR")
+    run(*arguments).failed(str(lake), "replaylake ingest", "--lake LAKE")
     assert not lake.exists()
 
 

@@ -4,6 +4,8 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
+import deltalake
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,8 +14,16 @@ import pytest
 from replaylake.datastore.errors import ShardCorrupt
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.schema import NAMES_TYPE, vector_type
-from replaylake.datastore.shard import read_shard, verify_shard, write_shard
+from replaylake.datastore.shard import (
+    ROW_GROUP_ROWS,
+    read_row_groups,
+    read_shard,
+    verified_groups,
+    verify_shard,
+    write_shard,
+)
 from replaylake.datastore.storage import LocalStorage
+from replaylake.datastore.table import Table
 
 ROWS = pa.table(
     {
@@ -48,6 +58,63 @@ def test_floats_are_split_by_bytes_and_strings_have_dictionaries(
     assert "RLE_DICTIONARY" in encodings["id"]
     assert "RLE_DICTIONARY" not in encodings["blob"]
     assert {group.column(i).compression for i in range(3)} == {"ZSTD"}
+
+
+INTEGERS = pa.table(
+    {
+        "step": pa.array(np.tile(np.arange(1000, dtype=np.int32), 200)),
+        "wild": pa.array(np.random.default_rng(0).integers(-(2**62), 2**62, 200_000)),
+        "when": pa.array(np.arange(200_000) * 17, pa.timestamp("us", tz="UTC")),
+        "small": pa.array([None, 1, -128, 127] * 50_000, pa.int8()),
+        "pair": pa.FixedSizeListArray.from_arrays(
+            pa.array(np.arange(400_000)), type=vector_type(pa.int64(), 2)
+        ),
+    }
+)
+
+
+def test_integers_and_times_are_packed_and_other_engines_read_them(storage: LocalStorage) -> None:
+    table = Table(storage, "t")
+    table.create(INTEGERS.schema)
+    commit = table.append(INTEGERS, producer="p", sequence=0)
+    (path,) = table.snapshot().paths()
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    assert {
+        "DELTA_BINARY_PACKED" in group.column(i).encodings for i in range(group.num_columns)
+    } == {True}
+    assert commit.num_bytes < 200_000 * 8 * 2
+    assert table.snapshot().read().equals(INTEGERS)
+    expected = INTEGERS.to_pydict()
+    folder = str(storage.local("t"))
+    found = duckdb.sql(f"SELECT * FROM '{path}'").to_arrow_table().to_pydict()
+    assert found == expected
+    assert deltalake.DeltaTable(folder).to_pyarrow_table().to_pydict() == expected
+    polars = pytest.importorskip("polars")
+    assert polars.read_parquet(path).to_dict(as_series=False) == expected
+
+
+def test_row_groups_are_of_equal_size(storage: LocalStorage) -> None:
+    """A last one of a few rows would cost as many reads as a full one."""
+    entry = write_shard(storage, "t", pa.table({"x": np.arange(ROW_GROUP_ROWS + 2)}))
+    path = storage.local(f"t/{entry.path}")
+    half = ROW_GROUP_ROWS // 2 + 1
+    assert verified_groups(path, entry) == [half, half]
+    groups = list(read_row_groups(path, entry))
+    assert [group.num_rows for group in groups] == [half, half]
+    assert pa.concat_tables(groups)["x"].to_pylist() == [*range(ROW_GROUP_ROWS + 2)]
+
+
+def test_a_log_that_is_wrong_about_the_rows(written: tuple[Path, FileEntry]) -> None:
+    path, entry = written
+    with pytest.raises(ShardCorrupt, match="found 150 rows, expected 151 as committed"):
+        verified_groups(path, replace(entry, num_rows=151))
+
+
+def test_row_groups_of_a_damaged_shard_are_not_read(written: tuple[Path, FileEntry]) -> None:
+    path, entry = written
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ShardCorrupt, match="found sha256"):
+        next(read_row_groups(path, entry))
 
 
 def test_every_flipped_bit_is_found(written: tuple[Path, FileEntry]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import deltalake
@@ -8,19 +9,22 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from replaylake.datastore import shard as shard_module
 from replaylake.datastore import table as table_module
 from replaylake.datastore.delta_schema import field_id
 from replaylake.datastore.errors import (
     AlreadyExists,
+    CommitConflict,
     NameRefused,
     NotFound,
     SchemaMismatch,
     ShardCorrupt,
+    StorageFailed,
 )
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table
+from replaylake.datastore.table import Table, WrittenRows
 
 SCHEMA = pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("x", pa.int64())])
 
@@ -150,7 +154,7 @@ def test_two_writers_add_columns_at_the_same_moment(
 ) -> None:
     """The second one's shards hold a field id that the first one took: they are written again."""
     other = Table(table.storage, table.root)
-    write_shard = table_module.write_shard
+    write_shard = shard_module.write_shard
     written: list[str] = []
 
     def interrupted(storage: LocalStorage, root: str, data: pa.Table) -> object:
@@ -159,7 +163,7 @@ def test_two_writers_add_columns_at_the_same_moment(
             other.append(rows("theirs", theirs=[1]), producer="other", sequence=0)
         return write_shard(storage, root, data)
 
-    monkeypatch.setattr(table_module, "write_shard", interrupted)
+    monkeypatch.setattr(shard_module, "write_shard", interrupted)
     assert table.append(rows("ours", ours=["text"]), producer="p", sequence=0).version == 2
     assert written == ["id,x,ours", "id,x,theirs", "id,x,theirs,ours"]
     for reader in (table, other, Table(table.storage, table.root)):
@@ -240,3 +244,73 @@ def test_a_log_that_names_files_outside_is_refused(table: Table, tmp_path: Path)
     table.log.commit(lambda _: Intent("p", 0, "WRITE", add=(planted,)))
     with pytest.raises(NameRefused, match="inside of the lake"):
         table.snapshot().read()
+
+
+HOUR_MS = 3_600_000
+
+
+def aged(written: WrittenRows, age_ms: int) -> WrittenRows:
+    entries = [replace(e, modified_ms=e.modified_ms - age_ms) for e in written.entries]
+    return replace(written, entries=tuple(entries))
+
+
+@pytest.mark.parametrize("age_ms", [2 * HOUR_MS, -24 * HOUR_MS])
+def test_shards_that_waited_long_are_looked_for_before_their_commit(
+    table: Table, age_ms: int
+) -> None:
+    """Vacuum takes what no version names for left behind; or the clock was moved."""
+    kept, gone = table.write(rows("a")), table.write(rows("b", "c"))
+    table.storage.delete([f"{table.root}/{gone.entries[0].path}"])
+    with pytest.raises(CommitConflict, match=r"found no shards/.* \(1 of 2 shards\).*Write"):
+        table.commit([aged(kept, age_ms), aged(gone, age_ms)], producer="p", sequence=0)
+    assert table.snapshot().version == 0
+    assert table.commit([aged(kept, age_ms)], producer="p", sequence=0).version == 1
+    assert table.snapshot().read()["id"].to_pylist() == ["a"]
+
+
+def test_a_commit_sent_again_after_its_shards_were_replaced(table: Table) -> None:
+    written = aged(table.write(rows("a")), 2 * HOUR_MS)
+    table.commit([written], producer="p", sequence=0)
+    table.storage.delete([f"{table.root}/{written.entries[0].path}"])
+    assert table.commit([written], producer="p", sequence=0).already_present
+
+
+def test_a_large_append_that_fails_leaves_no_shard(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_module, "_SHARD_ROWS", 1)
+    put = table.storage.put
+    calls: list[str] = []
+
+    def failing(path: str, data: bytes | memoryview) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            raise StorageFailed("disk full")
+        put(path, data)
+
+    monkeypatch.setattr(table.storage, "put", failing)
+    with pytest.raises(StorageFailed, match="disk full"):
+        table.append(rows(*"abcdefgh"), producer="p", sequence=0)
+    assert table.storage.names(f"{table.root}/shards") == []
+    assert table.append(rows(*"abcdefgh"), producer="p", sequence=0).num_shards == 8
+    assert "".join(table.snapshot().read()["id"].to_pylist()) == "abcdefgh"
+
+
+def test_rows_in_the_place_of_others_make_fewer_shards(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What compaction writes is twice as large as what it leaves alone."""
+    monkeypatch.setattr(table_module, "_SHARD_ROWS", 4)
+    assert len(table.write(rows(*"abcdefgh")).entries) == 2
+    assert len(table.write(rows(*"abcdefgh"), since=0).entries) == 1
+
+
+def test_reading_stops_at_a_damaged_shard_in_the_middle(table: Table) -> None:
+    for sequence, name in enumerate("abcd"):
+        table.append(rows(name), producer="p", sequence=sequence)
+    path = table.snapshot().paths()[2]
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    batches = table.snapshot().batches(["id"])
+    assert [next(batches)["id"].to_pylist() for _ in range(2)] == [["a"], ["b"]]
+    with pytest.raises(ShardCorrupt, match=path.name):
+        next(batches)

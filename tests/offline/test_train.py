@@ -69,6 +69,14 @@ def registered(lake):
     return [(row["policy"], row["version"]) for row in lake.registry.list()]
 
 
+def test_a_tag_stays_in_the_lineage_beside_the_version_that_it_meant(lake):
+    lake.tag("line@1", "golden")
+    result = train(lake, ["line@golden"], quick(), policy_name="tagged")
+    lake.tags.set("line", "golden", 0, replace=True)
+    (dataset,) = lake.registry.show(result.policy)["lineage"]["datasets"]
+    assert (dataset["version"], dataset["named"]) == (1, "line@golden")
+
+
 def test_a_run_leaves_a_policy_a_lineage_and_a_record(lake):
     result = train(
         lake,

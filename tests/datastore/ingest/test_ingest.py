@@ -418,6 +418,32 @@ def test_what_is_rejected_is_rejected_in_each_of_two_equal_files(
     assert [reason.num_episodes for reason in receipt.reasons] == [2]
 
 
+def test_each_commit_accounts_for_what_was_read(lake: Lake, tmp_path: Path) -> None:
+    """Two files of the same bytes, two commits each, one episode refused: nothing is lost."""
+    for name in ("a.csv", "b.csv"):
+        _csv(tmp_path, _episode("x") + _episode("z") + "y,0,0.5,1,nan,1\n", name)
+    receipt = ingest(
+        lake,
+        [tmp_path / "a.csv", tmp_path / "b.csv"],
+        "log",
+        on_invalid="reject",
+        commit_steps=1,
+    )
+    commits = [c for c in lake.dataset("log").history() if "num_produced" in c]
+    assert len(commits) == 2
+    for unit, counts in (("", receipt.episodes), ("_steps", receipt.steps)):
+        sums = {
+            name: sum(commit[f"num_{name}{unit}"] for commit in commits)
+            for name in ("produced", "rejected", "already_present")
+        }
+        committed = sum(c["num_steps" if unit else "num_episodes"] for c in commits)
+        assert counts == Counts(committed, sums["rejected"], sums["already_present"])
+        assert sums["produced"] == counts.read
+    version = lake.snapshot("log").version
+    ingest(lake, [tmp_path / "a.csv"], "log", on_invalid="reject")
+    assert lake.snapshot("log").version == version, "only the receipt tells of it"
+
+
 def test_a_log_that_has_grown_is_noted(lake: Lake, tmp_path: Path) -> None:
     ingest(lake, [_csv(tmp_path, _episode("x"))], "log")
     receipt = ingest(lake, [_csv(tmp_path, _episode("x") + _episode("y"))], "log")
