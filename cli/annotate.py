@@ -18,7 +18,7 @@ from replaylake.cli.options import (
 from replaylake.cli.report import Report, count
 
 if TYPE_CHECKING:
-    from replaylake.datastore.annotate import AnnotationReceipt
+    from replaylake.datastore.labels.annotate import AnnotationReceipt
 
 _NO = 3
 
@@ -93,8 +93,8 @@ def annotate(
       replaylake annotate live conversions.csv --on decision_id --set reward=value
       replaylake annotate chats scores.jsonl --on episode_id --set reward=score --add score
     """
-    from replaylake.datastore.annotate import annotate as run
-    from replaylake.datastore.labels import parse_key, read_labels
+    from replaylake.datastore.labels.annotate import annotate as run
+    from replaylake.datastore.labels.labels import parse_key, read_labels
     from replaylake.datastore.lake import open_lake
 
     report = Report(as_json)

@@ -11,7 +11,7 @@ from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOp
 from replaylake.cli.report import Report, count, size
 
 if TYPE_CHECKING:
-    from replaylake.datastore.maintenance.copy import CopyReceipt
+    from replaylake.datastore.maintenance.copy.copy import CopyReceipt
 
 
 def copy(
@@ -47,7 +47,7 @@ def copy(
       replaylake copy robots s3://centre/lake --as fleet
     """
     from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.maintenance.copy import copy as run
+    from replaylake.datastore.maintenance.copy.copy import copy as run
 
     report = Report(as_json)
     source = open_lake(lake)

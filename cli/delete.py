@@ -13,7 +13,7 @@ from replaylake.cli.report import Report, count
 if TYPE_CHECKING:
     from replaylake.datastore.lake import Lake
     from replaylake.datastore.maintenance.delete import Deleted
-    from replaylake.datastore.maintenance.purge import Purged
+    from replaylake.datastore.maintenance.purge.purge import Purged
 
 _NO = 3
 
@@ -66,7 +66,7 @@ def delete(
 
 
 def _purge(report: Report, lake: Lake, dataset: str, where: str, yes: bool) -> None:
-    from replaylake.datastore.maintenance.purge import purge as run
+    from replaylake.datastore.maintenance.purge.purge import purge as run
 
     with report.waiting(f"purging {dataset}" if yes else f"looking through {dataset}"):
         done = run(lake, dataset, where, dry_run=not yes)

@@ -11,7 +11,7 @@ from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOp
 from replaylake.cli.report import Report, count, size
 
 if TYPE_CHECKING:
-    from replaylake.datastore.maintenance.fsck import FsckReport
+    from replaylake.datastore.maintenance.fsck.fsck import FsckReport
 
 _NO = 3
 
@@ -59,7 +59,7 @@ def fsck(
       replaylake fsck cartpole --repair
     """
     from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.maintenance.fsck import fsck as check
+    from replaylake.datastore.maintenance.fsck.fsck import fsck as check
 
     report = Report(as_json)
     opened = open_lake(lake)

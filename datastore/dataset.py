@@ -9,9 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from replaylake.datastore.accounting import LeftOut, commit_counts
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.episode_writer import EpisodeWriter as EpisodeWriter
 from replaylake.datastore.episodes import checked_all
 from replaylake.datastore.errors import (
     AlreadyExists,
@@ -34,6 +32,8 @@ from replaylake.datastore.storage import LocalStorage, Storage
 from replaylake.datastore.table import Commit as TableCommit
 from replaylake.datastore.table import Table, WrittenRows
 from replaylake.datastore.table_schema import configuration_of, table_schema
+from replaylake.datastore.writer.accounting import LeftOut, commit_counts
+from replaylake.datastore.writer.episode_writer import EpisodeWriter as EpisodeWriter
 
 
 @dataclass(frozen=True)

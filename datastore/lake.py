@@ -15,15 +15,15 @@ from replaylake.datastore.errors import NameRefused, NotFound, StorageFailed
 from replaylake.datastore.locations import open_storage
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.names import parse_snapshot
-from replaylake.datastore.pinned import Pinned
 from replaylake.datastore.policies.registry import LAKE_ROOT, Registry
-from replaylake.datastore.purges import Purges
 from replaylake.datastore.query import query, relations
 from replaylake.datastore.query.untrusted import QueryLimits, UntrustedResult, run_untrusted
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.storage import LocalStorage, Storage
 from replaylake.datastore.table import TableSnapshot
-from replaylake.datastore.tags import Tags, tag_snapshot
+from replaylake.datastore.versions.pinned import Pinned
+from replaylake.datastore.versions.purges import Purges
+from replaylake.datastore.versions.tags import Tags, tag_snapshot
 
 _KEY_PATH: Final = "_lake/keys/signing"
 _KEY_BYTES: Final = 32

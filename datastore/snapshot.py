@@ -10,13 +10,13 @@ import pyarrow as pa
 
 from replaylake.datastore.arrays import read_arrays
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.presence import check_present
 from replaylake.datastore.query import query
 from replaylake.datastore.replay.packing import OnProgress
 from replaylake.datastore.replay.view import ReplayView, open_view
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import Values, describe
 from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.versions.presence import check_present
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.cli.report import table_lines
-from replaylake.datastore.accounting import LeftOut
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.policies.manifest import GRAPH, MANIFEST, manifest_bytes
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.writer.accounting import LeftOut
 
 _TEXT = (Path(__file__).parents[1] / "docs" / "SQL.md").read_text()
 _HOUR_US = 3_600_000_000

@@ -24,7 +24,7 @@ from replaylake.datastore.formats.steps import decode_steps
 from replaylake.datastore.formats.tables import ORIGIN, Kept, Tables, survey, uniform_chunks
 from replaylake.datastore.spaces import Array
 
-_BLOCK_BYTES: Final = 32 << 20
+_BLOCK_BYTES: Final = 16 << 20
 
 
 class TabularReading:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from replaylake.datastore.accounting import LeftOut
 from replaylake.datastore.dataset import Commit, Dataset
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import AlreadyExists, ConfigInvalid
@@ -38,6 +37,7 @@ from replaylake.datastore.ingest.inspection import (
 from replaylake.datastore.ingest.receipt import Counts, Receipt
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.spaces import Space
+from replaylake.datastore.writer.accounting import LeftOut
 
 # One shard of the store (64 to 256 MB); a kill loses at most this much work.
 _COMMIT_STEPS: Final = 1_000_000

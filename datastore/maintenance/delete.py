@@ -17,7 +17,6 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.maintenance.removal import decisions_of, forget_decisions, removal
 from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.presence import check_present
 from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
 from replaylake.datastore.rewrite import Plan, rewrite
 from replaylake.datastore.schema import (
@@ -29,6 +28,7 @@ from replaylake.datastore.schema import (
 )
 from replaylake.datastore.sessions.decisions import DECISION_ID, recover_feedback
 from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.versions.presence import check_present
 
 
 @dataclass(frozen=True)

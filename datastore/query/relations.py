@@ -12,7 +12,7 @@ import pyarrow as pa
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.policies.registry import Registry
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.tags import Tags
+from replaylake.datastore.versions.tags import Tags
 
 _TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
 _COMMITS: Final = pa.schema(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from replaylake.datastore.delta_schema import field_id, to_duckdb
-from replaylake.datastore.presence import check_present
 from replaylake.datastore.query.statements import literal
 from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.versions.presence import check_present
 
 
 def scan(snapshot: TableSnapshot, paths: Sequence[Path | str] | None = None) -> str:

@@ -10,12 +10,12 @@ import duckdb
 import pyarrow as pa
 
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.presence import check_present
 from replaylake.datastore.query import episode_views, summaries
 from replaylake.datastore.query.scan import scan
 from replaylake.datastore.query.statements import execute
 from replaylake.datastore.shard import blob_of
 from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.versions.presence import check_present
 
 _LAKE_VIEWS: Final = ("commits", "datasets", "policies", "runs", "shards")
 STEP_VIEWS: Final = ("steps", "episodes", "games", "transitions")

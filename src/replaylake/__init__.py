@@ -50,21 +50,20 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from replaylake.datastore.annotate import annotate
     from replaylake.datastore.batch import Batch
     from replaylake.datastore.dataset import Dataset, EpisodeWriter
-    from replaylake.datastore.diff import diff
     from replaylake.datastore.episode import Episode
     from replaylake.datastore.errors import ReplayLakeError
     from replaylake.datastore.ingest.ingest import ingest
+    from replaylake.datastore.labels.annotate import annotate
     from replaylake.datastore.lake import Lake
     from replaylake.datastore.lake import open_lake as open
     from replaylake.datastore.maintenance.compact import compact
-    from replaylake.datastore.maintenance.copy import copy
+    from replaylake.datastore.maintenance.copy.copy import copy
     from replaylake.datastore.maintenance.delete import delete
-    from replaylake.datastore.maintenance.fsck import fsck
+    from replaylake.datastore.maintenance.fsck.fsck import fsck
     from replaylake.datastore.maintenance.maintain import maintain
-    from replaylake.datastore.maintenance.purge import purge
+    from replaylake.datastore.maintenance.purge.purge import purge
     from replaylake.datastore.maintenance.retention import Retention, set_retention
     from replaylake.datastore.maintenance.trim import trim
     from replaylake.datastore.maintenance.vacuum import vacuum
@@ -81,6 +80,7 @@ if TYPE_CHECKING:
         Text,
         Tuple,
     )
+    from replaylake.datastore.versions.diff import diff
     from replaylake.offline.environments import record
     from replaylake.offline.evaluate import evaluate
     from replaylake.offline.train import TrainConfig, train
@@ -105,18 +105,18 @@ _HOMES = {
     "Text": ("datastore.spaces", "Text"),
     "TrainConfig": ("offline.train", "TrainConfig"),
     "Tuple": ("datastore.spaces", "Tuple"),
+    "annotate": ("datastore.labels.annotate", "annotate"),
     "compact": ("datastore.maintenance.compact", "compact"),
-    "copy": ("datastore.maintenance.copy", "copy"),
-    "diff": ("datastore.diff", "diff"),
-    "annotate": ("datastore.annotate", "annotate"),
+    "copy": ("datastore.maintenance.copy.copy", "copy"),
     "delete": ("datastore.maintenance.delete", "delete"),
+    "diff": ("datastore.versions.diff", "diff"),
     "evaluate": ("offline.evaluate", "evaluate"),
-    "fsck": ("datastore.maintenance.fsck", "fsck"),
+    "fsck": ("datastore.maintenance.fsck.fsck", "fsck"),
     "ingest": ("datastore.ingest.ingest", "ingest"),
     "load_policy": ("datastore.policies.package", "load_policy"),
     "maintain": ("datastore.maintenance.maintain", "maintain"),
     "open": ("datastore.lake", "open_lake"),
-    "purge": ("datastore.maintenance.purge", "purge"),
+    "purge": ("datastore.maintenance.purge.purge", "purge"),
     "record": ("offline.environments", "record"),
     "sessionise": ("datastore.sessions.sessionise", "sessionise"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),

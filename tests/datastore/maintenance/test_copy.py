@@ -20,8 +20,8 @@ from replaylake.datastore.errors import (
     StorageFailed,
 )
 from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.maintenance.copy import CopyReceipt, copy
-from replaylake.datastore.maintenance.fsck import fsck
+from replaylake.datastore.maintenance.copy.copy import CopyReceipt, copy
+from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.rewrite import Plan, rewrite
 
 Make = Callable[..., Episode]

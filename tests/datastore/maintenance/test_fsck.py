@@ -21,8 +21,8 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, NotFound, ReplayLakeError, ShardCorrupt
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.log.commit_log import CommitLog
-from replaylake.datastore.maintenance.finding import NOTE, Finding, Findings
-from replaylake.datastore.maintenance.fsck import FsckReport, fsck
+from replaylake.datastore.maintenance.fsck.finding import NOTE, Finding, Findings
+from replaylake.datastore.maintenance.fsck.fsck import FsckReport, fsck
 from replaylake.datastore.table import WrittenRows
 
 Make = Callable[..., Episode]

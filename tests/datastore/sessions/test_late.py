@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from replaylake.datastore.annotate import annotate
+from replaylake.datastore.labels.annotate import annotate
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.sessions.decision_id import DecisionSigner

@@ -8,7 +8,7 @@ from typing import Final
 import pyarrow as pa
 
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
-from replaylake.datastore.labels import Key, Labels
+from replaylake.datastore.labels.labels import Key, Labels
 from replaylake.datastore.schema import REWARD, STANDARD_COLUMNS, check_names
 from replaylake.datastore.sessions.decisions import (
     DECISION_ID,

@@ -12,14 +12,14 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.maintenance.dataset_check import (
+from replaylake.datastore.maintenance.fsck.dataset_check import (
     CheckedDataset,
     DatasetCheck,
     OnProgress,
     age_text,
 )
-from replaylake.datastore.maintenance.finding import ERROR, NOTE, Finding
-from replaylake.datastore.maintenance.quarantine import Repair
+from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding
+from replaylake.datastore.maintenance.fsck.quarantine import Repair
 from replaylake.datastore.policies.package import check_package
 from replaylake.datastore.policies.registry import LAKE_ROOT
 

@@ -24,10 +24,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
-from replaylake.datastore.label_columns import check_assigned, typed_columns
-from replaylake.datastore.label_expression import LabelExpression, parse_expression
-from replaylake.datastore.label_match import Match, match
-from replaylake.datastore.labels import Key, Labels, check_key, parse_key, prepare
+from replaylake.datastore.labels.columns import check_assigned, typed_columns
+from replaylake.datastore.labels.expression import LabelExpression, parse_expression
+from replaylake.datastore.labels.labels import Key, Labels, check_key, parse_key, prepare
+from replaylake.datastore.labels.match import Match, match
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.scan import arrow_of, scanning

@@ -15,18 +15,18 @@ from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import LogCorrupt, NotFound
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.maintenance.finding import ERROR, NOTE, Finding, Findings
-from replaylake.datastore.maintenance.kept import kept_files
-from replaylake.datastore.maintenance.log_check import CheckedLog, check_log, mend_log
-from replaylake.datastore.maintenance.quarantine import (
+from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding, Findings
+from replaylake.datastore.maintenance.fsck.log_check import CheckedLog, check_log, mend_log
+from replaylake.datastore.maintenance.fsck.quarantine import (
     Damage,
     Orphan,
     Repair,
     quarantine_orphans,
     take_out,
 )
-from replaylake.datastore.maintenance.row_check import RowCheck
-from replaylake.datastore.maintenance.shard_check import CheckedShard, check_shard
+from replaylake.datastore.maintenance.fsck.row_check import RowCheck
+from replaylake.datastore.maintenance.fsck.shard_check import CheckedShard, check_shard
+from replaylake.datastore.maintenance.kept import kept_files
 from replaylake.datastore.sessions.decisions import DECISION_ID
 from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.table import Table

@@ -10,8 +10,8 @@ from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import NotFound, ShardCorrupt
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.presence import check_present
 from replaylake.datastore.query import summaries
+from replaylake.datastore.versions.presence import check_present
 
 Make = Callable[..., Episode]
 GONE = (

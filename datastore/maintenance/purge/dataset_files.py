@@ -9,9 +9,9 @@ from typing import Final
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.maintenance.earlier_versions import named_paths
-from replaylake.datastore.maintenance.quarantine import FOLDER as QUARANTINE
-from replaylake.datastore.maintenance.traces import Trace, Wanted, find_traces
+from replaylake.datastore.maintenance.fsck.quarantine import FOLDER as QUARANTINE
+from replaylake.datastore.maintenance.purge.earlier_versions import named_paths
+from replaylake.datastore.maintenance.purge.traces import Trace, Wanted, find_traces
 from replaylake.datastore.policies.registry import LAKE_ROOT
 from replaylake.datastore.query import summaries
 from replaylake.datastore.sessions.leftovers import drop_damaged, journals_with

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from replaylake.datastore.accounting import LeftOut, rejected
 from replaylake.datastore.episode import Episode, checked
 from replaylake.datastore.errors import EpisodeInvalid, ReplayLakeError, SchemaMismatch
 from replaylake.datastore.inference import infer_spec, widest
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.open_episode import OpenEpisode
-from replaylake.datastore.pieces import PieceOrder, without_present
-from replaylake.datastore.refusal import named, sorted_out
 from replaylake.datastore.rows import check_encodable
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import num_bytes
+from replaylake.datastore.writer.accounting import LeftOut, rejected
+from replaylake.datastore.writer.open_episode import OpenEpisode
+from replaylake.datastore.writer.pieces import PieceOrder, without_present
+from replaylake.datastore.writer.refusal import named, sorted_out
 
 if TYPE_CHECKING:
     from replaylake.datastore.dataset import Commit, Dataset

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore import pieces as pieces_module
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import EpisodeInvalid, NotFound, StorageFailed
 from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.pieces import PieceOrder, cut
+from replaylake.datastore.writer import pieces as pieces_module
+from replaylake.datastore.writer.pieces import PieceOrder, cut
 
 Make = Callable[..., Episode]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
-from replaylake.datastore.maintenance.shard_check import run_schema
+from replaylake.datastore.maintenance.fsck.shard_check import run_schema
 from replaylake.datastore.query.connections import connect
 
 # DuckDB spills to disk above it. A run is a few dozen bytes; most episodes have one.

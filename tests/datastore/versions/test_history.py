@@ -4,7 +4,7 @@ import pytest
 
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.rewrite import Plan, rewrite
-from replaylake.datastore.versions import history
+from replaylake.datastore.versions.history import history
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from replaylake.datastore.errors import NotFound, ReplayLakeError, ShardCorrupt
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.policies.registry import LAKE_ROOT
-from replaylake.datastore.purges import Purges
 from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.versions.purges import Purges
 
 
 def check_present(snapshot: TableSnapshot) -> None:

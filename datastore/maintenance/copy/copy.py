@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from replaylake.datastore.accounting import LeftOut, commit_counts
 from replaylake.datastore.compatibility import difference
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import (
@@ -21,13 +20,14 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import LogState
-from replaylake.datastore.maintenance.copy_plan import CopyPlan, plan_copy
-from replaylake.datastore.maintenance.copy_rows import RowsPresent
-from replaylake.datastore.maintenance.copy_shards import ShardMover
+from replaylake.datastore.maintenance.copy.plan import CopyPlan, plan_copy
+from replaylake.datastore.maintenance.copy.rows import RowsPresent
+from replaylake.datastore.maintenance.copy.shards import ShardMover
 from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.table import Table, TableSnapshot, WrittenRows
 from replaylake.datastore.table_schema import merged_schema
+from replaylake.datastore.writer.accounting import LeftOut, commit_counts
 
 _PREFIX: Final = "copy/"
 # Those who commit without bringing in rows: a table with no other writers has only copied rows.

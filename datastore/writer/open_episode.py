@@ -21,7 +21,7 @@ from replaylake.datastore.schema import (
 from replaylake.datastore.spaces import Array, Dict, Space, Text, Tuple, children, num_bytes
 
 if TYPE_CHECKING:
-    from replaylake.datastore.episode_writer import EpisodeWriter
+    from replaylake.datastore.writer.episode_writer import EpisodeWriter
 
 # The columns that `step` takes, and what Episode calls a piece's worth of each.
 _FIELDS: Final = {

@@ -14,7 +14,6 @@ from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.annotate import AnnotationReceipt, annotate
 from replaylake.datastore.errors import (
     ConfigInvalid,
     NotFound,
@@ -22,7 +21,8 @@ from replaylake.datastore.errors import (
     QueryRefused,
     SchemaMismatch,
 )
-from replaylake.datastore.labels import parse_key, read_labels
+from replaylake.datastore.labels.annotate import AnnotationReceipt, annotate
+from replaylake.datastore.labels.labels import parse_key, read_labels
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 

@@ -27,26 +27,26 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.maintenance.dataset_files import (
+from replaylake.datastore.maintenance.delete import remove_episodes
+from replaylake.datastore.maintenance.purge.dataset_files import (
     JOURNAL,
     LIVE,
     WORK_LISTS,
     DatasetFiles,
 )
-from replaylake.datastore.maintenance.delete import remove_episodes
-from replaylake.datastore.maintenance.earlier_versions import (
+from replaylake.datastore.maintenance.purge.earlier_versions import (
     feedback_everywhere,
     select_everywhere,
     versions_with,
 )
+from replaylake.datastore.maintenance.purge.traces import Trace, Wanted
+from replaylake.datastore.maintenance.purge.trained import trained_on
 from replaylake.datastore.maintenance.removal import forget_decisions, removal
-from replaylake.datastore.maintenance.traces import Trace, Wanted
-from replaylake.datastore.maintenance.trained import trained_on
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.purges import DONE, RUNNING, Purge
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.schema import EPISODE_ID
 from replaylake.datastore.sessions.decisions import recover_feedback
+from replaylake.datastore.versions.purges import DONE, RUNNING, Purge
 
 # A live server commits its journal every second, a writer may append to an episode that goes.
 _TRIES: Final = 5

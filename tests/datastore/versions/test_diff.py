@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from replaylake.datastore import diff as module
-from replaylake.datastore.diff import Changes, EpisodeKey, diff
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.versions.diff import Changes, EpisodeKey, diff
+from replaylake.datastore.versions.history import diff as module
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Fsck: what is wrong with a lake, and putting it aside."""

@@ -1,0 +1,1 @@
+"""Purge: episodes out of every version and file, with a proof."""

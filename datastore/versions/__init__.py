@@ -1,0 +1,1 @@
+"""Versions of datasets: named, listed, compared, read by SQL, and told when they are gone."""

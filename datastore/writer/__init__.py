@@ -1,0 +1,1 @@
+"""EpisodeWriter: episodes and their pieces into commits, each accounted for."""
