@@ -7,6 +7,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 PY := .venv/bin/python
 SOURCES := $(wildcard datastore offline online serve cli tests examples benchmarks) src/replaylake/__init__.py
 WORKERS ?= 2
+KILLS ?= 500
 
 .PHONY: .venv demo test chaos check bench clean
 .DEFAULT_GOAL := test
@@ -33,9 +34,11 @@ test: .venv/.installed
 	@echo "tests: slow, $(WORKERS) at a time"
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "slow and not gpu and not chaos" || [ $$? -eq 5 ]
 
-# The long form of the fault tests: kills, damage and failing disks by the hundred.
+# The long form of the fault tests: kills, damage and failing disks by the hundred. `make chaos KILLS=2000`
+# kills more often; -rP shows what each test did.
 chaos: .venv/.installed
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) -m chaos
+	@echo "tests: chaos, $(KILLS) kills, $(WORKERS) at a time"
+	@REPLAYLAKE_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(PY) -m pytest -q -rP -n $(WORKERS) -m chaos
 
 check: .venv/.installed
 	@echo "ruff format --check"

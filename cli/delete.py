@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    NOTHING_CHANGED,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+)
 from replaylake.cli.report import Report, count
 
 if TYPE_CHECKING:
@@ -78,13 +84,14 @@ def _purge(report: Report, lake: Lake, dataset: str, where: str, yes: bool) -> N
 def _deleted(done: Deleted) -> Iterator[str]:
     feedback = f"{count(done.num_decisions, 'decision')}, {count(done.num_rewards, 'reward')}"
     what = f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')}, {feedback}"
-    if done.dry_run:
-        yield f"{done.dataset}: would delete {what}; {count(done.steps_left, 'step')} left"
-        yield "  nothing was changed: --yes does it"
-    elif done.version is None:
+    left = f"{count(done.steps_left, 'step')} left"
+    if done.num_episodes == 0:
         yield f"{done.dataset}: nothing to delete"
+    elif done.dry_run:
+        yield f"{done.dataset}: would delete {what}; {left}"
+        yield f"  {NOTHING_CHANGED}"
     else:
-        yield f"{done.dataset}@{done.version}: deleted {what}; {done.steps_left:,} steps left"
+        yield f"{done.dataset}@{done.version}: deleted {what}; {left}"
         yield "  earlier versions keep them until vacuum; --purge takes them out of those too"
 
 
@@ -102,16 +109,16 @@ def _purged(done: Purged) -> Iterator[str]:
         yield f"{done.dataset}@{done.version}: purged {what} (purge {done.id})"
     for one in done.resumed:
         yield f"  purge {one} had not come to its end: finished"
-    would = "would no longer" if done.dry_run else "can no longer"
+    would = "could no longer" if done.dry_run else "can no longer"
     if done.versions:
-        yield f"  versions {_ranges(done.versions)} {would} be read"
+        yield f"  {_ranges(done.versions)} {would} be read"
     if done.tags:
         yield f"  tags broken: {', '.join(done.tags)}"
     for policy, num in done.policies.items():
         of = "some, perhaps: its version cannot be read" if num is None else count(num, "episode")
         yield f"  policy {policy} was trained on them: {of}"
     if done.dry_run:
-        yield "  nothing was changed: --yes does it"
+        yield f"  {NOTHING_CHANGED}"
         return
     for trace in done.left:
         yield f"  left: {trace.path} ({trace.kind})"
@@ -122,4 +129,6 @@ def _purged(done: Purged) -> Iterator[str]:
 
 
 def _ranges(versions: tuple[tuple[int, int], ...]) -> str:
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in versions)
+    ranges = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in versions)
+    is_one = len(versions) == 1 and versions[0][0] == versions[0][1]
+    return f"{'version' if is_one else 'versions'} {ranges}"

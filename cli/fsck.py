@@ -20,7 +20,7 @@ def fsck(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DATASET]...",
+            metavar="DATASET",
             show_default=False,
             help="Datasets; all of them, and the lake's own log and policies, by default.",
         ),

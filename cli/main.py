@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from replaylake.cli import (
     algorithms,
@@ -52,11 +53,45 @@ from replaylake.datastore.version import VERSION
 
 _INTERRUPTED: Final = 130
 
+# The headings of `replaylake --help`, each with its commands.
+GROUPS: Final = {
+    "Put episodes in": ("ingest", "rollout", "sessionise", "annotate"),
+    "Look at them": ("list", "show", "sql", "history", "diff", "tag", "lineage"),
+    "Learn and serve": ("train", "algorithms", "evaluate", "policies", "package", "serve"),
+    "Keep the lake": (
+        "maintain",
+        "retention",
+        "compact",
+        "trim",
+        "delete",
+        "vacuum",
+        "fsck",
+        "copy",
+    ),
+}
+
+
+class _Commands(TyperGroup):
+    """The commands under their headings."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(len(name) for name in self.commands)
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [
+                        (name.ljust(width), self.commands[name].get_short_help_str(64))
+                        for name in names
+                    ]
+                )
+
+
 # Plain help: rich's panels cost 0.1 s of start-up and say no more.
 _SETTINGS: Final[dict[str, Any]] = {"rich_markup_mode": None, "no_args_is_help": True}
 app = typer.Typer(
     help="A lake of episodes: record, query, learn offline, serve, and learn from what was served.",
     epilog="Each command has --help with an example. docs/CLI.md has them all.",
+    cls=_Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -80,6 +115,9 @@ def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> N
 
 
 _register(app, "ingest", ingest.ingest)
+_register(app, "rollout", rollout.rollout)
+_register(app, "sessionise", sessionise.sessionise)
+_register(app, "annotate", annotate.annotate)
 _register(app, "list", datasets.list_datasets)
 _register(app, "show", datasets.show)
 _register(app, "sql", sql.sql)
@@ -89,28 +127,25 @@ app.add_typer(_tag, name="tag")
 _register(_tag, "set", tag.set_tag)
 _register(_tag, "list", tag.list_tags)
 _register(_tag, "remove", tag.remove_tag)
-_register(app, "evaluate", evaluate.evaluate)
-_register(app, "package", package.package)
-_register(app, "rollout", rollout.rollout)
-_register(app, "serve", serve.serve)
-_register(app, "sessionise", sessionise.sessionise)
 _register(app, "lineage", lineage.lineage)
-_register(app, "annotate", annotate.annotate)
-_register(app, "delete", delete.delete)
-_register(app, "compact", compact.compact)
-_register(app, "vacuum", vacuum.vacuum)
-_register(app, "trim", trim.trim)
-_register(app, "retention", retention.retention)
-_register(app, "maintain", maintain.maintain)
-_register(app, "fsck", fsck.fsck)
-_register(app, "copy", copy.copy)
 app.add_typer(_train, name="train")
 _register(_train, "offline", train.offline)
 _register(app, "algorithms", algorithms.list_algorithms)
+_register(app, "evaluate", evaluate.evaluate)
 app.add_typer(_policies, name="policies")
 _register(_policies, "list", policies.list_policies)
 _register(_policies, "show", policies.show_policy)
 _register(_policies, "alias", policies.alias_policy)
+_register(app, "package", package.package)
+_register(app, "serve", serve.serve)
+_register(app, "maintain", maintain.maintain)
+_register(app, "retention", retention.retention)
+_register(app, "compact", compact.compact)
+_register(app, "trim", trim.trim)
+_register(app, "delete", delete.delete)
+_register(app, "vacuum", vacuum.vacuum)
+_register(app, "fsck", fsck.fsck)
+_register(app, "copy", copy.copy)
 
 
 @_train.callback()

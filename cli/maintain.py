@@ -31,7 +31,7 @@ def maintain(
     datasets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DATASET...]",
+            metavar="DATASET",
             show_default=False,
             help="By default all, and what crashes left of the lake itself.",
         ),

@@ -13,6 +13,8 @@ import typer
 from replaylake.datastore.errors import ConfigInvalid
 
 DEFAULT_LAKE: Final = "lake"
+# How `delete`, `trim` and `vacuum` end without --yes.
+NOTHING_CHANGED: Final = "nothing was changed: --yes does it"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?")
@@ -77,17 +79,18 @@ def usage_errors(option: str) -> Iterator[None]:
     try:
         yield
     except ConfigInvalid as error:
-        message = str(error).removeprefix(f"{option}: ")
+        # The library names its own parameter, as in `vacuum: older_than_s: found ...`.
+        message = re.sub(r"^(?:[a-z_-]+: )+(?=found )", "", str(error))
         raise typer.BadParameter(message, param_hint=option) from error
 
 
-def parse_pairs(texts: Sequence[str], option: str) -> dict[str, str]:
+def parse_pairs(texts: Sequence[str], option: str, form: str = "key=value") -> dict[str, str]:
     """Split `key=value` texts. Raises: typer.BadParameter (exit 2) for a text of another form."""
     pairs: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise typer.BadParameter(f"found {text!r}, expected key=value.", param_hint=option)
+            raise typer.BadParameter(f"found {text!r}, expected {form}.", param_hint=option)
         if key.strip() in pairs:
             raise typer.BadParameter(f"found {key.strip()!r} twice.", param_hint=option)
         pairs[key.strip()] = value.strip()

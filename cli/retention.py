@@ -81,7 +81,11 @@ def retention(
       replaylake retention play
     """
     from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.maintenance.retention import retention_of, set_retention
+    from replaylake.datastore.maintenance.retention import (
+        check_field,
+        retention_of,
+        set_retention,
+    )
 
     stated: dict[str, int | float | None] = {}
     for field, option, text, parse in (
@@ -91,14 +95,16 @@ def retention(
         ("target_shard_bytes", "--target-shard", target_shard, parse_size),
         ("cache_max_bytes", "--cache-max", cache_max, parse_size),
     ):
-        if text is not None:
-            stated[field] = _value(text, option, parse)
+        if text is None:
+            continue
+        stated[field] = value = _value(text, option, parse)
+        with usage_errors(option):
+            check_field(field, value)
     report = Report(as_json)
     opened = open_lake(lake)
     now = retention_of(opened.dataset(dataset).snapshot().table)
     if stated:
-        with usage_errors("retention"):
-            now = set_retention(opened, dataset, stated)
+        now = set_retention(opened, dataset, stated)
     report.answer({"dataset": dataset, **now.to_json()}, _lines(dataset, now))
 
 

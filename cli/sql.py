@@ -101,7 +101,7 @@ def sql(
         key: parse_literal(value, "--param", key)
         for key, value in parse_pairs(param or [], "--param").items()
     }
-    versions = parse_pairs(at or [], "--at")
+    versions = parse_pairs(at or [], "--at", "DATASET=VERSION, such as cartpole=12")
     chosen = _format(form, as_json, output)
     with report.waiting("running the query"):
         rows, also = _rows(open_lake(lake), text, parameters, versions, untrusted)
@@ -193,7 +193,9 @@ def _print(report: Report, rows: Any, form: str, also: Mapping[str, Any]) -> Non
 
 def _print_table(report: Report, rows: Any) -> None:
     """Print the columns that fit on the terminal, and name the others; off a terminal, all."""
-    values, columns = rows.to_pylist(maps_as_pydicts="lossy"), rows.column_names
+    from replaylake.datastore.query.results import python_rows
+
+    values, columns = list(python_rows(rows)), rows.column_names
     if answer_stream().isatty():
         width = shutil.get_terminal_size().columns
         columns = fitting(values, columns, width)

@@ -55,7 +55,7 @@ def set_tag(
 def list_tags(
     dataset: Annotated[
         str | None,
-        typer.Argument(metavar="[DATASET]", show_default=False, help="Of one dataset; else all."),
+        typer.Argument(metavar="DATASET", show_default=False, help="Of one dataset; else all."),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,

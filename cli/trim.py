@@ -9,6 +9,7 @@ import typer
 
 from replaylake.cli.options import (
     DEFAULT_LAKE,
+    NOTHING_CHANGED,
     DebugOption,
     JsonOption,
     LakeOption,
@@ -39,6 +40,7 @@ def trim(
             help="Episodes go whose newest row is older: 30s, 15m, 1h, 7d.",
         ),
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; else only say what would go.")] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -49,7 +51,7 @@ def trim(
 
     Example:
       replaylake trim play --max-steps 1000000
-      replaylake trim live --older-than 30d
+      replaylake trim live --older-than 30d --yes
     """
     from replaylake.datastore.lake import open_lake
     from replaylake.datastore.maintenance.trim import trim as run
@@ -60,17 +62,22 @@ def trim(
         )
     report = Report(as_json)
     age_s = None if older_than is None else parse_duration(older_than, "--older-than")
-    with report.waiting(f"trimming {dataset}"):
-        done = run(open_lake(lake), dataset, max_steps=max_steps, older_than_s=age_s)
+    with report.waiting(f"trimming {dataset}" if yes else f"looking through {dataset}"):
+        done = run(
+            open_lake(lake), dataset, max_steps=max_steps, older_than_s=age_s, dry_run=not yes
+        )
     report.answer(done.to_json(), _lines(done))
 
 
 def _lines(done: Trimmed) -> Iterator[str]:
-    yield (
-        f"{done.dataset}@{done.version}: {count(done.num_episodes, 'episode')}, "
-        f"{count(done.num_steps, 'step')} removed; {count(done.steps_left, 'step')} left"
-    )
-    if done.num_episodes:
+    what = f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')}"
+    left = f"{count(done.steps_left, 'step')} left"
+    if not done.num_episodes:
+        yield f"{done.dataset}@{done.version}: nothing to trim; {left}"
+    elif done.dry_run:
+        yield f"{done.dataset}: would remove {what}; {left}"
+    else:
+        yield f"{done.dataset}@{done.version}: {what} removed; {left}"
         yield (
             f"  {count(done.shards_dropped, 'shard')} dropped whole, {done.shards_rewritten:,} "
             "rewritten"
@@ -78,5 +85,7 @@ def _lines(done: Trimmed) -> Iterator[str]:
     if done.num_decisions or done.num_rewards:
         yield (
             f"  {count(done.num_decisions, 'decision')} and {count(done.num_rewards, 'reward')} "
-            "removed with them"
+            f"{'go' if done.dry_run else 'removed'} with them"
         )
+    if done.dry_run and done.num_episodes:
+        yield f"  {NOTHING_CHANGED}"

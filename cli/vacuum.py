@@ -10,6 +10,7 @@ import typer
 
 from replaylake.cli.options import (
     DEFAULT_LAKE,
+    NOTHING_CHANGED,
     DebugOption,
     JsonOption,
     LakeOption,
@@ -28,14 +29,11 @@ def vacuum(
     datasets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DATASET...]",
+            metavar="DATASET",
             show_default=False,
             help="By default all, and what crashes left of the lake itself.",
         ),
     ] = None,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Delete them; else they are only listed.")
-    ] = False,
     older_than: Annotated[
         str | None,
         typer.Option(
@@ -49,6 +47,7 @@ def vacuum(
         bool,
         typer.Option("--force", help="Take an age below 1h: only while nothing writes or reads."),
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete them; else only list them.")] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -60,7 +59,7 @@ def vacuum(
 
     Example:
       replaylake vacuum
-      replaylake vacuum cartpole --older-than 2d --delete
+      replaylake vacuum cartpole --older-than 2d --yes
     """
     from replaylake.datastore.lake import open_lake
     from replaylake.datastore.maintenance.vacuum import vacuum as run
@@ -73,7 +72,7 @@ def vacuum(
             opened,
             datasets or (),
             older_than_s=age_s,
-            delete=delete,
+            delete=yes,
             force=force,
             on_progress=progress,
         )
@@ -88,11 +87,13 @@ def _lines(found: Vacuumed) -> Iterator[str]:
     if len(found.garbage) > _MAX_SHOWN:
         yield f"... and {len(found.garbage) - _MAX_SHOWN:,} more"
     kinds = Counter(file.kind for file in found.garbage)
-    of = ", ".join(f"{num:,} {kind}" for kind, num in sorted(kinds.items()))
+    of = ", ".join(f"{kind} {num:,}" for kind, num in sorted(kinds.items()))
     what = count(len(found.garbage), "file") + (f" ({of})" if of else "")
     if found.deleted:
         yield f"deleted {what}, {size(found.num_bytes)}"
     else:
-        yield f"{what}, {size(found.num_bytes)} to delete" + ("; --delete does" * bool(kinds))
+        yield f"{what}, {size(found.num_bytes)} to delete"
+        if kinds:
+            yield f"  {NOTHING_CHANGED}"
     for pin in found.pinned:
         yield f"  kept {pin}"

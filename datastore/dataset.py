@@ -18,6 +18,8 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
 )
 from replaylake.datastore.inference import infer_spec as infer_spec
+from replaylake.datastore.log.commit_file import transaction_id
+from replaylake.datastore.log.state import LogState
 from replaylake.datastore.names import check_dataset_name, new_ulid
 from replaylake.datastore.rows import encode
 from replaylake.datastore.schema import (
@@ -74,6 +76,9 @@ class Dataset:
         self._decisions = Table(storage, f"{name}/_decisions")
         self._rewards = Table(storage, f"{name}/_rewards")
 
+    def __repr__(self) -> str:
+        return f"Dataset({self.url!r})"
+
     @property
     def path(self) -> Path:
         """The folder of the Delta table. Raises: NotFound where the lake is on an object store."""
@@ -103,9 +108,7 @@ class Dataset:
     def spec(self) -> DatasetSpec:
         """Spaces and further columns at the newest version. Raises: NotFound."""
         self._check_exists()
-        state = self.table.log.newest()
-        # Not through a snapshot: that sorts every file of the table.
-        return DatasetSpec.from_table(configuration_of(state), table_schema(state))
+        return _spec_of(self.table.log.newest())
 
     def exists(self) -> bool:
         """Whether the dataset has been created."""
@@ -153,15 +156,17 @@ class Dataset:
                 "together they make a repeated append add nothing."
             )
         producer, sequence = producer or f"append/{new_ulid()}", sequence or 0
-        if (version := self.committed(producer, sequence)) is not None:
+        # One look at the log for all that is asked of it: on an object store each is a round trip.
+        state = self.table.log.newest() if self.table.exists() else LogState()
+        if (version := state.transactions.get(transaction_id(producer, sequence))) is not None:
             return Commit(version, True, 0, 0, 0, 0)
-        is_new = not self.table.exists()
-        known = (spec or infer_spec(episodes)) if is_new else self.spec
+        is_new = state.metadata is None
+        known = (spec or infer_spec(episodes)) if is_new else _spec_of(state)
         rows = self._rows(episodes, known)
         if is_new:
             rows = self._created(known, rows, episodes)
-        done = self.table.append(
-            rows,
+        done = self.table.commit(
+            [self.table.write(rows)],
             producer=producer,
             sequence=sequence,
             info={
@@ -249,8 +254,7 @@ class Dataset:
         if version is not None and not 0 <= version <= newest.version:
             raise NotFound(
                 f"dataset {self.name!r}: found no version {version}, expected "
-                f'0..{newest.version}. `replaylake sql "select * from commits where dataset = '
-                f"'{self.name}'\"` lists them."
+                f"0..{newest.version}. `replaylake history {self.name}` lists them."
             )
         table = newest if version in (None, newest.version) else self.table.snapshot(version)
         spec = DatasetSpec.from_table(table.configuration, table.schema)
@@ -292,6 +296,11 @@ class Dataset:
             # Another writer was first, perhaps with other spaces: what counts are its own.
             return self._rows(episodes, self.spec)
         return rows
+
+
+def _spec_of(state: LogState) -> DatasetSpec:
+    # Not through a snapshot: that sorts every file of the table.
+    return DatasetSpec.from_table(configuration_of(state), table_schema(state))
 
 
 def _counted(done: TableCommit, num_episodes: int) -> Commit:

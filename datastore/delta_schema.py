@@ -51,7 +51,7 @@ def to_delta(schema: pa.Schema) -> str:
 
 def to_duckdb(kind: pa.DataType) -> str:
     """Return the DuckDB type that reads a column of this Arrow type."""
-    kind = _plain(kind)
+    kind = plain_type(kind)
     for arrow, _, sql in _PRIMITIVES:
         if kind.equals(arrow):
             return sql
@@ -83,7 +83,7 @@ def _struct_to_delta(fields: Any, parent: str = "") -> dict[str, Any]:
 
 
 def _to_delta(kind: pa.DataType, name: str) -> Any:
-    kind = _plain(kind)
+    kind = plain_type(kind)
     for arrow, delta, _ in _PRIMITIVES:
         if kind.equals(arrow):
             return delta
@@ -109,7 +109,8 @@ def _to_delta(kind: pa.DataType, name: str) -> Any:
     )
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a column's values, whether it is dictionary-encoded or not."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 

@@ -58,6 +58,9 @@ class Lake:
         self.purges = Purges(log)
         self._handles: dict[str, Dataset] = {}
 
+    def __repr__(self) -> str:
+        return f"Lake({self.url!r})"
+
     @property
     def url(self) -> str:
         """What opens it, in any process that sees it: a folder's path, or a URL."""

@@ -107,5 +107,13 @@ def is_column_name(name: str) -> bool:
 
 def new_ulid() -> str:
     """Return 26 characters, 48 bits of milliseconds and 80 random ones: sorts by time of making."""
-    number = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
+    return _spelled((time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big"))
+
+
+def content_ulid(sha256: str) -> str:
+    """Return 26 characters of a ULID's form, the same for the same content."""
+    return _spelled(int(sha256[:32], 16))
+
+
+def _spelled(number: int) -> str:
     return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))

@@ -8,7 +8,7 @@ the change is planned again on the newest version.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.errors import CommitConflict
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.shard import blob_of, read_shard
 from replaylake.datastore.table import Commit, Table, TableSnapshot
-from replaylake.datastore.table_schema import conform
 
 # The rows of one shard to the rows that take their place; no rows at all removes the shard.
 ChangeRows = Callable[[pa.Table], pa.Table]
@@ -61,8 +59,7 @@ def rewrite(
             return None
         written = []
         for entry, change in planned.changes.items():
-            (path,) = table.storage.fetch([blob_of(table.root, entry)])
-            rows = change(conform(read_shard(path, entry), snapshot.schema))
+            rows = change(replace(snapshot, files=(entry,)).read())
             if rows.num_rows:
                 written.append(table.write(rows, since=entry.since))
         try:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore import schema
+from replaylake.datastore.delta_schema import plain_type
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
 from replaylake.datastore.schema import (
@@ -245,17 +246,13 @@ def _encoded_extras(
 
 def _is_same_kind(found: pa.DataType, expected: pa.DataType) -> bool:
     """Whether values may be cast: Arrow would make texts of numbers, and numbers of such texts."""
-    found, expected = _plain_type(found), _plain_type(expected)
+    found, expected = plain_type(found), plain_type(expected)
     if pa.types.is_null(found):
         return True
     if _is_list(found) and _is_list(expected):
         return _is_same_kind(found.value_type, expected.value_type)
     tests = (_is_number, pa.types.is_boolean, _is_text, _is_binary, pa.types.is_temporal)
     return all(test(found) == test(expected) for test in (*tests, _is_list, pa.types.is_struct))
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -27,6 +27,9 @@ class Snapshot:
     spec: DatasetSpec
     table: TableSnapshot
 
+    def __repr__(self) -> str:
+        return f"Snapshot('{self.dataset}@{self.version}')"
+
     @property
     def version(self) -> int:
         """The version that is pinned."""

@@ -283,7 +283,8 @@ def check_bounds(space: Space, values: Values, what: str) -> None:
         row = int(np.argwhere(outside)[0][0])
         raise EpisodeInvalid(
             f"{what} at step {row}: found {_short(array[row])}, expected values between "
-            f"{_short(low)} and {_short(high)}. Check the units and --env, or widen the space."
+            f"{_short(low)} and {_short(high)}. Check the units; where the values are right, make "
+            "the dataset with wider spaces: `ingest --env`, or Dataset.create."
         )
 
 
@@ -393,9 +394,14 @@ def _check_num(array: Array, what: str, num: int | None) -> None:
     if array.ndim == 0:
         raise EpisodeInvalid(f"{what}: found one value, expected an array with one row a step.")
     if num is not None and len(array) != num:
+        one_more = what == "observation" and len(array) == num + 1
         raise EpisodeInvalid(
             f"{what}: found {len(array)} rows, expected {num}, one a step. "
-            "Check the log for missing or repeated rows."
+            + (
+                "What was seen after the last step is the final_observation."
+                if one_more
+                else "Check the log for missing or repeated rows."
+            )
         )
 
 

@@ -34,6 +34,7 @@ from replaylake.datastore.spaces import (
     Tuple,
     children,
 )
+from replaylake.datastore.writer.open_episode import copied
 
 try:
     import gymnasium
@@ -182,19 +183,19 @@ class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._write(truncated=True)
         observation, info = self.env.reset(**kwargs)
         self._ended = False
-        self._observation, self._mask = _copied(observation), action_mask(info)
+        self._observation, self._mask = copied(observation), action_mask(info)
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step, and write the episode down if this ended it. Raises: as `record` says."""
         if self._ended:
             raise EpisodeInvalid("record: found a step before reset, expected reset first.")
-        action_taken = _copied(action)  # before the step: an environment may write into it
+        action_taken = copied(action)  # before the step: an environment may write into it
         observation, reward, terminated, truncated, info = self.env.step(action)
         # Some environments return rewards as arrays of one element.
         value = np.array(reward).squeeze()
         self._steps.append((self._observation, action_taken, value, self._mask))
-        self._observation, self._mask = _copied(observation), action_mask(info)
+        self._observation, self._mask = copied(observation), action_mask(info)
         if terminated or truncated:
             self._write(terminated=bool(terminated), truncated=bool(truncated))
         return observation, reward, terminated, truncated, info
@@ -262,15 +263,6 @@ def _parsed_policy(policy: str | None) -> tuple[str | None, int | None]:
             "run:ID."
         )
     return name, int(version)
-
-
-def _copied(value: Any) -> Any:
-    """Copy one observation or action: environments reuse their buffers."""
-    if isinstance(value, Mapping):
-        return {key: _copied(sub) for key, sub in value.items()}
-    if isinstance(value, tuple):
-        return {f"_{i}": _copied(sub) for i, sub in enumerate(value)}
-    return value if isinstance(value, str) else np.array(value)
 
 
 def _stack(values: tuple[Any, ...], what: str) -> Array:

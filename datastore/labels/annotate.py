@@ -23,19 +23,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.errors import ConfigInvalid, NotFound
 from replaylake.datastore.labels.columns import check_assigned, typed_columns
 from replaylake.datastore.labels.expression import LabelExpression, parse_expression
-from replaylake.datastore.labels.labels import Key, Labels, check_key, parse_key, prepare
+from replaylake.datastore.labels.labels import (
+    Key,
+    Labels,
+    check_key,
+    parse_key,
+    prepare,
+    renamed,
+)
 from replaylake.datastore.labels.match import Match, match
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.scan import arrow_of, scanning
 from replaylake.datastore.rewrite import ChangeRows, Plan, rewrite, with_values
 from replaylake.datastore.schema import REWARD, STEP
-from replaylake.datastore.shard import blob_of, read_shard
 from replaylake.datastore.table import TableSnapshot
-from replaylake.datastore.table_schema import conform
 
 To = Literal["last", "each"]
 OnProgress = Callable[[int, int], None]
@@ -59,8 +65,8 @@ class AnnotationReceipt:
     """What an annotation found and changed.
 
     version: the commit; None if nothing was changed. already_present: an earlier call was the same,
-    and these are its counts. refused: nothing was written, because `strict` was asked for and some
-    label is unmatched or ambiguous.
+    and these are its counts, 0 once its commit was dropped from the log. refused: nothing was
+    written, because `strict` was asked for and some label is unmatched or ambiguous.
 
     labels: rows given; they are matched, unmatched (no step has the key, or the row has none),
     ambiguous or repeated (the same again). steps: rows whose values changed. unchanged: rows that
@@ -95,9 +101,9 @@ def annotate(
     dataset: str,
     labels: pa.Table,
     *,
-    on: Sequence[str] | Mapping[str, str],
+    on: str | Sequence[str] | Mapping[str, str],
     set: Mapping[str, str] | None = None,
-    add: Sequence[str] | Mapping[str, str] = (),
+    add: str | Sequence[str] | Mapping[str, str] = (),
     to: To = "last",
     again: bool = False,
     strict: bool = False,
@@ -127,7 +133,7 @@ def annotate(
     schema = handle.snapshot().table.schema
     key = parse_key(on)
     check_key(key, schema)
-    added = dict(add) if isinstance(add, Mapping) else {name: name for name in add}
+    added = renamed(add)
     check_assigned(set or {}, added, key, to)
     expression = None
     if set:
@@ -149,9 +155,17 @@ def annotate(
     if done is None:
         return work.receipt
     if done.already_present:
-        counts = handle.commit_info(done.version)[_INFO]
+        counts = _counts(handle, done.version)
         return replace(work.receipt, **counts, version=done.version, already_present=True)
     return replace(work.receipt, version=done.version)
+
+
+def _counts(handle: Dataset, version: int) -> dict[str, Any]:
+    """Return what an annotation counted; nothing where its commit was dropped from the log."""
+    try:
+        return dict(handle.commit_info(version)[_INFO])
+    except NotFound:
+        return {}
 
 
 def _producer(
@@ -242,9 +256,8 @@ class _Work:
         names = {STEP, *(name for name in self._added if name in snapshot.schema.names)}
         if self._expression is not None:
             names |= {REWARD, *self._expression.step_columns}
-        schema = pa.schema([field for field in snapshot.schema if field.name in names])
-        (path,) = snapshot.storage.fetch([blob_of(snapshot.root, entry)])
-        rows = conform(read_shard(path, entry, schema.names), schema)
+        ordered = [name for name in snapshot.schema.names if name in names]
+        rows = replace(snapshot, files=(entry,)).read(ordered)
         is_changed = np.zeros(rows.num_rows, dtype=bool)
         for _, at, _ in self._new_values(rows, hits):
             is_changed[at] = True
@@ -268,7 +281,6 @@ class _Work:
             labels = self._labels.values.take(chosen.column("label"))
             at = chosen.column("row").combine_chunks()
             rewards = self._expression.evaluate(labels, rows.take(at))
-            _check_finite(rewards, self._expression)
             found.append((REWARD, at, rewards))
         for name, column in self._added.items():
             values = column.take(hits.column("label").combine_chunks())
@@ -294,13 +306,3 @@ def _differing(
 
 def _plain(array: pa.Array) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-
-
-def _check_finite(rewards: pa.Array, expression: LabelExpression) -> None:
-    finite = pc.is_finite(rewards.drop_null())
-    if not pc.all(finite).as_py() and len(finite):
-        raise SchemaMismatch(
-            f"reward {expression.text}: found infinity or NaN for "
-            f"{pc.sum(pc.invert(finite)).as_py()} of {len(rewards)} steps, expected finite "
-            "numbers; NULL leaves a reward as it is."
-        )

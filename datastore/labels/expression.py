@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from replaylake.datastore.errors import QueryRefused
+from replaylake.datastore.errors import QueryFailed, QueryRefused, SchemaMismatch
 from replaylake.datastore.maintenance.scan import scanning
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.query.statements import execute, parse, walk
@@ -32,7 +33,8 @@ class LabelExpression:
     def evaluate(self, labels: pa.Table, steps: pa.Table) -> pa.Array:
         """Return a double a row; label and step of a row are at the same place.
 
-        Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one number a row.
+        Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one number a row,
+        SchemaMismatch if one is not finite.
         """
         place = pa.array(range(steps.num_rows), pa.int64())
         tables = {
@@ -52,7 +54,9 @@ class LabelExpression:
                 f"reward {self.text}: found {found.num_rows} values for {steps.num_rows} labels, "
                 "expected one each. Leave out aggregates and unnest."
             )
-        return found.column("value").combine_chunks()
+        values = found.column("value").combine_chunks()
+        _check_finite(values, self)
+        return values
 
 
 def parse_expression(
@@ -60,15 +64,25 @@ def parse_expression(
 ) -> LabelExpression:
     """Check an expression and say whose its columns are: the label's where both have the name.
 
-    `steps.reward` and `label.reward` tell them apart. Raises: QueryRefused, QueryFailed.
+    `steps.reward` and `label.reward` tell them apart. Raises: QueryRefused, QueryFailed also for a
+    column of neither.
     """
     ours = {_LABEL: _folded(label_columns), _STEPS: _folded(step_columns)}
     used: dict[str, dict[str, None]] = {_LABEL: {}, _STEPS: {}}
     with scanning() as connection:
         tree = parse(connection, f"{_PREFIX}({canonical_expression(text)})")
-        for node in walk(tree):
-            if node.get("class") == "COLUMN_REF":
-                _qualify(node["column_names"], ours, used)
+        nodes = list(walk(tree))
+        unknown = [
+            ".".join(node["column_names"])
+            for node in nodes
+            if node.get("class") == "COLUMN_REF" and not _qualify(node["column_names"], ours, used)
+        ]
+        # Of a lambda's own names nothing is known here: DuckDB looks at those.
+        if unknown and not any(node.get("class") == "LAMBDA" for node in nodes):
+            raise QueryFailed(
+                f"reward {text}: found no column {unknown[0]}, expected one of the labels "
+                f"({', '.join(label_columns)}) or of their steps ({', '.join(step_columns)})."
+            )
         spelt = execute(
             connection, "SELECT json_deserialize_sql($j) AS q", {"j": json.dumps(tree)}
         )["q"][0].as_py()
@@ -79,7 +93,8 @@ def parse_expression(
 
 def _qualify(
     names: list[Any], ours: dict[str, dict[str, str]], used: dict[str, dict[str, None]]
-) -> None:
+) -> bool:
+    """Note whose column it is, and put its table before it; False if it is nobody's."""
     first = str(names[0]).lower()
     if first in ours and len(names) > 1:
         table, column = first, str(names[1]).lower()
@@ -89,6 +104,7 @@ def _qualify(
         used[table][ours[table][column]] = None
         if column == first and table != first:
             names.insert(0, table)
+    return column in ours[table]
 
 
 def _folded(names: Sequence[str]) -> dict[str, str]:
@@ -97,3 +113,13 @@ def _folded(names: Sequence[str]) -> dict[str, str]:
 
 def _with_place(table: pa.Table, place: pa.Array) -> pa.Table:
     return pa.table([*table.columns, place], [*table.column_names, _PLACE])
+
+
+def _check_finite(rewards: pa.Array, expression: LabelExpression) -> None:
+    finite = pc.is_finite(rewards.drop_null())
+    if not pc.all(finite).as_py() and len(finite):
+        raise SchemaMismatch(
+            f"reward {expression.text}: found infinity or NaN for "
+            f"{pc.sum(pc.invert(finite)).as_py()} of {len(rewards)} steps, expected finite "
+            "numbers; NULL leaves a reward as it is."
+        )

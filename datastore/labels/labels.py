@@ -67,9 +67,16 @@ class Labels:
     content_hash: str
 
 
-def parse_key(on: Sequence[str] | Mapping[str, str]) -> Key:
+def renamed(names: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Return what the labels call each of our names, which is the same unless it says otherwise."""
+    if isinstance(names, str):
+        return {names: names}
+    return dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+
+
+def parse_key(on: str | Sequence[str] | Mapping[str, str]) -> Key:
     """Check the columns of a key, such as `episode_id` and `step`. Raises: ConfigInvalid."""
-    columns = dict(on) if isinstance(on, Mapping) else {name: name for name in on}
+    columns = renamed(on)
     first = [name for name in columns if name in (*_OF_STEPS, *_OF_EPISODES)]
     rest = sorted(set(columns) - set(first))
     allowed = [[], [AGENT_ID], [STEP], [AGENT_ID, STEP]]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -25,9 +24,8 @@ from replaylake.datastore.errors import (
     FormatTooNew,
     LogCorrupt,
     NotFound,
-    ReplayLakeError,
 )
-from replaylake.datastore.log.checkpoint import prepare
+from replaylake.datastore.log.checkpointer import Checkpointer
 from replaylake.datastore.log.commit_file import Intent, check_applies, decode, encode
 from replaylake.datastore.log.folder import FETCHED_AT_ONCE, Actions, Listing, LogFolder, info_of
 from replaylake.datastore.log.state import LogState
@@ -53,6 +51,7 @@ class CommitLog:
         self.folder = LogFolder(storage, root)
         self._newest = LogState()
         self._lock = threading.Lock()
+        self._checkpointer = Checkpointer(self.folder)
 
     def exists(self) -> bool:
         """Whether version 0 has been committed."""
@@ -121,7 +120,7 @@ class CommitLog:
                 if self._newest.version == state.version:
                     self._newest = made
             if version and version % CHECKPOINT_INTERVAL == 0:
-                self._start_checkpoint(made)
+                self._checkpointer.start(made)
             return Committed(version, False)
 
     def checkpoint(self, version: int) -> None:
@@ -265,18 +264,6 @@ class CommitLog:
                 f"hold an action without what Delta requires ({error!r}). Restore the files from a "
                 "copy of the lake."
             ) from error
-
-    def _start_checkpoint(self, state: LogState) -> None:
-        def write() -> None:
-            # The commit stands without it: the JSON log says the same, and the next follows soon.
-            with suppress(ReplayLakeError):
-                self.folder.write_checkpoint(state)
-
-        # Not a daemon: the interpreter waits for it, so short-lived writers checkpoint too. At the
-        # interpreter's own end no thread can start any more, which is a RuntimeError.
-        prepare()
-        with suppress(RuntimeError):
-            threading.Thread(target=write, name="replaylake-checkpoint").start()
 
     def _check_kept(self, version: int, listing: Listing) -> None:
         newest = self.newest().version

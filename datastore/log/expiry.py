@@ -9,13 +9,17 @@ so that a crash costs nothing and the next expiry goes on where it stopped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from replaylake.datastore.errors import LogCorrupt
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import EARLIER, CommitLog
-from replaylake.datastore.log.folder import LogFolder
+from replaylake.datastore.log.folder import LogFolder, info_of
 from replaylake.datastore.log.state import LogState
+
+_OPERATION: Final = "EXPIRE LOG"
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,17 @@ class Expired:
     paths: tuple[str, ...]
 
 
-def expire(log: CommitLog, oldest: int, *, dry_run: bool = False) -> Expired:
+def expire(
+    log: CommitLog,
+    oldest: int,
+    *,
+    dry_run: bool = False,
+    check: Callable[[], None] | None = None,
+) -> Expired:
     """Drop the versions before `oldest` from a log; shards are not touched.
+
+    `check` is called before the first is dropped, and what it raises is raised: all the reading
+    comes before, and a tag may have been set meanwhile.
 
     Which (producer, sequence) was committed is kept, so nothing can be committed a second time.
     Repeating it after a crash goes on where that stopped. Cost: a checkpoint, one reading of all
@@ -43,9 +56,14 @@ def expire(log: CommitLog, oldest: int, *, dry_run: bool = False) -> Expired:
     # the commits after them, and at last those, upwards: CommitLog takes one that still stands to
     # mean that none after it has gone.
     paths = [*commits[:1], *checkpoints, *commits[1:]]
+    if commits and all(_is_own(folder, v) for v in listing.commits if v < oldest):
+        # Another would take their place, and so on at each expiry: they go with the next others.
+        paths = []
     if paths and not dry_run:
         _remember(log, oldest)
         _secure(folder, state)
+        if check is not None:
+            check()
         for path in paths:
             folder.storage.delete([path])
     return Expired(oldest, tuple(paths))
@@ -54,8 +72,14 @@ def expire(log: CommitLog, oldest: int, *, dry_run: bool = False) -> Expired:
 def _remember(log: CommitLog, oldest: int) -> None:
     earlier = [info for info in log.history() if info["version"] < oldest and "source" in info]
     if earlier:
-        intent = Intent(f"expire/{oldest}", 0, "EXPIRE LOG", info={EARLIER: earlier})
+        intent = Intent(f"expire/{oldest}", 0, _OPERATION, info={EARLIER: earlier})
         log.commit(lambda _: intent)
+
+
+def _is_own(folder: LogFolder, version: int) -> bool:
+    """Whether a commit only remembers others; also where another expiry dropped it meanwhile."""
+    actions = folder.commit(version)
+    return actions is None or info_of(version, actions).get("operation") == _OPERATION
 
 
 def _secure(folder: LogFolder, state: LogState) -> None:

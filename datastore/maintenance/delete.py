@@ -10,11 +10,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.maintenance.removal import decisions_of, forget_decisions, removal
+from replaylake.datastore.maintenance.removal import (
+    count_decisions,
+    decisions_of,
+    forget_decisions,
+    removal,
+)
 from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
@@ -84,7 +88,7 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
     episodes = select_episodes(snapshot, condition)
     if dry_run:
         num_steps = removal(snapshot, EPISODE_ID, episodes).num_rows
-        decisions, rewards = _counted(handle, feedback_of(handle, snapshot, episodes))
+        decisions, rewards = count_decisions(handle, feedback_of(handle, snapshot, episodes))
         left = snapshot.num_rows - num_steps
         return Deleted(dataset, True, None, len(episodes), num_steps, decisions, rewards, left)
     done = remove_episodes(handle, episodes, operation="DELETE", producer=f"delete/{new_ulid()}")
@@ -163,15 +167,3 @@ def _continuing(decisions: TableSnapshot, steps: TableSnapshot, episodes: pa.Arr
             "WHERE NOT has_ended AND episode IN (SELECT key FROM chosen)",
         )
     return found.column("key").combine_chunks()
-
-
-def _counted(handle: Dataset, decisions: pa.Array) -> tuple[int, int]:
-    counts = []
-    for table in (handle.decisions, handle.rewards):
-        num = 0
-        if len(decisions) and table.exists():
-            for batch in table.snapshot().batches([DECISION_ID]):
-                found = pc.is_in(batch.column(DECISION_ID), value_set=decisions)
-                num += pc.sum(found).as_py() or 0
-        counts.append(num)
-    return counts[0], counts[1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Final
@@ -72,7 +73,7 @@ def kept_files(
     now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
     horizon_ms = now_ms - int(retention_s * 1000)
     handle = lake.dataset(dataset_name)
-    named = sorted({*_tagged(lake, dataset_name), *_trained_on(lake, dataset_name, now_ms)})
+    named = named_pins(lake, dataset_name, now_ms)
     paths: set[str] = set()
     pins: list[Pin] = []
     broken: list[Pin] = []
@@ -93,6 +94,27 @@ def kept_files(
     return Kept(frozenset(paths), tuple(pins), tuple(broken))
 
 
+def named_pins(lake: Lake, dataset: str, now_ms: int) -> list[Pin]:
+    """Return the versions of a dataset that tags, policies and runs name, readable or not."""
+    return sorted({*_tagged(lake, dataset), *_trained_on(lake, dataset, now_ms)})
+
+
+def kept_since(lake: Lake, dataset_name: str, kept: Kept, now_ms: int) -> set[str]:
+    """Return the files of what is live now, and of what was named since `kept` was found.
+
+    Cost: a look at each log where neither changed.
+    """
+    handle = lake.dataset(dataset_name)
+    paths: set[str] = set()
+    for table in (handle.table, handle.decisions, handle.rewards):
+        if table.exists():
+            paths |= _below(table, table.log.newest().files)
+    for pin in set(named_pins(lake, dataset_name, now_ms)).difference(kept.pins, kept.broken):
+        with suppress(NotFound):  # as broken as those in `kept`
+            paths |= _below(handle.table, handle.table.log.at(pin.version).files)
+    return paths
+
+
 def _tagged(lake: Lake, dataset: str) -> Iterator[Pin]:
     for tag in lake.tags.list(dataset):
         yield Pin(dataset, tag.version, "tag", tag.name)
@@ -100,22 +122,23 @@ def _tagged(lake: Lake, dataset: str) -> Iterator[Pin]:
 
 def _trained_on(lake: Lake, dataset: str, now_ms: int) -> Iterator[Pin]:
     """Yield the versions that policies name, and runs whose policy is still to come."""
-    for row in lake.registry.list():
-        policy, version = row["policy"], row["version"]
-        for selection in lake.registry.entry(policy, version)["lineage"].get("datasets", ()):
-            if selection["dataset"] == dataset:
-                yield Pin(dataset, int(selection["version"]), "policy", f"{policy}:{version}")
+    # Runs first: one that ends in between has its policy in the same commit, which is then listed.
     for run in lake.registry.runs():
         if run.get("status") == "running" and (run.get("started_ms") or 0) > now_ms - _RUN_MS:
             for selection in run.get("datasets") or ():
                 if selection["dataset"] == dataset:
                     yield Pin(dataset, int(selection["version"]), "run", run["run_id"])
+    for (policy, version), lineage in lake.registry.lineages().items():
+        for selection in lineage.get("datasets", ()):
+            if selection["dataset"] == dataset:
+                yield Pin(dataset, int(selection["version"]), "policy", f"{policy}:{version}")
 
 
 def _recent(table: Table, horizon_ms: int) -> tuple[list[Pin], set[str]]:
     """Return the newest version and those whose successor is younger, and all their files."""
-    committed = _committed_ms(table)
     state = table.log.newest()
+    # Only now: of a version that is committed after the listing, nothing would say how old it is.
+    committed = _committed_ms(table)
     paths = {*state.files}
     pins = [Pin(table.root, state.version, "newest")]
     replaced = takewhile(

@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.errors import ReplayLakeError
+from replaylake.datastore.errors import CommitConflict, ReplayLakeError
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.maintenance.kept import kept_files
+from replaylake.datastore.maintenance.kept import Kept, kept_files, named_pins
 from replaylake.datastore.maintenance.retention import Retention, retention_of
 from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.maintenance.vacuum import vacuum, vacuum_leftovers
@@ -168,8 +169,20 @@ class _Round:
         dropped = 0
         for table in _tables(handle):
             oldest = min(pin.version for pin in kept.pins if pin.root == table.root)
-            dropped += len(expire(table.log, oldest).paths)
+            check = partial(self._check_named, kept, table.root, oldest)
+            dropped += len(expire(table.log, oldest, check=check).paths)
         return replace(done, dropped=dropped)
+
+    def _check_named(self, kept: Kept, root: str, oldest: int) -> None:
+        """Refuse to drop a version that was named since. Raises: CommitConflict."""
+        now_ms = time.time_ns() // 1_000_000 if self._now_ms is None else self._now_ms
+        known = {*kept.pins, *kept.broken}
+        for pin in named_pins(self._lake, root, now_ms):
+            if pin.version < oldest and pin not in known:
+                raise CommitConflict(
+                    f"{pin}: named while versions before {oldest} were about to be dropped from "
+                    "the log, expected none. Nothing was dropped; the next round keeps it."
+                )
 
     def _checkpoint(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
         self._on_step(handle.name, "writing a checkpoint")

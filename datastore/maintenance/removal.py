@@ -65,6 +65,18 @@ def forget_decisions(dataset: Dataset, keys: pa.Array, operation: str) -> tuple[
     return counts[0], counts[1]
 
 
+def count_decisions(dataset: Dataset, keys: pa.Array) -> tuple[int, int]:
+    """Return how many decisions and rewards `forget_decisions` would remove."""
+    counts = []
+    for table in (dataset.decisions, dataset.rewards):
+        num = 0
+        if len(keys) and table.exists():
+            for batch in table.snapshot().batches([DECISION_ID]):
+                num += pc.sum(pc.is_in(batch.column(DECISION_ID), value_set=keys)).as_py() or 0
+        counts.append(num)
+    return counts[0], counts[1]
+
+
 def decisions_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
     """Return the ids of the decisions that episodes are made of.
 

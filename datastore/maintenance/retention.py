@@ -1,12 +1,12 @@
 """Retention: what a dataset keeps and for how long, stored with it and applied by `maintain`.
 
-It is one entry of the Delta table's configuration, so it is versioned, copied with the table, and
-changed in one commit.
+It is one entry of the Delta table's configuration, so it is versioned and changed in one commit.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
@@ -38,6 +38,8 @@ class Retention:
     cache_max_bytes: int | None = None  # of this machine's copies of a remote lake's shards
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_kind(field.name, getattr(self, field.name))
         check_target(self.target_shard_bytes)
         if not self.keep_versions_s >= MIN_KEEP_S:
             raise ConfigInvalid(
@@ -53,6 +55,22 @@ class Retention:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         return asdict(self)
+
+
+def check_field(name: str, value: int | float | None) -> None:
+    """Raise ConfigInvalid for a value of a field that Retention would not take."""
+    changes: dict[str, Any] = {} if value is None else {name: value}
+    replace(Retention(), **changes)
+
+
+def _check_kind(name: str, value: Any) -> None:
+    kinds = (int, float) if name.endswith("_s") else (int,)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+        raise ConfigInvalid(
+            f"{name}: found {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}."
+        )
+    if value == math.inf:
+        raise ConfigInvalid(f"{name}: found {value}, expected a number, or none for no limit.")
 
 
 def retention_of(snapshot: TableSnapshot) -> Retention:

@@ -19,7 +19,12 @@ from replaylake.datastore.errors import ConfigInvalid, NotFound
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.compact import OPEN_S
-from replaylake.datastore.maintenance.removal import decisions_of, forget_decisions, removal
+from replaylake.datastore.maintenance.removal import (
+    count_decisions,
+    decisions_of,
+    forget_decisions,
+    removal,
+)
 from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.rewrite import Plan, rewrite
@@ -31,13 +36,14 @@ _OPERATION: Final = "TRIM"
 
 @dataclass(frozen=True)
 class Trimmed:
-    """What trimming one dataset did; `version` is the newest afterwards.
+    """What trimming one dataset did, or would do; `version` is the newest afterwards.
 
     Episodes and steps that left, and the steps that are left; shards that went whole and those
     that were written again without some rows; decisions and rewards that left with their episodes.
     """
 
     dataset: str
+    dry_run: bool
     version: int
     num_episodes: int
     num_steps: int
@@ -65,6 +71,7 @@ def trim(
     *,
     max_steps: int | None = None,
     older_than_s: float | None = None,
+    dry_run: bool = False,
     open_s: float = OPEN_S,
     now_ms: int | None = None,
 ) -> Trimmed:
@@ -77,6 +84,7 @@ def trim(
         older_than_s: those whose newest row is older than this (s): by its timestamp, or where no
             row of the episode has one, by when it was first committed; of a shard that took the
             place of others, only that its rows are older than what follows is known of that.
+        dry_run: only count.
         open_s: an episode that has not ended stays while its newest row was written less than this
             ago (s), so more than `max_steps` may be left.
         now_ms: the time to judge by (ms since 1970); the clock's by default.
@@ -97,16 +105,22 @@ def trim(
         None if older_than_s is None else now_ms * 1000 - int(older_than_s * 1e6),
         now_ms - int(open_s * 1000),
     )
-    run = _Run(handle, limits)
+    run = _Run(handle, limits, dry_run)
     producer = f"trim/{new_ulid()}"
-    done = rewrite(handle.table, run.plan, producer=producer, sequence=0, operation=_OPERATION)
+    if dry_run:
+        run.plan(handle.table.snapshot())
+    elif (
+        rewrite(handle.table, run.plan, producer=producer, sequence=0, operation=_OPERATION) is None
+    ):
+        run.num_episodes = run.num_steps = 0
     left = handle.table.snapshot()
     return Trimmed(
         dataset=dataset,
+        dry_run=dry_run,
         version=left.version,
-        num_episodes=run.num_episodes if done is not None else 0,
-        num_steps=run.num_steps if done is not None else 0,
-        steps_left=left.num_rows,
+        num_episodes=run.num_episodes,
+        num_steps=run.num_steps,
+        steps_left=left.num_rows - (run.num_steps if dry_run else 0),
         shards_dropped=run.shards_dropped,
         shards_rewritten=run.shards_rewritten,
         num_decisions=run.num_decisions,
@@ -127,17 +141,18 @@ def _check(max_steps: int | None, older_than_s: float | None) -> None:
 class _Run:
     """One trim; planned again when another writer was first."""
 
-    def __init__(self, dataset: Dataset, limits: _Limits) -> None:
+    def __init__(self, dataset: Dataset, limits: _Limits, dry_run: bool) -> None:
         self.num_episodes = self.num_steps = self.num_decisions = self.num_rewards = 0
         self.shards_dropped = self.shards_rewritten = 0
         self._dataset = dataset
         self._limits = limits
+        self._leave = count_decisions if dry_run else _forget
 
     def plan(self, snapshot: TableSnapshot) -> Plan:
         """Choose episodes, remove the decisions they are made of, and plan that they leave."""
         episodes = _chosen(self._dataset.table, snapshot, self._limits)
         decisions = decisions_of(self._dataset, snapshot, episodes)
-        gone = forget_decisions(self._dataset, decisions, _OPERATION)
+        gone = self._leave(self._dataset, decisions)
         self.num_decisions += gone[0]
         self.num_rewards += gone[1]
         info = {"episodes_removed": len(episodes)}
@@ -146,6 +161,10 @@ class _Run:
         self.shards_dropped = len(planned.plan.dropped)
         self.shards_rewritten = len(planned.plan.changes)
         return planned.plan
+
+
+def _forget(dataset: Dataset, decisions: pa.Array) -> tuple[int, int]:
+    return forget_decisions(dataset, decisions, _OPERATION)
 
 
 def _chosen(table: Table, snapshot: TableSnapshot, limits: _Limits) -> pa.Array:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalid, NotFound
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S, Pin, kept_files
+from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S, Pin, kept_files, kept_since
 from replaylake.datastore.maintenance.retention import MIN_KEEP_S, retention_of
 from replaylake.datastore.policies.registry import LAKE_ROOT
 from replaylake.datastore.shard import FOLDER
@@ -164,7 +164,13 @@ class _Run:
         ]
         kept = kept_files(self._lake, name, retention_s=age_s, now_ms=self._now_ms)
         self.pinned += [pin for pin in kept.pins if pin.reason not in ("newest", "recent")]
-        self._take("shard", [file for file in found if file.path not in kept.paths], delete)
+        # While thousands are deleted, a tag may be set, or a shard that waited be committed.
+        self._take(
+            "shard",
+            [file for file in found if file.path not in kept.paths],
+            delete,
+            lambda: kept_since(self._lake, name, kept, self._now_ms),
+        )
 
     def leftovers(self, age_s: float, delete: bool) -> None:
         """Go through temporary files, and packages that no version of a policy names."""
@@ -178,15 +184,23 @@ class _Run:
             if folder not in registered and all(self._is_older(file, age_s) for file in files):
                 self._take("policy", files, delete)
 
-    def _take(self, kind: str, files: Sequence[StoredFile], delete: bool) -> None:
+    def _take(
+        self,
+        kind: str,
+        files: Sequence[StoredFile],
+        delete: bool,
+        spared: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
         for start in range(0, len(files), _AT_ONCE):
             part = files[start : start + _AT_ONCE]
             if delete:
+                kept = spared()
+                part = [file for file in part if file.path not in kept]
                 self._storage.delete([file.path for file in part])
                 self._storage.forget([file.path for file in part])
             self.garbage += [Garbage(kind, file.path, file.size_bytes) for file in part]
             if self._on_progress is not None:
-                self._on_progress(start + len(part), len(files))
+                self._on_progress(min(start + _AT_ONCE, len(files)), len(files))
 
     def _older(self, folder: str, pattern: re.Pattern[str], age_s: float) -> Iterator[StoredFile]:
         for file in self._files(folder):

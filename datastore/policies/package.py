@@ -49,6 +49,7 @@ from replaylake.datastore.spaces import (
 )
 from replaylake.datastore.spaces import Dict as DictSpace
 from replaylake.datastore.spaces import Tuple as TupleSpace
+from replaylake.datastore.storage import fsync_folder
 
 
 class GraphSession:
@@ -201,9 +202,9 @@ def save_package(
         temporary.mkdir()
         for name, data in files.items():
             _write_durably(temporary / name, data)
-        _fsync_folder(temporary)
+        fsync_folder(temporary)
         temporary.rename(directory)
-        _fsync_folder(directory.parent)
+        fsync_folder(directory.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise StorageFailed(
@@ -270,11 +271,3 @@ def _write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

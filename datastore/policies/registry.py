@@ -195,6 +195,14 @@ class Registry:
             for version, entry in sorted(_versions(state, name).items())
         ]
 
+    def lineages(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """Return what each version of each policy came from, by name and version."""
+        state = self._log.newest()
+        return {
+            (name, int(version)): json.loads(state.entries[f"policy/{name}/{version}"])["lineage"]
+            for name, version in _policies(state)
+        }
+
     def set_alias(
         self, name: str, alias: str, version: int, *, expected: int | None = None
     ) -> int | None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from replaylake.datastore.errors import ConfigInvalid, StorageFailed
+from replaylake.datastore.errors import ConfigInvalid, QueryFailed, StorageFailed
 from replaylake.datastore.names import new_ulid
 
 ResultFormat = Literal["csv", "json", "jsonl", "parquet"]
@@ -83,21 +84,45 @@ def _write(table: pa.Table, form: str, stream: BinaryIO, also: Mapping[str, Any]
         stream.write(b"]}\n")
 
 
-def _rows(table: pa.Table) -> Iterator[bytes]:
+def python_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Yield rows as Python objects, few at a time.
+
+    Raises: QueryFailed for a date or time that Python cannot hold.
+    """
     for batch in table.to_batches(max_chunksize=_CHUNK_ROWS):
-        for row in batch.to_pylist(maps_as_pydicts="lossy"):
-            yield json.dumps(_plain(row), ensure_ascii=False, allow_nan=False).encode()
+        with _in_calendar(batch.schema):
+            rows = batch.to_pylist(maps_as_pydicts="lossy")
+        yield from rows
+
+
+@contextmanager
+def _in_calendar(schema: pa.Schema) -> Iterator[None]:
+    try:
+        yield
+    except (OverflowError, ValueError) as error:
+        times = [f.name for f in schema if pa.types.is_temporal(f.type)] or schema.names
+        raise QueryFailed(
+            f"result: column {' or '.join(times)}: found a date or time that cannot be written "
+            f"({error}), expected the years 1 to 9999 and microseconds. Select it as text, "
+            "CAST(... AS VARCHAR), or write Parquet."
+        ) from error
+
+
+def _rows(table: pa.Table) -> Iterator[bytes]:
+    for row in python_rows(table):
+        yield json.dumps(_plain(row), ensure_ascii=False, allow_nan=False).encode()
 
 
 def _flat(table: pa.Table) -> pa.Table:
     """Return the table with what CSV cannot hold as text."""
     columns = []
-    for column in table.columns:
+    for field, column in zip(table.schema, table.columns, strict=True):
         kind = column.type
         if pa.types.is_dictionary(kind):
             column = column.cast(kind.value_type)
         elif pa.types.is_nested(kind) or _is_other(kind):
-            values = column.to_pylist(maps_as_pydicts="lossy")
+            with _in_calendar(pa.schema([field])):
+                values = column.to_pylist(maps_as_pydicts="lossy")
             column = pa.array(map(_cell, values), pa.string())
         columns.append(column)
     return pa.Table.from_arrays(columns, names=table.column_names)

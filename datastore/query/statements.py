@@ -13,6 +13,30 @@ from replaylake.datastore.errors import QueryFailed, QueryRefused
 
 # WITH takes INSERT, UPDATE, DELETE and COPY TO as well, in what is still one SELECT statement.
 _SELECT_NODES: Final = {"CTE_NODE", "RECURSIVE_CTE_NODE", "SELECT_NODE", "SET_OPERATION_NODE"}
+# Functions of a SELECT that run or plan SQL out of a text, where no check sees it: COPY TO wrote a
+# file that way (duckdb 2.0.0).
+_SQL_IN_A_TEXT: Final = {"json_execute_serialized_sql", "json_serialize_plan", "query"}
+# Those that change the DuckDB that all queries of this process share, or take addresses.
+_NOT_READING: Final = {
+    "arrow_scan",
+    "arrow_scan_dumb",
+    "checkpoint",
+    "create_external_resource",
+    "deregister_external_resource",
+    "destroy_external_resource",
+    "disable_logging",
+    "disable_profiling",
+    "enable_logging",
+    "enable_profiling",
+    "force_checkpoint",
+    "pandas_scan",
+    "python_arrow_scan",
+    "python_map_function",
+    "register_external_resource",
+    "register_external_resource_type",
+    "truncate_duckdb_logs",
+    "write_log",
+}
 
 
 def check_select(connection: duckdb.DuckDBPyConnection, query: str) -> None:
@@ -31,12 +55,20 @@ def check_select(connection: duckdb.DuckDBPyConnection, query: str) -> None:
             f"query: found {', '.join(kinds) or 'no statement'}, expected one SELECT. "
             "SQL reads the lake; use the other commands to change it."
         )
-    nodes = {str(node.get("type")) for node in walk(parse(connection, query))}
-    if writes := sorted(n for n in nodes if n.endswith("_NODE") and n not in _SELECT_NODES):
-        found = ", ".join(name.removesuffix("_NODE").removesuffix("_QUERY") for name in writes)
+    nodes = list(walk(parse(connection, query)))
+    types = {str(node.get("type")) for node in nodes}
+    if writes := sorted(n for n in types if n.endswith("_NODE") and n not in _SELECT_NODES):
+        words = ", ".join(name.removesuffix("_NODE").removesuffix("_QUERY") for name in writes)
         raise QueryRefused(
-            f"query: found {found} in WITH, expected nothing but SELECT. "
+            f"query: found {words} in WITH, expected nothing but SELECT. "
             "SQL reads the lake; use the other commands to change it."
+        )
+    called = {str(node.get("function_name", "")).lower() for node in nodes}
+    if refused := sorted(called & (_SQL_IN_A_TEXT | _NOT_READING)):
+        what = "runs SQL out of a text" if refused[0] in _SQL_IN_A_TEXT else "does more than read"
+        raise QueryRefused(
+            f"query: found {refused[0]}(), which {what}, expected functions that only read. "
+            "Write the SELECT out, or leave it to a DuckDB of your own."
         )
 
 
@@ -51,6 +83,11 @@ def execute(
         return relation.to_arrow_table() if relation is not None else pa.table({})
     except (duckdb.Error, pa.ArrowException) as error:
         raise QueryFailed(_first_line(error)) from error
+    except RuntimeError as error:
+        # What DuckDB makes of Ctrl-C (duckdb 2.0.0).
+        if str(error) == "Query interrupted":
+            raise KeyboardInterrupt from error
+        raise
 
 
 def parse(connection: duckdb.DuckDBPyConnection, query: str) -> Any:
@@ -111,4 +148,7 @@ def _tables(node: Any, own: frozenset[str]) -> Iterator[tuple[str, str]]:
 
 def _first_line(error: Exception) -> str:
     """DuckDB's message without the echo of the query that follows it."""
-    return " ".join(str(error).split("\n\n")[0].split())
+    message = " ".join(str(error).split("\n\n")[0].split())
+    if message.endswith('at or near "@"'):
+        message += ". A version is named beside the query: --at NAME=VERSION, in Python at={...}."
+    return message

@@ -102,7 +102,7 @@ def run_untrusted(
     with _Sandbox(limits) as sandbox:
         sandbox.tell(json.dumps({"query": query, "limits": asdict(limits)}).encode())
         names = [(str(dataset), str(view)) for dataset, view in sandbox.told()["names"]]
-        views = plan_views(names, _Public(catalog))
+        views = plan_views(names, _Public(catalog, sandbox))
         try:
             _grant(sandbox, views, parameters)
             truncated = sandbox.told()["truncated"]
@@ -127,18 +127,25 @@ def _grant(sandbox: _Sandbox, views: Views, parameters: Mapping[str, object] | N
 
 
 class _Public:
-    """A catalogue without what people outside need not know."""
+    """A catalogue without what people outside need not know.
 
-    def __init__(self, catalog: Catalog) -> None:
+    The clock counts in here too: a query may name every dataset of a wide lake.
+    """
+
+    def __init__(self, catalog: Catalog, sandbox: _Sandbox) -> None:
         self._catalog = catalog
+        self._sandbox = sandbox
 
     def datasets(self) -> list[str]:
+        self._sandbox.check_clock()
         return self._catalog.datasets()
 
     def table(self, dataset: str, view: str) -> TableSnapshot | None:
+        self._sandbox.check_clock()
         return self._catalog.table(dataset, view)
 
     def relation(self, name: str) -> pa.Table | None:
+        self._sandbox.check_clock()
         relation = self._catalog.relation(name)
         if relation is None:
             return None
@@ -178,6 +185,11 @@ class _Sandbox:
                 except BrokenPipeError:
                     continue
         self._process.wait()
+
+    def check_clock(self) -> None:
+        """Refuse to go on once the time is over. Raises: QueryFailed."""
+        if self._out_of_time.is_set():
+            raise self._ended()
 
     def tell(self, body: bytes | memoryview) -> None:
         """Send a frame. Raises: QueryFailed."""

@@ -51,7 +51,11 @@ class Lease:
                     if self._counts[name] <= 0:
                         del self._counts[name]
                         gone.append(name)
-            self._write("-", gone)
+            if self._counts:
+                self._write("-", gone)
+            elif gone:
+                # Or the file would grow for as long as the process lives.
+                os.ftruncate(self._fd, 0)
 
     def _write(self, sign: str, names: list[str]) -> None:
         if names:

@@ -25,9 +25,9 @@ from replaylake.datastore.sessions.segments import (
     framed,
     journal_folder,
     producer_of,
-    sync_folder,
     take_lock,
 )
+from replaylake.datastore.storage import fsync_folder, make_folder
 from replaylake.datastore.table import Table
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Journal:
         self.producer = producer_of(worker)
         self._table, self._encode, self._worker = table, encode, worker
         self._folder = journal_folder(table)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         self._lock_path, self._lock_fd = take_lock(self._folder, worker, wait=True)
         self._write_lock = threading.Lock()  # the current segment, and whether it may be written
         self._sync_lock = threading.Lock()  # no descriptor is closed while it is being synced
@@ -222,7 +222,7 @@ class Journal:
         path = self._folder / f"{self._worker}-{sequence}{SUFFIX}"
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_RDWR, 0o644)
-            sync_folder(self._folder)
+            fsync_folder(self._folder)
         except OSError as error:
             raise StorageFailed(f"{path}: {error.strerror or error}.") from error
         return Segment(sequence, path, fd)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from replaylake.datastore.errors import StorageFailed
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.sessions.segments import DAMAGED, SUFFIX, journal_folder, sync_folder
+from replaylake.datastore.sessions.segments import DAMAGED, SUFFIX, journal_folder
+from replaylake.datastore.storage import fsync_folder
 from replaylake.datastore.table import Table
 
 # Whether bytes hold an id that is looked for.
@@ -38,7 +39,7 @@ def drop_damaged(table: Table, holds: Holds) -> int:
                 temporary.replace(path)
             else:
                 path.unlink(missing_ok=True)
-            sync_folder(path.parent)
+            fsync_folder(path.parent)
         except OSError as error:
             raise _refused(path, error) from error
     return len(changed)

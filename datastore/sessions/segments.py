@@ -241,14 +241,6 @@ def take_lock(folder: Path, worker: str, *, wait: bool) -> tuple[Path, int]:
     return path, fd
 
 
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _refused(path: Path, error: OSError) -> StorageFailed:
     return StorageFailed(
         f"{path}: {error.strerror or error}, expected to commit the records in it. Mend the disk "

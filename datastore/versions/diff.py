@@ -1,7 +1,7 @@
 """Diff: the episodes and steps by which two versions of a dataset differ.
 
-Only shards that one of the two lacks are read; of them first a fingerprint for each episode, then
-the steps of those whose fingerprints differ. Rows that compaction moved are no difference.
+Only shards that one of the two lacks are read, and of those none whose rows, by the log, were only
+moved (compaction); first a fingerprint for each episode, then the steps of those that differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import duckdb
 import pyarrow as pa
 
 from replaylake.datastore import schema
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalid, LogCorrupt, NotFound
+from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.scan import scan
@@ -113,6 +114,11 @@ def diff(a: Snapshot, b: Snapshot, *, limit: int = 1000) -> Difference:
         columns_added=tuple(sorted(names_b - names_a)),
         columns_removed=tuple(sorted(names_a - names_b)),
     )
+    if only_a and only_b:
+        moved = _moved(a.table, b.table)
+        only_a, only_b = (
+            tuple(entry for entry in files if entry.path not in moved) for files in (only_a, only_b)
+        )
     if not only_a and not only_b:
         return basis
     left, right = replace(a.table, files=only_a), replace(b.table, files=only_b)
@@ -135,6 +141,34 @@ def diff(a: Snapshot, b: Snapshot, *, limit: int = 1000) -> Difference:
 def _without(files: Sequence[FileEntry], others: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
     paths = {entry.path for entry in others}
     return tuple(entry for entry in files if entry.path not in paths)
+
+
+def _moved(a: TableSnapshot, b: TableSnapshot) -> set[str]:
+    """Return the shards of both whose rows the commits in between only moved.
+
+    Cost: the commits between the two are read. Where the log no longer has them, nothing is known.
+    """
+    first, last = sorted((a, b), key=lambda table: table.version)
+    log = CommitLog(first.storage, first.root)
+    # By path: the shards of the first version that it came from, and all that became of them.
+    groups = {entry.path: {entry.path} for entry in first.files}
+    gone: set[str] = set()
+    try:
+        for version in range(first.version + 1, last.version + 1):
+            actions = log.actions(version)
+            added = [action["add"] for action in actions if "add" in action]
+            removed = [action["remove"] for action in actions if "remove" in action]
+            paths = {one["path"] for one in removed}
+            is_change = any(one.get("dataChange", True) for one in (*added, *removed))
+            if is_change or not paths <= groups.keys():
+                continue
+            group = {one["path"] for one in added}.union(*(groups[path] for path in paths))
+            groups |= dict.fromkeys(group, group)
+            gone |= paths
+    except (NotFound, LogCorrupt):
+        return set()
+    live = {entry.path for entry in last.files}
+    return {path for path, group in groups.items() if group - gone <= live}
 
 
 @contextmanager

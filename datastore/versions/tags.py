@@ -103,21 +103,23 @@ class Tags:
     def _absent(self, dataset: str, name: str) -> NotFound:
         known = [tag.name for tag in self.list(dataset)]
         return NotFound(
-            f"tag {dataset}@{name}: found none of that name, expected one of "
-            f"{', '.join(known) or 'none: the dataset has no tags'}. `replaylake tag set` sets one."
+            f"tag {dataset}@{name}: found none of that name, expected "
+            f"{'one of ' + ', '.join(known) if known else 'a tag, and the dataset has none'}. "
+            "`replaylake tag set` sets one."
         )
 
 
 def tag_snapshot(tags: Tags, snapshot: Snapshot, name: str, *, replace: bool = False) -> int | None:
     """Point a tag at a snapshot's version; return where it pointed before, None if it is new.
 
-    Raises: NotFound or ShardCorrupt if shards of that version are gone, and the tag is then as it
-    was; AlreadyExists where it points at another version and `replace` is false; NameRefused.
+    Raises: NotFound or ShardCorrupt if that version or shards of it are gone, and the tag is then
+    as it was; AlreadyExists where it points at another version and `replace` is false; NameRefused.
     """
     previous = tags.set(snapshot.dataset, name, snapshot.version, replace=replace)
     try:
-        # Only now: a vacuum that looked before may be at work; one that looks later keeps them.
+        # Only now: a vacuum or expiry that looked before may be at work; a later one keeps them.
         check_present(snapshot.table)
+        CommitLog(snapshot.table.storage, snapshot.table.root).at(snapshot.version)
     except ReplayLakeError:
         if previous is None:
             tags.remove(snapshot.dataset, name)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from replaylake.datastore.episode import Episode, checked
-from replaylake.datastore.errors import EpisodeInvalid, ReplayLakeError, SchemaMismatch
-from replaylake.datastore.inference import infer_spec, widest
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    EpisodeInvalid,
+    ReplayLakeError,
+    SchemaMismatch,
+)
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.rows import check_encodable
-from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import num_bytes
 from replaylake.datastore.writer.accounting import LeftOut, rejected
+from replaylake.datastore.writer.door import Door
 from replaylake.datastore.writer.open_episode import OpenEpisode
 from replaylake.datastore.writer.pieces import PieceOrder, without_present
-from replaylake.datastore.writer.refusal import named, sorted_out
+from replaylake.datastore.writer.refusal import sorted_out
 
 if TYPE_CHECKING:
     from replaylake.datastore.dataset import Commit, Dataset
@@ -66,7 +70,8 @@ class EpisodeWriter:
     ) -> None:
         self.producer = producer or f"writer/{new_ulid()}"
         self.refused: list[tuple[Episode, ReplayLakeError]] = []
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        self._process = os.getpid()
         self._id = new_ulid()
         self._dataset = dataset
         self._flush_steps = flush_steps
@@ -77,14 +82,27 @@ class EpisodeWriter:
         self._num_bytes = 0
         self._order = PieceOrder()
         self._open: dict[tuple[str, str], OpenEpisode] = {}
-        self._spec: DatasetSpec | None = None
-        self._is_stated = False
-        # Whether this producer committed before this writer did; None until it is looked up.
-        self._is_resumed: bool | None = None if producer else False
+        self._door = Door(dataset)
+        # The next one; None where it has to be looked up.
+        self._sequence: int | None = None if producer else 0
+        # Whether other writers have committed under this producer: the same rows, perhaps.
+        self._is_resumed = False
         self._left_out = LeftOut()
         self._attempt: _Attempt | None = None
         self._num_reported = 0
         self._timer: threading.Timer | None = None
+
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """What threads hold while they use the writer. Raises: ConfigInvalid in a forked child."""
+        # The child has a copy of the buffer, which the parent commits, and of its lock, perhaps
+        # held by a thread that is not there.
+        if os.getpid() != self._process:
+            raise ConfigInvalid(
+                f"writer {self.producer}: found it in process {os.getpid()}, a fork of the process "
+                f"{self._process} that made it, expected it there alone. Make a writer in each."
+            )
+        return self._lock
 
     def __enter__(self) -> EpisodeWriter:
         return self
@@ -166,8 +184,10 @@ class EpisodeWriter:
     def close(self) -> None:
         """Commit what is buffered, and what was left out since: open episodes stay open.
 
-        Raises: as flush.
+        In a forked child nothing happens. Raises: as flush.
         """
+        if os.getpid() != self._process:
+            return
         with self.lock:
             try:
                 self.flush()
@@ -178,7 +198,7 @@ class EpisodeWriter:
 
     def _accept(self, episode: Episode) -> None:
         try:
-            ready = self._checked(episode)
+            ready = self._door.checked(episode)
             self._order.add(ready)
         except (EpisodeInvalid, SchemaMismatch):
             self._left_out += rejected([episode])
@@ -217,8 +237,6 @@ class EpisodeWriter:
         self._keep(self._buffer)
         commit = None
         try:
-            if self._attempt is None:
-                self._leave_out_present()
             while self._buffer:
                 commit = self._commit() or commit
         finally:
@@ -228,10 +246,6 @@ class EpisodeWriter:
 
     def _leave_out_present(self) -> None:
         """Drop from the buffer what this producer committed before it was started again."""
-        if not self._buffer:
-            return
-        if self._is_resumed is None:
-            self._is_resumed = self._dataset.next_sequence(self.producer) > 0
         if not self._is_resumed:
             return
         kept: list[Episode] = []
@@ -243,31 +257,19 @@ class EpisodeWriter:
             )
         self._keep(kept)
 
-    def _checked(self, episode: Episode) -> Episode:
-        if not self._is_stated and self._dataset.exists():
-            # Spaces are fixed at creation, so those read once hold for the writer's life.
-            self._spec, self._is_stated = self._dataset.spec, True
-        spec = self._spec
-        if spec is None or not self._is_stated:
-            own = infer_spec([episode])
-            try:
-                spec = own if spec is None else widest([spec, own])
-            except EpisodeInvalid as error:
-                raise named(error, episode) from error
-        episode = checked(episode, spec.observation_space, spec.action_space)
-        try:
-            check_encodable(episode, spec)
-        except (EpisodeInvalid, SchemaMismatch) as error:
-            raise named(error, episode) from error
-        self._spec = spec
-        return episode
-
     def _commit(self) -> Commit | None:
         """Commit the buffer, or the part of it that an earlier flush may have committed."""
         attempt = self._attempt
         if attempt is None:
-            sequence = self._dataset.next_sequence(self.producer)
-            attempt = self._attempt = _Attempt(sequence, len(self._buffer), self._left_out)
+            if self._sequence is None:
+                self._sequence = self._dataset.next_sequence(self.producer)
+                self._is_resumed = self._is_resumed or self._sequence > 0
+            if self._buffer:
+                self._leave_out_present()
+                if not self._buffer:
+                    return None
+            attempt = _Attempt(self._sequence, len(self._buffer), self._left_out)
+            self._attempt = attempt
         pending = self._buffer[: attempt.num_episodes]
         names: dict[str, Any] = {
             "producer": self.producer,
@@ -292,7 +294,9 @@ class EpisodeWriter:
         self._attempt = None
         if commit.already_present and not self._is_own(commit.version):
             # Another writer of this name took the sequence first: these rows need one of their own.
+            self._sequence = None
             return None
+        self._sequence = attempt.sequence + 1
         self._left_out -= attempt.left_out
         self._keep(self._buffer[attempt.num_episodes :])
         return commit

@@ -94,13 +94,22 @@ class OpenEpisode:
                 f"episode {self.episode_id}: found a step after its end, expected none. Begin "
                 "another episode."
             )
+        try:
+            # Before any of it is kept: half a step would shift all that follow.
+            observed, acted, following = map(copied, (observation, action, next_observation))
+        except ValueError as error:
+            raise EpisodeInvalid(
+                f"episode {self.episode_id}: step {self._first_step + len(self)}: found {error}, "
+                "expected an observation and an action of the dataset's spaces. The step is left "
+                "out."
+            ) from error
         with self._writer.lock:
             steps = self._steps
-            steps.observations.append(_copied(observation))
-            steps.actions.append(_copied(action))
+            steps.observations.append(observed)
+            steps.actions.append(acted)
             steps.rewards.append(reward)
             steps.further.append(further)
-            steps.final_observation = _copied(next_observation)
+            steps.final_observation = following
             self.ended = terminated or truncated
             # The last values stand for the size of every step.
             size = num_bytes(steps.final_observation) if len(self) > 1 else 0
@@ -121,7 +130,7 @@ class OpenEpisode:
             self.episode_id,
             observations=_stacked(self._spaces[0], steps.observations),
             actions=_stacked(self._spaces[1], steps.actions),
-            rewards=np.asarray(steps.rewards),
+            rewards=_array(steps.rewards),
             terminated=terminated,
             truncated=truncated,
             final_observation=steps.final_observation,
@@ -139,10 +148,17 @@ def _columns(further: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if name == POLICY:
             columns[name] = np.array(values, dtype=object)
         elif name in _FIELDS or isinstance(values[0], np.ndarray):
-            columns[name] = np.asarray(values)
+            columns[name] = _array(values)
         else:
             columns[name] = values  # the type is pyarrow's to find
     return columns
+
+
+def _array(values: Sequence[Any]) -> Array:
+    try:
+        return np.asarray(values)
+    except ValueError:  # of several shapes, for the door to refuse
+        return np.fromiter(values, object, len(values))
 
 
 def _stacked(space: Space, values: Sequence[Any]) -> Any:
@@ -163,10 +179,10 @@ def _stacked(space: Space, values: Sequence[Any]) -> Any:
     return stacked
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Copy an observation or action: environments reuse their buffers."""
     if isinstance(value, Mapping):
-        return {key: _copied(sub) for key, sub in value.items()}
+        return {key: copied(sub) for key, sub in value.items()}
     if isinstance(value, tuple):
-        return {f"_{i}": _copied(sub) for i, sub in enumerate(value)}
+        return {f"_{i}": copied(sub) for i, sub in enumerate(value)}
     return value if isinstance(value, str) else np.array(value)

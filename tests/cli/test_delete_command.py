@@ -29,8 +29,9 @@ def test_without_yes_nothing_changes(run: Any, tree: Callable[[], dict[str, byte
 def test_delete(run: Any) -> None:
     done = run("delete", "d", "--where", "terminated", "--yes")
     assert done.out.splitlines()[0] == (
-        "d@2: deleted 1 episode, 2 steps, 0 decisions, 0 rewards; 1 steps left"
+        "d@2: deleted 1 episode, 2 steps, 0 decisions, 0 rewards; 1 step left"
     )
+    assert run("delete", "d", "--where", "terminated").out == "d: nothing to delete\n"
     body = run("delete", "d", "--where", "terminated", "--yes", "--json").json
     assert (body["version"], body["num_episodes"]) == (None, 0)
     assert run("show", "d", "--json").json["num_episodes"] == 1
@@ -40,7 +41,7 @@ def test_purge(run: Any) -> None:
     assert run("tag", "set", "d", "golden").code == 0
     lines = run("delete", "d", "--where", "terminated", "--purge", "--yes").out.splitlines()
     assert lines[0].startswith("d@2: purged 1 episode, 2 steps of the newest version, 0 decisions")
-    assert lines[1].strip() == "versions 1 can no longer be read"
+    assert lines[1].strip() == "version 1 can no longer be read"
     assert lines[2].strip() == "tags broken: golden"
     assert lines[-1].endswith("scanned: none is left")
     run("show", "d@golden").failed("purged")

@@ -61,11 +61,11 @@ def test_vacuum_lists_and_then_deletes(run: Callable, shards: Path, tree: Callab
     _age(shards, 8)
     before = tree()
     listed = run("vacuum")
-    assert len(listed.out.splitlines()) == 6
-    assert "5 files (5 shard), " in listed.out
-    assert listed.out.endswith(" to delete; --delete does\n")
+    assert len(listed.out.splitlines()) == 7
+    assert "5 files (shard 5), " in listed.out
+    assert listed.out.endswith(" to delete\n  nothing was changed: --yes does it\n")
     assert tree() == before
-    done = run("vacuum", "play", "--delete", "--json").json
+    done = run("vacuum", "play", "--yes", "--json").json
     assert (done["deleted"], done["num_files"]) == (True, 5)
     assert len(before) - len(tree()) == 5
     run("show", "play@2").failed("play@2: found that 2 of its 2 shards are gone", "vacuum")
@@ -76,17 +76,25 @@ def test_vacuum_of_what_is_young_has_to_be_forced(run: Callable, shards: Path) -
     run("compact", "play")
     refused = run("vacuum", "--older-than", "1m")
     assert refused.code == 2
-    assert "force it" in " ".join(refused.err.split())
+    said = " ".join(refused.err.split())
+    assert "Invalid value for --older-than: found 60, expected at least 3600" in said
+    assert "force it" in said
     time.sleep(0.02)
     assert run("vacuum", "--older-than", "0s", "--force", "--json").json["num_files"] == 5
 
 
 def test_trim(run: Callable, shards: Path) -> None:
-    done = run("trim", "play", "--max-steps", 5)
+    assert run("trim", "play", "--max-steps", 5).out == (
+        "play: would remove 3 episodes, 6 steps; 4 steps left\n"
+        "  nothing was changed: --yes does it\n"
+    )
+    done = run("trim", "play", "--max-steps", 5, "--yes")
     assert done.out == (
         "play@6: 3 episodes, 6 steps removed; 4 steps left\n  3 shards dropped whole, 0 rewritten\n"
     )
-    assert run("trim", "play", "--older-than", "1d", "--json").json["num_episodes"] == 0
+    again = run("trim", "play", "--older-than", "1d", "--yes")
+    assert again.out == "play@6: nothing to trim; 4 steps left\n"
+    assert run("trim", "play", "--older-than", "1d", "--json").json["dry_run"] is True
     assert run("trim", "play").code == 2
     assert run("trim", "play", "--older-than", "soon").code == 2
 
@@ -101,7 +109,9 @@ def test_retention_is_shown_set_and_unset(run: Callable, shards: Path) -> None:
     done = run("retention", "play", "--max-age", "none", "--cache-max", "20GB", "--json").json
     assert (done["max_age_s"], done["cache_max_bytes"]) == (None, 20 * 10**9)
     assert "  max steps      4\n" in run("retention", "play").out
-    assert run("retention", "play", "--keep-versions", "1m").code == 2
+    refused = run("retention", "play", "--keep-versions", "1m")
+    assert refused.code == 2
+    assert "Invalid value for --keep-versions: found 60, expected" in refused.err
     assert run("retention", "play", "--max-steps", "many").code == 2
 
 

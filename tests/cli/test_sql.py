@@ -100,6 +100,7 @@ def test_the_lake_is_there_to_be_queried(run: Any) -> None:
         ("drop table d.steps", "one SELECT"),
         ("select 1; select 2", "one SELECT"),
         ("select $n", "n"),
+        ("select * from d@1.steps", "--at NAME=VERSION"),
     ],
 )
 def test_queries_refused(run: Any, query: str, said: str) -> None:
@@ -123,4 +124,6 @@ def test_a_version(run: Any, log: Path) -> None:
     refused = run("sql", query, "--at", "was=d@9")
     assert refused.code == 1
     assert "found no version 9" in refused.err
-    assert run("sql", query, "--at", "was").code == 2
+    wrong = run("sql", query, "--at", "was@9")
+    assert wrong.code == 2
+    assert "found 'was@9', expected DATASET=VERSION" in wrong.err

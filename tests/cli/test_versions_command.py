@@ -34,6 +34,8 @@ def test_set_list_and_remove(run: Any) -> None:
     assert run("tag", "remove", "d@golden").out == "removed the tag d@golden, which was d@2\n"
     run("tag", "remove", "d@golden").failed("golden", "same")
     assert run("show", "d@golden").code == 1
+    run("tag", "remove", "d@same")
+    run("tag", "remove", "d@same").failed("expected a tag, and the dataset has none")
 
 
 @pytest.mark.parametrize(

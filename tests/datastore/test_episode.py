@@ -82,6 +82,12 @@ def test_an_episode_that_breaks_the_row_rule_is_refused_by_name(
         checked(make_episode("first", **fields), OBSERVATION, ACTION)
 
 
+def test_what_is_seen_after_the_last_step_is_no_observation_of_a_step(make_episode: Make) -> None:
+    episode = make_episode(observations=[[0, 0]] * 4)
+    with pytest.raises(EpisodeInvalid, match=r"found 4 rows, expected 3.*final_observation"):
+        checked(episode, OBSERVATION, ACTION)
+
+
 def test_the_log_s_own_id_is_the_one_in_messages(make_episode: Make) -> None:
     episode = make_episode("0a/7", source_episode_id="7", rewards=[])
     with pytest.raises(EpisodeInvalid, match=r"^episode 7: "):

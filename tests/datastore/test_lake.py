@@ -41,6 +41,14 @@ def newer(log: Path) -> None:
     path.write_text("".join(json.dumps(action) + "\n" for action in actions))
 
 
+def test_handles_say_what_they_are(lake: Lake, make_episode: Make) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("a")])
+    assert repr(lake) == f"Lake('{lake.path}')"
+    assert repr(dataset) == f"Dataset('{lake.path}/d')"
+    assert repr(dataset.snapshot()) == "Snapshot('d@1')"
+
+
 def test_a_lake_is_made_once_and_opened_again(tmp_path: Path, make_episode: Make) -> None:
     lake = open_lake(tmp_path / "x" / "lake", create=True)
     lake.dataset("d").append([make_episode()])
@@ -127,7 +135,7 @@ def test_a_snapshot_by_name(lake: Lake, make_episode: Callable[..., Episode]) ->
         lake.snapshot("d@12")
     with pytest.raises(NotFound, match="dataset 'absent': not in this lake"):
         lake.snapshot("absent@1")
-    with pytest.raises(NotFound, match="tag d@x: found none of that name, expected one of none"):
+    with pytest.raises(NotFound, match="tag d@x: found none of that name, expected a tag"):
         lake.snapshot("d@x")
 
 

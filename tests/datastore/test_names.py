@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 
 import duckdb
@@ -10,6 +11,7 @@ from replaylake.datastore.names import (
     check_alias,
     check_dataset_name,
     check_policy_name,
+    content_ulid,
     is_column_name,
     new_ulid,
 )
@@ -72,3 +74,11 @@ def test_ulids_sort_by_time_and_never_repeat() -> None:
     assert all(first < ulid for ulid in later)
     assert len({*later, first}) == 1001
     assert {len(ulid) for ulid in later} == {26}
+
+
+def test_the_same_content_has_the_same_name() -> None:
+    ones = ["0" * 64, "f" * 64, "0123456789abcdef" * 4]
+    named = [content_ulid(sha256) for sha256 in ones]
+    assert len(set(named)) == 3
+    assert all(re.fullmatch("[0-9a-hjkmnp-tv-z]{26}", name) for name in named)
+    assert named == [content_ulid(sha256) for sha256 in ones]

@@ -31,6 +31,27 @@ def test_what_is_not_there_is_none_or_empty(storage: LocalStorage) -> None:
     assert storage.names("file") == []
 
 
+def test_the_names_of_all_new_folders_are_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = [], os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    LocalStorage(tmp_path / "a" / "b" / "lake").put("d/x", b"1")
+    new = [
+        tmp_path,
+        tmp_path / "a",
+        tmp_path / "a/b",
+        tmp_path / "a/b/lake",
+        tmp_path / "a/b/lake/d",
+    ]
+    assert {str(folder) for folder in new} <= {*synced}
+
+
 def test_no_temporary_file_is_left(storage: LocalStorage) -> None:
     storage.put("a", b"1")
     storage.put_new("b", b"2")

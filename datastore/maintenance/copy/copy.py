@@ -20,7 +20,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import LogState
-from replaylake.datastore.maintenance.copy.plan import CopyPlan, plan_copy
+from replaylake.datastore.maintenance.copy.plan import CopyPlan, notes_of, plan_copy
 from replaylake.datastore.maintenance.copy.rows import RowsPresent
 from replaylake.datastore.maintenance.copy.shards import ShardMover
 from replaylake.datastore.shard import FOLDER
@@ -164,15 +164,17 @@ class _Copy:
         state = self._table.log.newest()
         present = self._table.snapshot()
         newest = self._table.next_sequence(self._producer) - 1
-        plan = plan_copy(self._source, self._snapshot.table, _base(newest, version))
+        base = _base(newest, version)
+        plan = plan_copy(self._source, self._snapshot.table, base)
         compared = plan.mixed
         if present.files and not self._is_alone(state, plan, newest):
             compared = (*plan.fresh, *plan.mixed)
         total = sum(entry.size_bytes for entry in (*plan.fresh, *plan.mixed))
         mover = ShardMover(self._snapshot.table, self._table)
+        before = self._copied_before(plan)
         written: list[WrittenRows] = []
         num_episodes = num_present = moved = 0
-        with RowsPresent(self._snapshot.table, present, self._copied_before(plan)) as known:
+        with RowsPresent(self._snapshot.table, present, before) as known:
             doubled = known.among(compared)
             whole = [e for e in (*plan.fresh, *plan.mixed) if e.path not in doubled]
             for entry in (*plan.fresh, *plan.mixed):
@@ -189,7 +191,8 @@ class _Copy:
             # Last, because their bytes were checked as they were moved.
             num_episodes += known.num_episodes(whole)
         left_out = LeftOut(num_already_present_steps=num_present)
-        return self._committed(written, num_episodes, left_out, state, plan)
+        notes = notes_of(plan, newest if base is not None and plan.mixed and not before else None)
+        return self._committed(written, num_episodes, left_out, state, notes)
 
     def _committed(
         self,
@@ -197,11 +200,14 @@ class _Copy:
         num_episodes: int,
         left_out: LeftOut,
         state: LogState,
-        plan: CopyPlan,
+        notes: tuple[str, ...],
     ) -> CopyReceipt:
-        notes = _notes(plan)
+        # Without shards too: the next copy starts from this version, and what the target removes
+        # from here on does not come back with it.
         if not written:
-            return self._receipt(None, left_out=left_out, notes=("nothing to add", *notes))
+            notes = ("nothing to add", *notes)
+            if self._snapshot.version <= self._table.next_sequence(self._producer) - 1:
+                return self._receipt(None, left_out=left_out, notes=notes)
         num_steps = sum(part.num_rows for part in written)
         seen = {key for key in state.transactions if key.startswith(_PREFIX)}
 
@@ -283,13 +289,3 @@ class _Copy:
 def _base(newest: int, version: int) -> int | None:
     """Return the version copied last; None also where that is newer than the one to copy."""
     return newest if 0 <= newest <= version else None
-
-
-def _notes(plan: CopyPlan) -> tuple[str, ...]:
-    if not plan.changed_at:
-        return ()
-    versions = ", ".join(map(str, plan.changed_at[:5]))
-    return (
-        f"the source changed or removed rows since they were copied (version {versions}): the "
-        "target keeps them as they were; copy into a new dataset for the newest values",
-    )

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from replaylake.datastore.errors import LogCorrupt, NotFound
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.table import Table, TableSnapshot
 
 _OLD, _MIXED, _FRESH = range(3)
+# Changes of which every row was in a shard that they took out.
+_REWRITES: Final = frozenset(
+    ("ANNOTATE", "COMPACT", "DELETE", "LATE REWARDS", "PURGE", "REPAIR", "TRIM")
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,24 @@ def plan_copy(source: Table, snapshot: TableSnapshot, base: int | None) -> CopyP
     )
 
 
+def notes_of(plan: CopyPlan, forgotten: int | None) -> tuple[str, ...]:
+    """Say what may surprise; `forgotten` is the version copied last where it is not there now."""
+    notes = []
+    if plan.changed_at:
+        versions = ", ".join(map(str, plan.changed_at[:5]))
+        notes.append(
+            f"the source changed or removed rows since they were copied (version {versions}): the "
+            "target keeps them as they were; copy into a new dataset for the newest values"
+        )
+    if forgotten is not None:
+        notes.append(
+            f"the source keeps version {forgotten}, copied last, no longer: what the target "
+            "removed of it may have been copied again; copy more often than `keep versions` of "
+            "`replaylake retention`"
+        )
+    return tuple(notes)
+
+
 def _follow(kinds: dict[str, int], actions: Sequence[Mapping[str, Any]]) -> bool:
     """Note what a commit's shards hold; return whether it changed rows that were copied."""
     added = [action["add"] for action in actions if "add" in action]
@@ -63,9 +85,13 @@ def _follow(kinds: dict[str, int], actions: Sequence[Mapping[str, Any]]) -> bool
     sources = {kinds.get(one["path"], _OLD) for one in removed}
     if sources <= {_FRESH}:  # or nothing was removed: rows that are new
         kind = _FRESH
-    elif sources == {_OLD} and not is_change:
+    elif sources == {_OLD} and (not is_change or _operation(actions) in _REWRITES):
         kind = _OLD
     else:
         kind = _MIXED
     kinds |= {one["path"]: kind for one in added}
     return is_change and bool(sources - {_FRESH})
+
+
+def _operation(actions: Sequence[Mapping[str, Any]]) -> str | None:
+    return next((a["commitInfo"].get("operation") for a in actions if "commitInfo" in a), None)

@@ -12,14 +12,15 @@ import pyarrow as pa
 
 from replaylake.datastore.errors import NotFound, ShardCorrupt
 from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.names import content_ulid, new_ulid
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID
 from replaylake.datastore.shard import FOLDER, blob_of, read_shard
 from replaylake.datastore.storage import StoredFile
 from replaylake.datastore.table import Table, TableSnapshot, WrittenRows
 from replaylake.datastore.table_schema import conform, has_other_ids, merged_schema
 
-# A shard that an earlier copy put down, before it was killed, is used again while no vacuum can
-# have taken it for an orphan.
+# A shard that an earlier copy put down, before it was killed, is used again while it is younger. An
+# older one is left to vacuum, which may be about to delete it.
 _REUSE_MS: Final = 86_400_000
 
 
@@ -30,15 +31,15 @@ class ShardMover:
         self._source = source
         self._target = target
         self._left: dict[str, StoredFile] | None = None
+        self._used = set(target.log.newest().files)
 
     def whole(self, entry: FileEntry) -> WrittenRows:
         """Put a shard into the target, as it is where its field ids are the target's too."""
         schema = self._source.schema
         if has_other_ids(merged_schema(self._target.snapshot().schema, schema), schema):
             return self._target.write(conform(self._read(entry), schema))
-        path = f"{FOLDER}/{entry.sha256[:40]}.parquet"
-        now_ms = time.time_ns() // 1_000_000
-        if not self._is_there(path, entry, now_ms):
+        path, modified_ms = self._place(entry)
+        if modified_ms is None:
             where = f"{self._source.root}/{entry.path}"
             data = self._source.storage.get(where)
             if data is None:
@@ -53,20 +54,30 @@ class ShardMover:
                     "target. `replaylake fsck --repair` takes the shard out."
                 )
             self._target.storage.put(f"{self._target.root}/{path}", data)
-        moved = FileEntry(path, entry.size_bytes, entry.num_rows, entry.sha256, now_ms)
+            modified_ms = time.time_ns() // 1_000_000
+        moved = FileEntry(path, entry.size_bytes, entry.num_rows, entry.sha256, modified_ms)
         return WrittenRows(schema, (moved,))
 
-    def _is_there(self, path: str, entry: FileEntry, now_ms: int) -> bool:
-        """Whether a copy that was killed left this shard here: files come whole or not at all."""
+    def _place(self, entry: FileEntry) -> tuple[str, int | None]:
+        """Return a shard's path in the target, and since when (ms) it is there, None if it is not.
+
+        Named by its content, so that a copy that was killed is found: files come whole or not at
+        all. Under that name once; two shards of a source may have the same bytes.
+        """
         if self._left is None:
             files = self._target.storage.files(f"{self._target.root}/{FOLDER}")
             self._left = {file.path: file for file in files}
+        path = f"{FOLDER}/{content_ulid(entry.sha256)}.parquet"
+        if path in self._used:
+            return f"{FOLDER}/{new_ulid()}.parquet", None
+        self._used.add(path)
         file = self._left.get(f"{self._target.root}/{path}")
-        return (
-            file is not None
-            and file.size_bytes == entry.size_bytes
-            and file.modified_ms > now_ms - _REUSE_MS
-        )
+        if file is None:
+            return path, None
+        is_young = file.modified_ms > time.time_ns() // 1_000_000 - _REUSE_MS
+        if is_young and file.size_bytes == entry.size_bytes:
+            return path, file.modified_ms
+        return f"{FOLDER}/{new_ulid()}.parquet", None
 
     def without(self, entry: FileEntry, present: Sequence[int]) -> tuple[int, WrittenRows] | None:
         """Write the rows that the target lacks, and count their episodes; None if it has all."""

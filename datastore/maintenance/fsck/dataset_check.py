@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.errors import LogCorrupt, NotFound
+from replaylake.datastore.errors import LogCorrupt, NotFound, StorageFailed
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding, Findings
@@ -24,9 +24,10 @@ from replaylake.datastore.maintenance.fsck.quarantine import (
     quarantine_orphans,
     take_out,
 )
-from replaylake.datastore.maintenance.fsck.row_check import RowCheck
+from replaylake.datastore.maintenance.fsck.row_check import RowCheck, faults_of
 from replaylake.datastore.maintenance.fsck.shard_check import CheckedShard, check_shard
 from replaylake.datastore.maintenance.kept import kept_files
+from replaylake.datastore.query import summaries
 from replaylake.datastore.sessions.decisions import DECISION_ID
 from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.table import Table
@@ -106,6 +107,8 @@ class DatasetCheck:
                 orphans = list(self._orphans(plan))
                 if self._repair:
                     self._mend(plan, rows if is_steps else None, orphans)
+                if is_steps and (plan.damages or self._repair):
+                    self._forget_summaries(plan.table)
         steps = plans[0]
         self.datasets.append(
             CheckedDataset(
@@ -157,6 +160,15 @@ class DatasetCheck:
             )
         return _Plan(table, log, schema, live, older)
 
+    def _forget_summaries(self, table: Table) -> None:
+        """Drop what was derived from damaged bytes, perhaps before the file was restored."""
+        try:
+            summaries.forget(table.storage, table.root)
+        except StorageFailed:
+            if self._repair:
+                raise
+            # A lake that we may only read: what is wrong is said all the same.
+
     def _note_log(self, log: CheckedLog) -> None:
         for fault in log.faults:
             check = "checkpoint" if fault.is_derived else "log"
@@ -205,7 +217,7 @@ class DatasetCheck:
 
     def _find_row_faults(self, plan: _Plan, rows: RowCheck) -> None:
         for run in rows.problems():
-            for severity, check, message in _said_of(run):
+            for severity, check, message in faults_of(run):
                 shard = plan.live[run["shard"]]
                 version = plan.log.named.get(shard.path, (shard, None))[1]
                 agent = f" of agent {run['agent']!r}" if run["agent"] else ""
@@ -273,28 +285,6 @@ class DatasetCheck:
 def _key(plan: _Plan, handle: Dataset) -> str | None:
     """Return the column that has to be unique across shards; None for steps, which have runs."""
     return None if plan.table is handle.table else DECISION_ID
-
-
-def _said_of(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    first, last, reached, ended_at = (
-        run[name] for name in ("first", "last", "reached", "ended_at")
-    )
-    if reached is None and first > 0:
-        yield (
-            NOTE,
-            "gap",
-            f"begins at step {first}, steps 0..{first - 1} are missing. Nothing bootstraps across.",
-        )
-    elif reached is not None and first > reached + 1:
-        missing = f"steps {reached + 1}..{first - 1} are missing after step {reached}"
-        yield NOTE, "gap", f"{missing}. Step {reached} has no next observation, or its own."
-    elif reached is not None and first <= reached:
-        twice = f"found steps {first}..{min(last, reached)} a second time, expected each once"
-        yield ERROR, "duplicate", f"{twice}. --repair keeps those that came first."
-    if ended_at is not None and last > ended_at:
-        after = f"found steps {max(first, ended_at + 1)}..{last} after step {ended_at} ended it"
-        advice = "`replaylake delete` the episode, or restore it from where it came"
-        yield ERROR, "after_end", f"{after}, expected none. {advice}."
 
 
 def age_text(modified_ms: int) -> str:

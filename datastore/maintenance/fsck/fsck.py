@@ -1,6 +1,7 @@
 """Fsck: look at every byte of datasets and say what is wrong, where, and what to do.
 
-Nothing is written unless `repair` is asked for; `quarantine.py` does that.
+Nothing is written unless `repair` is asked for; `quarantine.py` does that. Summaries of a dataset
+with a damaged shard go all the same: they may be made of its bytes, and are made again.
 """
 
 from __future__ import annotations

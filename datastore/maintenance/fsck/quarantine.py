@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -21,9 +21,7 @@ from replaylake.datastore.errors import CommitConflict, ReplayLakeError
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID
-from replaylake.datastore.shard import blob_of, read_shard
-from replaylake.datastore.table import Table, WrittenRows
-from replaylake.datastore.table_schema import conform
+from replaylake.datastore.table import Table, TableSnapshot, WrittenRows
 
 FOLDER: Final = "_quarantine"
 
@@ -98,7 +96,7 @@ def take_out(
                 Repair("quarantined", dataset, path, to, None, entry.num_rows, num_episodes)
             )
         for entry in thinned:
-            rows = _without(table, entry, doubled[entry.path], snapshot.schema)
+            rows = _without(snapshot, entry, doubled[entry.path])
             if rows.num_rows:
                 written.append(table.write(rows, since=entry.since))
             path, num = f"{table.root}/{entry.path}", entry.num_rows - rows.num_rows
@@ -161,11 +159,10 @@ def _copied(table: Table, path: str, why: str, entry: FileEntry | None) -> str:
     return to
 
 
-def _without(table: Table, entry: FileEntry, rows: Sequence[int], schema: pa.Schema) -> pa.Table:
+def _without(snapshot: TableSnapshot, entry: FileEntry, rows: Sequence[int]) -> pa.Table:
     kept = np.ones(entry.num_rows, dtype=bool)
     kept[np.asarray(rows)] = False
-    (path,) = table.storage.fetch([blob_of(table.root, entry)])
-    return conform(read_shard(path, entry), schema).filter(pa.array(kept))
+    return replace(snapshot, files=(entry,)).read().filter(pa.array(kept))
 
 
 def _num_episodes(table: Table, entry: FileEntry, copy: str) -> int | None:

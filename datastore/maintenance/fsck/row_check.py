@@ -10,6 +10,7 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
+from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE
 from replaylake.datastore.maintenance.fsck.shard_check import run_schema
 from replaylake.datastore.query.connections import connect
 
@@ -109,3 +110,26 @@ class RowCheck:
             self._connection.register("incoming", rows)
             self._connection.execute(f"INSERT INTO {table} SELECT * FROM incoming")
             self._connection.unregister("incoming")
+
+
+def faults_of(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield severity, check and message of what is wrong with one of the `problems`."""
+    first, last, reached, ended_at = (
+        run[name] for name in ("first", "last", "reached", "ended_at")
+    )
+    if reached is None and first > 0:
+        yield (
+            NOTE,
+            "gap",
+            f"begins at step {first}, steps 0..{first - 1} are missing. Nothing bootstraps across.",
+        )
+    elif reached is not None and first > reached + 1:
+        missing = f"steps {reached + 1}..{first - 1} are missing after step {reached}"
+        yield NOTE, "gap", f"{missing}. Step {reached} has no next observation, or its own."
+    elif reached is not None and first <= reached:
+        twice = f"found steps {first}..{min(last, reached)} a second time, expected each once"
+        yield ERROR, "duplicate", f"{twice}. --repair keeps those that came first."
+    if ended_at is not None and last > ended_at:
+        after = f"found steps {max(first, ended_at + 1)}..{last} after step {ended_at} ended it"
+        advice = "`replaylake delete` the episode, or restore it from where it came"
+        yield ERROR, "after_end", f"{after}, expected none. {advice}."

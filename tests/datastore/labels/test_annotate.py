@@ -24,6 +24,7 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.labels.annotate import AnnotationReceipt, annotate
 from replaylake.datastore.labels.labels import parse_key, read_labels
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.maintenance.compact import compact
 
 
@@ -63,6 +64,17 @@ def test_a_label_a_step(filled: Lake) -> None:
     assert before.table.read().num_rows == 6
 
 
+def test_one_name_needs_no_list(filled: Lake) -> None:
+    labels = pa.table({"decision_id": ["a1"], "converted": [True]})
+    assert counts(annotate(filled, "d", labels, on="decision_id", add="converted")) == (
+        1,
+        0,
+        0,
+        0,
+        1,
+    )
+
+
 def test_a_reward_by_expression_over_label_and_step(filled: Lake) -> None:
     labels = pa.table({"decision_id": ["a0", "a2"], "reward": [10.0, 20.0], "score": [1.0, 2.0]})
     annotate(filled, "d", labels, on=["decision_id"], set={"reward": "reward"})
@@ -94,6 +106,20 @@ def test_the_same_call_again_changes_nothing(filled: Lake) -> None:
     assert column(filled, "reward")[:3] == [2.5, 4, 3]
     with pytest.raises(ConfigInvalid, match="count twice"):
         call(labels, again=True)
+
+
+def test_the_same_call_after_its_commit_was_dropped(filled: Lake, make_episode: Any) -> None:
+    labels = pa.table({"decision_id": ["a0"], "bonus": [5.0]})
+
+    def call() -> AnnotationReceipt:
+        given = {"reward": "steps.reward + bonus"}
+        return annotate(filled, "d", labels, on=["decision_id"], set=given)
+
+    first = call()
+    expire(filled.dataset("d").table.log, filled.dataset("d").append([make_episode("c")]).version)
+    again = call()
+    assert (again.already_present, again.version, again.labels) == (True, first.version, 1)
+    assert column(filled, "reward")[0] == 6
 
 
 def test_again_reaches_the_steps_that_came_since(filled: Lake, make_episode: Any) -> None:

@@ -21,8 +21,10 @@ from replaylake.datastore.errors import (
     StorageFailed,
 )
 from replaylake.datastore.log import folder as folder_module
+from replaylake.datastore.log.checkpointer import Checkpointer
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CHECKPOINT_INTERVAL, CommitLog
+from replaylake.datastore.log.folder import LogFolder
 from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.storage import LocalStorage
 from replaylake.datastore.table_schema import new_metadata
@@ -329,6 +331,29 @@ def test_a_checkpoint_that_fails_fails_no_commit(
     wait_for_checkpoint()  # pytest turns an exception in a thread into an error
     assert CommitLog(storage, "t").newest().version == 101
     assert not checkpoint_path(storage, 100).exists()
+
+
+def test_checkpoints_on_a_slow_disk_are_one_at_a_time_and_end_with_the_newest(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, written = threading.Event(), threading.Event(), []
+
+    def slow(folder: LogFolder, state: LogState) -> None:
+        written.append(state.version)
+        writing.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(LogFolder, "write_checkpoint", slow)
+    checkpointer = Checkpointer(LogFolder(storage, "t"))
+    checkpointer.start(LogState(100))
+    assert writing.wait(60)
+    for version in (200, 300, 400):
+        checkpointer.start(LogState(version))
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("replaylake-checkpoint") == 1
+    go_on.set()
+    wait_for_checkpoint()
+    assert written == [100, 400]
 
 
 def test_a_short_process_writes_its_checkpoint(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ table = Table(LocalStorage(pathlib.Path(sys.argv[1])), "t")
 table.append(pa.table({{"x": [1, 2, 3]}}), producer="p", sequence=0)
 os.write(1, b"{ACKNOWLEDGED}")
 """
-_LINE: Final = re.compile(r"(\d+) (?:<\.\.\. )?(\w+)(?: resumed>|\()(.*)")
+# strace pads a short process id with blanks.
+_LINE: Final = re.compile(r"(\d+) +(?:<\.\.\. )?(\w+)(?: resumed>|\()(.*)")
 _PATHS: Final = re.compile(r'"(/[^"]*)"|<(/[^>]*)>')
 
 

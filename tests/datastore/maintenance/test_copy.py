@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ from replaylake.datastore.errors import (
     StorageFailed,
 )
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.maintenance.copy.copy import CopyReceipt, copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck
+from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.datastore.rewrite import Plan, rewrite
 
 Make = Callable[..., Episode]
@@ -160,6 +165,78 @@ def test_what_was_deleted_is_kept_here_and_stays_away_there(
     receipt = copy(lake, "d", centre)
     assert episodes(centre) == ["a", "c", "d"]
     assert "the source changed or removed rows since they were copied" in receipt.notes[0]
+
+
+@pytest.mark.parametrize("operation", ["ANNOTATE", "DELETE", "LATE REWARDS", "PURGE", "TRIM"])
+def test_a_rewrite_in_the_source_brings_nothing_back(
+    lake: Lake, centre: Lake, dataset: Dataset, make_episode: Make, operation: str
+) -> None:
+    compact(dataset, 0, 1, 2)
+    copy(lake, "d", centre)
+    delete(centre.dataset("d"), "b")  # the centre was asked to forget
+    (entry,) = dataset.snapshot().table.files
+    keep = Plan({entry: lambda rows: rows.slice(3)})
+    rewrite(dataset.table, lambda _: keep, producer="x", sequence=0, operation=operation)
+    (dataset.path / entry.path).unlink()  # as purge does, or vacuum later
+    dataset.append([make_episode("d")])
+    copy(lake, "d", centre)
+    assert episodes(centre) == ["a", "c", "d"]
+
+
+def test_a_source_that_forgot_the_version_copied_last_says_so(
+    lake: Lake, centre: Lake, dataset: Dataset, make_episode: Make
+) -> None:
+    copy(lake, "d", centre)
+    compact(dataset, 0, 1, 2)
+    version = dataset.append([make_episode("d")]).version
+    expire(dataset.table.log, version)
+    receipt = copy(lake, "d", centre)
+    assert episodes(centre) == ["a", "b", "c", "d"]
+    assert "the source keeps version 3, copied last, no longer" in receipt.notes[0]
+    dataset.append([make_episode("e")])
+    assert copy(lake, "d", centre).notes == ()
+
+
+def test_what_was_copied_is_vacuumed_like_all_else(
+    lake: Lake, centre: Lake, dataset: Dataset
+) -> None:
+    copy(lake, "d", centre)
+    copied = centre.dataset("d")
+    compact(copied, 0, 1, 2)
+    in_8_days_ms = time.time_ns() // 1_000_000 + 8 * 86_400_000
+    assert len(vacuum(centre, ["d"], delete=True, now_ms=in_8_days_ms).garbage) == 3
+    assert rows(centre) == rows(lake)
+    assert len(list((copied.path / "shards").iterdir())) == 1
+
+
+def test_shards_of_the_same_bytes(lake: Lake, centre: Lake, dataset: Dataset) -> None:
+    """As where a writer without a producer sent its rows twice: fsck says so of both."""
+    table = dataset.snapshot().table
+    dataset.table.append(replace(table, files=table.files[:1]).read(), producer="x", sequence=0)
+    assert len({entry.sha256 for entry in dataset.snapshot().table.files}) == 3
+    copy(lake, "d", centre)
+    assert centre.snapshot("d").num_steps == lake.snapshot("d").num_steps == 12
+    assert fsck(centre).counts == fsck(lake).counts == {"duplicate": 1}
+
+
+@pytest.mark.parametrize("days", [0, 2])
+def test_rows_that_left_the_target_come_from_elsewhere(
+    lake: Lake, centre: Lake, dataset: Dataset, tmp_path: Path, days: float
+) -> None:
+    other = open_lake(tmp_path / "other", create=True)
+    copy(lake, "d", other)
+    copy(lake, "d", centre)
+    whole = rows(centre)
+    target = centre.dataset("d").table
+    (entry, *_) = target.snapshot().files
+    target.commit([], producer="delete/a", sequence=0, removed=[entry.path])
+    then = time.time() - days * 86_400
+    os.utime(centre.path / "d" / entry.path, (then, then))
+    copy(other, "d", centre)
+    assert rows(centre) == whole
+    reused = entry.path in {file.path for file in target.snapshot().files}
+    assert reused == (days == 0), "vacuum may be about to delete the old one"
+    assert fsck(centre, all_versions=True).findings == ()
 
 
 def test_several_lakes_come_together(

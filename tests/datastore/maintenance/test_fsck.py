@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +24,7 @@ from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.maintenance.fsck.finding import NOTE, Finding, Findings
 from replaylake.datastore.maintenance.fsck.fsck import FsckReport, fsck
+from replaylake.datastore.query import summaries
 from replaylake.datastore.table import WrittenRows
 
 Make = Callable[..., Episode]
@@ -44,6 +46,12 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(data)
+
+
+def refresh_all(dataset: Dataset) -> None:
+    """Write a summary of all shards, however short their episodes are."""
+    snapshot = dataset.snapshot().table
+    summaries._extended(snapshot, None, snapshot.files)
 
 
 def said(report: FsckReport) -> list[tuple[str, str]]:
@@ -128,6 +136,28 @@ def test_a_damaged_shard_is_named_and_quarantined(
         assert (lake.path / repair.to).read_bytes() == damaged
         assert path.exists(), "earlier versions still name it"
     assert fsck(lake, repair=True).repairs == ()
+
+
+def test_what_was_derived_from_damaged_bytes_goes(lake: Lake, dataset: Dataset) -> None:
+    def derived() -> list[str]:
+        return lake.storage.names("d/_derived/episodes")
+
+    path = shard(dataset, 1)
+    whole = path.read_bytes()
+    query = 'select episode_id, "return" from d.episodes order by 1'
+    right = lake.sql(query).to_pylist()
+    refresh_all(dataset)
+    assert fsck(lake).is_clean
+    assert derived(), "nothing is wrong with it"
+    flip(path, 200)
+    assert not fsck(lake).is_clean
+    assert derived() == []
+    with suppress(ReplayLakeError):
+        refresh_all(dataset)  # DuckDB may read it all the same
+    path.write_bytes(whole)
+    assert fsck(lake, repair=True).repairs == ()
+    assert derived() == []
+    assert lake.sql(query).to_pylist() == right
 
 
 def test_an_older_version_is_looked_at_when_asked(

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.kept import Kept, kept_files
+from replaylake.datastore.storage import LocalStorage, StoredFile
 
 Make = Callable[..., Episode]
 DAY_MS = 86_400_000
@@ -97,3 +99,47 @@ def test_a_pin_on_a_version_that_expired_is_named(compacted: Lake) -> None:
     kept = kept_files(compacted, "d", now_ms=in_days(30))
     assert [str(pin) for pin in kept.broken] == ["d@2 (tag paper)"]
     assert reasons(kept) == [(4, "newest", "")]
+
+
+def test_a_commit_in_this_moment_ages_none_of_those_before(
+    compacted: Lake, make_episode: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = LocalStorage.files
+
+    def append_beside(storage: LocalStorage, folder: str) -> Iterator[StoredFile]:
+        found = list(listed(storage, folder))
+        if folder == "d/_delta_log":
+            compacted.dataset("d").append([make_episode("late")])
+        return iter(found)
+
+    monkeypatch.setattr(LocalStorage, "files", append_beside)
+    kept = kept_files(compacted, "d")
+    assert {0, 1, 2, 3, 4} <= {pin.version for pin in kept.pins}
+    assert shards(compacted, 3) <= kept.paths
+
+
+def test_a_run_that_ends_in_this_moment_is_kept_by_its_policy(
+    compacted: Lake, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = [{"dataset": "d", "version": 1}]
+    run = {"status": "running", "started_ms": in_days(0), "datasets": datasets}
+    compacted.registry.record_run("r", run)
+
+    def end() -> None:
+        done = {**run, "status": "done"}
+        lineage = {"datasets": datasets}
+        compacted.registry.register("best", package, run_id="r", lineage=lineage, run=done)
+
+    registry = compacted.registry
+    for name in ("runs", "list", "lineages"):
+        look = getattr(registry, name)
+
+        def looked(look: Callable[[], Any] = look) -> Any:
+            found = look()
+            monkeypatch.undo()
+            end()
+            return found
+
+        monkeypatch.setattr(registry, name, looked)
+    kept = kept_files(compacted, "d", now_ms=in_days(20))
+    assert {"policy", "run"} & {pin.reason for pin in kept.pins}

@@ -7,9 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.log.expiry import expire
+from replaylake.datastore.log.folder import LogFolder
+from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.maintain import Maintained, maintain, maintain_every
 from replaylake.datastore.maintenance.retention import set_retention
+from replaylake.datastore.versions.tags import tag_snapshot
 
 Make = Callable[..., Episode]
 DAY_MS = 86_400_000
@@ -52,6 +57,18 @@ def test_after_the_retention_the_log_and_old_shards_go(two: Lake) -> None:
     again = open_lake(two.path)
     assert again.dataset("a").table.log.oldest() == a.version
     assert again.dataset("a").snapshot().table.read().num_rows == 15
+
+
+def test_what_an_expiry_remembers_ends_with_it(lake: Lake, make_episode: Make) -> None:
+    for number in range(5):
+        episode = make_episode(f"e{number}", terminated=True)
+        lake.dataset("d").append([episode], info={"source": f"{number:064}"})
+    rounds = [maintain(lake, ["d"], now_ms=in_days(8 * n))[0] for n in range(5)]
+    assert rounds[1].dropped > 0
+    assert rounds[3:] == [Maintained("d", rounds[2].version)] * 2, "no commit a round for good"
+    sources = [info["source"] for info in lake.dataset("d").history() if "source" in info]
+    assert len(sources) == 5
+    assert fsck(lake, all_versions=True).findings == ()
 
 
 def test_a_tag_keeps_its_version_through_it_all(two: Lake) -> None:
@@ -119,3 +136,34 @@ def test_the_next_round_follows(two: Lake, make_episode: Make) -> None:
 
     maintain_every(two, 0.01, stop=stop, on_round=on_round)
     assert [done[0].compacted for done in rounds] == [4, 1]
+
+
+def test_a_tag_that_is_set_while_the_log_expires_keeps_its_version(
+    two: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maintain(two)
+    secure = LogFolder.pointer
+
+    def tag_meanwhile(folder: LogFolder) -> int | None:
+        if folder.path.startswith("a/"):
+            open_lake(two.path).tags.set("a", "paper", 2)
+        return secure(folder)
+
+    later = in_days(8)
+    monkeypatch.setattr(LogFolder, "pointer", tag_meanwhile)
+    a, _, _ = maintain(two, now_ms=later)
+    assert "a@2 (tag paper): named while versions before" in a.error
+    monkeypatch.undo()
+    assert two.snapshot("a@paper").num_steps == 6
+    a, _, _ = maintain(two, now_ms=later)
+    assert a.error == ""
+    assert two.snapshot("a@paper").num_steps == 6
+
+
+def test_a_version_that_expired_meanwhile_gets_no_tag(two: Lake) -> None:
+    old = two.snapshot("a@2")
+    log = two.dataset("a").table.log
+    expire(log, log.newest().version)
+    with pytest.raises(NotFound, match="version 2: not in a/_delta_log"):
+        tag_snapshot(two.tags, old, "paper")
+    assert two.tags.list("a") == []

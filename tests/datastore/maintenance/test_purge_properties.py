@@ -44,6 +44,7 @@ def live(lake: Lake) -> dict[str, int]:
     return {name: rows.count(name) for name in set(rows)}
 
 
+@pytest.mark.slow
 @settings(
     max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )

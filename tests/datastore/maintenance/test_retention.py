@@ -73,6 +73,11 @@ def test_it_survives_a_new_column_a_checkpoint_and_is_versioned(
         ({"keep_versions_s": float("nan")}, "keep_versions_s: found nan"),
         ({"target_shard_bytes": 1000}, "target_bytes: found 1,000"),
         ({"cache_max_bytes": -5}, "cache_max_bytes: found -5"),
+        ({"max_steps": "100"}, "max_steps: found '100', expected int"),
+        ({"max_steps": 1.5}, "max_steps: found 1.5, expected int"),
+        ({"max_steps": True}, "max_steps: found True, expected int"),
+        ({"max_age_s": "7d"}, "max_age_s: found '7d', expected int or float"),
+        ({"max_age_s": float("inf")}, "max_age_s: found inf, expected a number, or none"),
     ],
 )
 def test_what_makes_no_sense_is_refused(one: Lake, changes: dict[str, Any], said: str) -> None:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import deltalake
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, LogCorrupt, NotFound
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.maintenance import vacuum as vacuum_module
 from replaylake.datastore.maintenance.compact import compact
+from replaylake.datastore.maintenance.kept import Kept
 from replaylake.datastore.maintenance.retention import set_retention
 from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.datastore.names import new_ulid
@@ -196,3 +199,20 @@ def test_a_damaged_log_deletes_nothing(compacted: Lake) -> None:
 def test_a_dataset_that_is_not_there(compacted: Lake) -> None:
     with pytest.raises(NotFound, match="nope"):
         vacuum(compacted, ["nope"])
+
+
+def test_a_tag_that_is_set_while_it_deletes_keeps_its_version(
+    compacted: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = shards(compacted, 2)
+    looked = vacuum_module.kept_files
+
+    def tag_meanwhile(*args: Any, **options: Any) -> Kept:
+        kept = looked(*args, **options)
+        compacted.tag("d@2", "paper")
+        return kept
+
+    monkeypatch.setattr(vacuum_module, "kept_files", tag_meanwhile)
+    found = vacuum(compacted, delete=True, now_ms=in_days(8))
+    assert {file.path for file in found.garbage} == shards(compacted, 3) - old
+    assert compacted.snapshot("d@paper").table.read().num_rows == 6

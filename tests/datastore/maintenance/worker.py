@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from replaylake.datastore.episode import Episode
+from replaylake.datastore.ingest.ingest import ingest
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.maintain import maintain
@@ -21,13 +24,13 @@ def episode(producer: str, number: int, first_step: int, num_steps: int, ends: b
     return Episode(name, observations, actions, rewards, terminated=ends, first_step=first_step)
 
 
-def write(lake: str, producer: str, num_commits: str) -> None:
+def write(lake: str, producer: str, num_commits: str, first: str = "0") -> None:
     """Two commits an episode: its first piece, then its last beside a whole short one.
 
-    Begins at 0 each time it is started: what was committed before adds nothing.
+    What was committed before it was started adds nothing.
     """
     dataset = open_lake(lake).dataset("d")
-    for sequence in range(int(num_commits)):
+    for sequence in range(int(first), int(num_commits)):
         number = sequence // 2
         if sequence % 2 == 0:
             pieces = [episode(producer, number, 0, 3, False)]
@@ -53,7 +56,31 @@ def maintain_until(lake: str, stop: str) -> None:
         print("maintained", flush=True)
 
 
+def ingest_until(lake: str, stop: str, folder: str, first: str) -> None:
+    """One file after the other: four episodes of five steps each, in commits of two episodes."""
+    for number in itertools.count(int(first)):
+        rows = [
+            {"episode_id": f"i{number}e{which}", "step": step, "observation": [step, number],
+             "action": step % 2, "reward": step + 0.5, "terminated": step == 4}
+            for which in range(4)
+            for step in range(5)
+        ]  # fmt: skip
+        path = Path(folder) / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        ingest(open_lake(lake), [path], "d", commit_steps=10)
+        print("ingested", number, flush=True)
+        if Path(stop).exists():
+            return
+
+
+ROLES = {
+    "write": write,
+    "compact": compact_until,
+    "maintain": maintain_until,
+    "ingest": ingest_until,
+}
+
 if __name__ == "__main__":
     role, *arguments = sys.argv[1:]
     print("ready", flush=True)
-    {"write": write, "compact": compact_until, "maintain": maintain_until}[role](*arguments)
+    ROLES[role](*arguments)

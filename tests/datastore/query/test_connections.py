@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -90,3 +92,23 @@ def test_discounted_returns(rows: str, gamma: float, expected: float) -> None:
             f"SELECT discounted_return(r, s, {gamma}) FROM (VALUES {rows}) t(r, s)"
         ).fetchone()
     assert found == (pytest.approx(expected),)
+
+
+def test_ctrl_c_is_one() -> None:
+    # In a process of its own: DuckDB 2.0.0 notices only the first of a process.
+    code = (
+        "import os, signal, threading\n"
+        "from replaylake.datastore.query.connections import session\n"
+        "from replaylake.datastore.query.statements import execute\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "query = 'SELECT sum(hash(a.range, b.range)) FROM range(1000000) a, range(1000000) b'\n"
+        "try:\n"
+        "    with session() as connection:\n"
+        "        execute(connection, query)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "interrupted\n"

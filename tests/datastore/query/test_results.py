@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, StorageFailed
+from replaylake.datastore.errors import ConfigInvalid, QueryFailed, StorageFailed
 from replaylake.datastore.query.results import RESULT_FORMATS, write_result
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
@@ -126,3 +126,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StorageFailed, match="No such file"):
         write_result(TABLE, "csv", tmp_path / "none" / "rows.csv")
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_a_time_that_python_cannot_hold_is_named(form: str) -> None:
+    table = pa.table({"t": pa.array([2**62], pa.timestamp("us"))})
+    with pytest.raises(QueryFailed, match=r"column t: .* expected the years 1 to 9999"):
+        written(table, form)

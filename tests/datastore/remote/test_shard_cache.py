@@ -247,3 +247,13 @@ def test_where_the_cache_is(tmp_path: Path) -> None:
     assert of({"XDG_CACHE_HOME": "/x"}).folder == Path("/x/replaylake")
     both = of({"XDG_CACHE_HOME": "/x", "REPLAYLAKE_CACHE": "/y", "REPLAYLAKE_CACHE_BYTES": "1GB"})
     assert both == CacheConfig(Path("/y"), 10**9)
+
+
+def test_a_lease_does_not_grow_with_what_was_let_go(tmp_path: Path, source: Source) -> None:
+    cache = make_cache(tmp_path)
+    for _ in range(3):
+        use(cache, source, "a", "b")
+    (lease,) = (tmp_path / "cache" / "leases").iterdir()
+    assert lease.read_bytes() == b""
+    cache.fetch(blobs("a"), source.copy)
+    assert lease.read_text() == "+lake/d/a\n"

@@ -50,6 +50,20 @@ def line(record: bytes) -> bytes:
     return framed([record])[0]
 
 
+def test_the_name_of_a_new_folder_is_durable_too(tmp_path, monkeypatch):
+    table = make_table(tmp_path / "new" / "lake")
+    synced, fsync = [], os.fsync
+
+    def noted(fd):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    journal = Journal(table, encode, worker="w", config=NEVER)
+    assert synced == [journal_folder(table).parent, journal_folder(table)]
+    journal.close()
+
+
 def test_records_reach_the_table_in_the_background(tmp_path):
     table = make_table(tmp_path)
     journal = Journal(table, encode, worker="w", config=JournalConfig(flush_interval_s=0.05))

@@ -9,8 +9,8 @@ import pytest
 
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.versions import diff as module
 from replaylake.datastore.versions.diff import Changes, EpisodeKey, diff
-from replaylake.datastore.versions.history import diff as module
 
 
 @pytest.fixture
@@ -100,6 +100,14 @@ def test_compaction_is_no_difference(dataset):
     assert found.shards == Changes(added=1, removed=2)
     assert found.is_empty
     assert found.episodes == Changes()
+
+
+def test_what_compaction_moved_is_not_read(dataset, monkeypatch):
+    _compact(dataset)
+    _compact(dataset)
+    monkeypatch.setattr(module, "connect", None)
+    assert _diff(dataset, 2, 4).is_empty
+    assert _diff(dataset, 4, 2).is_empty
 
 
 def test_through_compaction_the_rest_is_seen(dataset, make_episode):

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.dataset import Dataset, EpisodeWriter
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import EpisodeInvalid, NotFound, StorageFailed
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    EpisodeInvalid,
+    NotFound,
+    SchemaMismatch,
+    StorageFailed,
+)
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.storage import LocalStorage
 from replaylake.datastore.writer import pieces as pieces_module
 from replaylake.datastore.writer.pieces import PieceOrder, cut
 
@@ -295,6 +302,98 @@ def test_the_accounts_add_up_whatever_fails(
     sums = totals(dataset)
     assert sums["num_steps"] == len(expected)
     assert sums["num_produced"] <= tried, "a killed process could not tell of its last ones"
+
+
+def test_what_is_sent_again_is_looked_up_after_a_failure_too(
+    dataset: Dataset, make_episode: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dataset.writer(producer="p") as writer:
+        writer.write(make_episode("a"))
+        writer.write(make_episode("b"))
+    again = dataset.writer(producer="p")
+    again.write(make_episode("c"))
+
+    def full(*args: Any, **names: Any) -> None:
+        raise StorageFailed("no room")
+
+    monkeypatch.setattr(dataset, "append", full)
+    with pytest.raises(StorageFailed):
+        again.flush()
+    monkeypatch.undo()
+    again.write(make_episode("b"))
+    again.close()
+    assert keys(dataset) == [(name, step) for name in "abc" for step in range(3)]
+    assert totals(dataset)["num_already_present"] == 1
+
+
+def test_a_forked_child_writes_nothing(dataset: Dataset, make_episode: Make) -> None:
+    writer = dataset.writer()
+    writer.write(make_episode("a"))
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_use_in_child, args=(writer, make_episode("b")))
+    with writer.lock:  # as if another thread were at it
+        child.start()
+        child.join(60)
+    assert child.exitcode == 0
+    assert not dataset.exists()
+    writer.close()
+    assert keys(dataset) == [("a", step) for step in range(3)]
+
+
+def _use_in_child(writer: EpisodeWriter, episode: Episode) -> None:
+    with pytest.raises(ConfigInvalid, match="a fork of the process"):
+        writer.write(episode)
+    with pytest.raises(ConfigInvalid, match="Make a writer in each"):
+        writer.flush()
+    writer.close()
+
+
+def test_half_a_step_is_no_step(dataset: Dataset, make_episode: Make) -> None:
+    dataset.append([make_episode("first")])
+    writer = dataset.writer()
+    lived = writer.begin("lived")
+    seen = np.zeros(2, np.float32)
+    lived.step(seen, 0, 1.0, seen)
+    with pytest.raises(EpisodeInvalid, match=r"step 1: found .* The step is left out"):
+        lived.step(seen, [[0, 1], [2]], 1.0, seen)
+    lived.step(seen, 1, 1.0, seen, terminated=True)
+    writer.close()
+    assert keys(dataset)[3:] == [("lived", 0), ("lived", 1)]
+
+
+@pytest.mark.parametrize("further", [{"behavior_log_prob": [0.5, 0.5]}, {"x": np.zeros(3)}])
+def test_columns_that_do_not_stack_are_refused_and_counted(
+    dataset: Dataset, make_episode: Make, further: dict[str, Any]
+) -> None:
+    dataset.append([make_episode("first")])
+    writer = dataset.writer()
+    lived = writer.begin("lived")
+    seen = np.zeros(2, np.float32)
+    lived.step(seen, 0, 1.0, seen, **further)
+    lived.step(seen, 0, 1.0, seen, **dict.fromkeys(further, 0.5))
+    with pytest.raises((EpisodeInvalid, SchemaMismatch), match=next(iter(further))):
+        writer.flush()
+    writer.close()
+    assert totals(dataset)["num_rejected"] == 1
+
+
+def test_a_flush_looks_at_the_log_three_times(
+    dataset: Dataset, make_episode: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = dataset.writer()
+    writer.write(make_episode("a"))
+    writer.flush()
+    looks: list[str] = []
+    read = LocalStorage.get_many
+
+    def counted(storage: LocalStorage, paths: Sequence[str]) -> list[bytes | None]:
+        looks.append(paths[0])
+        return read(storage, paths)
+
+    writer.write(make_episode("b"))
+    monkeypatch.setattr(LocalStorage, "get_many", counted)
+    writer.flush()
+    assert len(looks) == 3, "whether it is there and what it has to fit; the schema; the commit"
 
 
 def _write_many(root: Path, number: int, num_episodes: int) -> None:

@@ -1,0 +1,137 @@
+"""SQL from others that is refused: by our own look at it, and by the locked engine behind that."""
+
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+from replaylake.datastore.errors import NotFound, QueryFailed, QueryRefused
+from replaylake.datastore.query.connections import connect
+from replaylake.datastore.query.sandbox import lock
+from replaylake.datastore.query.untrusted import QueryLimits
+
+SMALL = QueryLimits(wall_s=60, cpu_s=10, memory_bytes=512 << 20)
+
+
+def _shard(lake, name):
+    (path,) = lake.dataset(name).snapshot().table.paths()
+    return path
+
+
+REFUSED = {
+    "a file as a table": ("select * from '/etc/passwd'", "no view"),
+    "read_csv": ("select * from read_csv('/etc/passwd')", "read_csv"),
+    "read_text": ("select content from read_text('/etc/passwd')", "read_text"),
+    "read_blob": ("select content from read_blob('/etc/passwd')", "read_blob"),
+    "read_json": ("select * from read_json('/etc/passwd')", "read_json"),
+    "read_parquet": ("select * from read_parquet('{theirs}')", "read_parquet"),
+    "in a subquery": ("select (select content from read_text('/etc/passwd'))", "read_text"),
+    "below lateral": (
+        "select * from mine.steps s, lateral (select * from read_text(s.episode_id))",
+        "read_text",
+    ),
+    "in another case": ("SELECT * FROM System.Main.READ_TEXT('/etc/passwd')", "read_text"),
+    "quoted": ("select * from \"read_text\"('/etc/passwd')", "read_text"),
+    "behind a comment": ("select /* ; */ * from /**/ read_text -- ;\n('/etc/passwd')", "read_text"),
+    "glob": ("select * from glob('/etc/*')", "glob"),
+    "globs beside allowed files": ("select * from '{folder}/*.parquet'", "no view"),
+    "another dataset's file": ("select * from mine.steps, '{theirs}'", "no view"),
+    "an allowed file itself": ("select * from parquet_metadata('{mine}')", "parquet_metadata"),
+    "a symlink": ("select * from '{link}'", "no view"),
+    "the signing key": ("select * from read_blob('{key}')", "read_blob"),
+    "the network": ("select * from read_csv('http://127.0.0.1:1/x')", "read_csv"),
+    "a name of WITH that is a file": (
+        "with t as (with \"/etc/passwd\" as (select 1) select 1) select * from t, '/etc/passwd'",
+        "passwd",
+    ),
+    "a name of WITH that is DuckDB's": (
+        "with t as (with duckdb_tables as (select 1) select 1) select * from t, duckdb_tables",
+        "duckdb_tables",
+    ),
+    "query()": ("select * from query('select 1')", "query"),
+    "query_table()": ("select * from query_table('mine.steps')", "query_table"),
+    "SQL in JSON": ("select * from json_execute_serialized_sql('{{}}')", "json_execute"),
+    "settings": ("select * from duckdb_settings()", "duckdb_settings"),
+    "one setting": ("select current_setting('allowed_paths')", "current_setting"),
+    "secrets": ("select * from duckdb_secrets()", "duckdb_secrets"),
+    "tables of DuckDB": ("select * from pg_catalog.pg_tables", "pg_catalog"),
+    "information_schema": ("select * from information_schema.tables", "information_schema"),
+    "sqlite_master": ("select * from sqlite_master", "sqlite_master"),
+    "another catalogue": ("select * from system.main.duckdb_tables", "system"),
+    "views' definitions": ("select sql from duckdb_views()", "duckdb_views"),
+    "describe": ("select * from (describe mine.steps)", "DESCRIBE"),
+    "show": ("show tables", "SHOW"),
+    "the environment": ("select getenv('HOME')", "getenv"),
+    "a Python variable": ("select * from secret_of_the_caller", "secret_of_the_caller"),
+    "a dataset alone": ("select * from steps", "steps"),
+    "attach": ("attach '/tmp/x.db'", "ATTACH"),
+    "copy": ("copy (select 1) to '{folder}/x.parquet'", "COPY"),
+    "copy in WITH": (
+        "with x as (copy (select 1 as a) to '{mine}' (use_tmp_file false)) select 1",
+        "COPY",
+    ),
+    "insert in WITH": ("with x as (insert into mine.steps values (1)) select 1", "INSERT"),
+    "export": ("export database '{folder}'", "EXPORT"),
+    "install": ("install httpfs", "LOAD"),
+    "load": ("load '/tmp/x.duckdb_extension'", "LOAD"),
+    "pragma": ("pragma database_list", "PRAGMA"),
+    "set": ("set memory_limit = '100GB'", "SET"),
+    "create": ("create table t as select 1", "CREATE"),
+    "create a macro": ("create macro f() as 1", "CREATE"),
+    "call": ("call pragma_version()", "CALL"),
+    "explain": ("explain analyze select 1", "EXPLAIN"),
+    "prepare": ("prepare p as select 1", "PREPARE"),
+    "two statements": ("select 1; select 2", "SELECT, SELECT"),
+    "a statement behind a select": ("select 1; attach '/tmp/x.db'", "ATTACH"),
+    "nothing": (" ; -- select 1", "no statement"),
+    "no SQL": ("selekt 1", "selekt"),
+    "too long": ("select " + "1 + " * 50_000 + "1", "100,000"),
+    "too deep": ("select " + "1 + " * 20_000 + "1", "depth"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(filled, tmp_path, name):
+    secret_of_the_caller = pa.table({"a": [1]})  # noqa: F841 - what a replacement scan would find
+    filled.signing_key()
+    (tmp_path / "link.parquet").symlink_to(_shard(filled, "theirs"))
+    query, said = REFUSED[name]
+    mine = _shard(filled, "mine")
+    before = mine.read_bytes()
+    query = query.format(
+        mine=mine,
+        theirs=_shard(filled, "theirs"),
+        folder=mine.parent,
+        link=tmp_path / "link.parquet",
+        key=Path(filled.path) / "_lake" / "keys" / "signing",
+    )
+    with pytest.raises((QueryRefused, QueryFailed, NotFound)) as caught:
+        filled.sql_untrusted(query, limits=SMALL)
+    assert said in str(caught.value)
+    assert "root:" not in str(caught.value)
+    assert mine.read_bytes() == before
+    assert sorted(path.name for path in mine.parent.iterdir()) == [mine.name]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, (q, _) in REFUSED.items() if "'{" in q or "'/" in q or n == "the network"]
+)
+def test_the_engine_alone_would_refuse_files_too(filled, tmp_path, name):
+    """Behind our own look at the query, DuckDB's locked configuration says no as well."""
+    filled.signing_key()
+    (tmp_path / "link.parquet").symlink_to(_shard(filled, "theirs"))
+    mine = _shard(filled, "mine")
+    query = REFUSED[name][0].format(
+        mine=mine,
+        theirs=_shard(filled, "theirs"),
+        folder=mine.parent,
+        link=tmp_path / "link.parquet",
+        key=Path(filled.path) / "_lake" / "keys" / "signing",
+    )
+    with connect() as connection:
+        lock(connection, [str(mine)])
+        if name in ("an allowed file itself", "copy in WITH"):
+            return  # reading it is allowed; writing it is what the kernel refuses (below)
+        with pytest.raises(duckdb.Error):
+            connection.execute(query).fetchall()
