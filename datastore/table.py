@@ -37,8 +37,8 @@ from replaylake.datastore.table_snapshot import TableSnapshot as TableSnapshot
 # for a large append to be encoded by several threads, large enough for compaction to let it be.
 _SHARD_ROWS: Final = 524_288
 _SHARD_BYTES: Final = 128 << 20
-# Vacuum takes shards that waited at least an hour for their commit for what a crash left behind. Half
-# of that: an upload may be dated when it began.
+# Vacuum takes shards that waited an hour or more for their commit for what a crash left behind.
+# Half of that: an upload may be dated when it began.
 _SURELY_KEPT_MS: Final = 1_800_000
 
 

@@ -11,6 +11,7 @@ from replaylake.datastore.query.connections import session
 from replaylake.datastore.query.scan import scan as scan
 from replaylake.datastore.query.statements import check_select as check_select
 from replaylake.datastore.query.statements import execute as execute
+from replaylake.datastore.query.statements import execute_interruptibly
 from replaylake.datastore.query.statements import literal as literal
 from replaylake.datastore.query.statements import named_tables as named_tables
 from replaylake.datastore.query.statements import parse as parse
@@ -34,7 +35,7 @@ def run(query: str, catalog: Catalog, parameters: Mapping[str, object] | None = 
         views = plan_views(named_tables(connection, query), catalog)
         try:
             views.create(connection)
-            return execute(connection, query, parameters)
+            return execute_interruptibly(connection, query, parameters)
         finally:
             views.release()
 
@@ -54,6 +55,6 @@ def run_on_snapshot(
             if chosen := [view for view in STEP_VIEWS if view in named]:
                 views.add("", chosen, steps)
             views.create(connection)
-            return execute(connection, query, parameters)
+            return execute_interruptibly(connection, query, parameters)
         finally:
             views.release()

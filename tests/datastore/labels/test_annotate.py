@@ -342,6 +342,7 @@ def test_a_select_is_no_file(filled: Lake) -> None:
         read_labels(filled, "selected.csv", parse_key(["episode_id"]))
 
 
+@pytest.mark.slow
 def test_beside_a_compactor_and_writers(tmp_path: Path, make_episode: Any) -> None:
     lake = open_lake(tmp_path / "lake", create=True)
     dataset = lake.dataset("d")
@@ -400,6 +401,7 @@ LABELS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )

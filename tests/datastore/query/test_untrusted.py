@@ -147,6 +147,7 @@ def test_a_result_is_cut_and_says_so(filled):
     assert by_bytes.rows.nbytes <= SMALL.max_bytes
 
 
+@pytest.mark.slow
 def test_recursion_without_end_ends_one_way_or_the_other(filled):
     """DuckDB may hand over rows while it recurses, or hold them back until it is stopped."""
     query = "with recursive t as (select 1 a union all select a + 1 from t) select * from t"
