@@ -227,7 +227,7 @@ class Table:
         if gone:
             raise CommitConflict(
                 f"{self.root}: found no {', '.join(gone[:3])} ({len(gone)} of {len(entries)} "
-                "shards), expected what was written for this commit over an hour ago: it was "
+                "shards), expected what was written for this commit over half an hour ago: it was "
                 "vacuumed meanwhile. Write the rows again."
             )
 
