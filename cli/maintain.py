@@ -13,6 +13,7 @@ import typer
 
 from replaylake.cli.options import (
     DEFAULT_LAKE,
+    DatasetsArgument,
     DebugOption,
     JsonOption,
     LakeOption,
@@ -28,14 +29,7 @@ _INTERVAL_S = 2.0
 
 
 def maintain(
-    datasets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="DATASET",
-            show_default=False,
-            help="By default all, and what crashes left of the lake itself.",
-        ),
-    ] = None,
+    datasets: DatasetsArgument = None,
     every: Annotated[
         str | None,
         typer.Option(

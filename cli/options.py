@@ -63,6 +63,14 @@ DebugOption = Annotated[
         help="Print the traceback when something fails.",
     ),
 ]
+DatasetsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="DATASET",
+        show_default=False,
+        help="By default all, and what crashes left of the lake itself.",
+    ),
+]
 PolicyArgument = Annotated[
     str,
     typer.Argument(

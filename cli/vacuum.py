@@ -11,6 +11,7 @@ import typer
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     NOTHING_CHANGED,
+    DatasetsArgument,
     DebugOption,
     JsonOption,
     LakeOption,
@@ -26,14 +27,7 @@ _MAX_SHOWN = 20
 
 
 def vacuum(
-    datasets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="DATASET",
-            show_default=False,
-            help="By default all, and what crashes left of the lake itself.",
-        ),
-    ] = None,
+    datasets: DatasetsArgument = None,
     older_than: Annotated[
         str | None,
         typer.Option(
