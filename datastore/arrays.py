@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,12 +39,25 @@ DEFAULT_COLUMNS: Final = (
     schema.TERMINATED,
     schema.TRUNCATED,
 )
-_THREADS: Final = max(2, min(8, os.cpu_count() or 1))
+READ_THREADS: Final = max(2, min(8, os.cpu_count() or 1))
 # Shards hashed before it is their turn: keeps every thread busy between two shards.
 _AHEAD: Final = 2
 
 # A row group's rows, and where the first of them lies among all rows of the snapshot.
 UseRows = Callable[[pa.Table, int], None]
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A row group: its number in a shard, and its first row among all rows of the snapshot."""
+
+    path: Path
+    number: int
+    start: int
+    num_rows: int
+
+
+UseGroup = Callable[[RowGroup], None]
 
 
 def read_arrays(
@@ -93,26 +108,52 @@ def each_row_group(snapshot: TableSnapshot, fields: pa.Schema, use: UseRows) -> 
     """
     texts = [field.name for field in fields if pa.types.is_string(field.type)]
 
-    def decode(path: Path, group: int, start: int) -> None:
-        rows = decode_row_group(path, group, fields.names, as_dictionaries=texts)
-        use(_completed(rows, fields), start)
+    def decode(group: RowGroup) -> None:
+        rows = decode_row_group(group.path, group.number, fields.names, as_dictionaries=texts)
+        use(completed(rows, fields), group.start)
 
-    with ThreadPoolExecutor(_THREADS, "replaylake-read") as pool:
+    each_verified_group(snapshot, snapshot.paths(), decode)
+
+
+def each_verified_group(
+    snapshot: TableSnapshot, paths: Sequence[Path], use: UseGroup
+) -> list[list[RowGroup]]:
+    """Call `use` with every row group of the snapshot's files, from several threads at a time.
+
+    paths: local copies of the files. Each one's sha256 is checked before any of its row groups is
+    used. Returns the row groups of each file. Raises: ShardCorrupt, and what `use` raises. One row
+    group alone is used in the caller's thread.
+    """
+    if len(snapshot.files) == 1:
+        # As of a commit that is followed: threads of its own take longer than what they would do.
+        sizes = verified_groups(paths[0], snapshot.files[0])
+        groups = _row_groups(paths[0], sizes, 0)
+        _use_all(use, groups)
+        return [groups]
+    with ThreadPoolExecutor(READ_THREADS, "replaylake-read") as pool:
         try:
-            _schedule(snapshot, pool, decode)
+            return _schedule(snapshot, paths, pool, use)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
+def _use_all(use: UseGroup, groups: Sequence[RowGroup]) -> None:
+    if len(groups) == 1:
+        use(groups[0])
+        return
+    with ThreadPoolExecutor(READ_THREADS, "replaylake-read") as pool:
+        for _ in pool.map(use, groups):
+            pass
+
+
 def _schedule(
-    snapshot: TableSnapshot,
-    pool: ThreadPoolExecutor,
-    decode: Callable[[Path, int, int], None],
-) -> None:
-    shards = list(zip(snapshot.paths(), snapshot.files, strict=True))
+    snapshot: TableSnapshot, paths: Sequence[Path], pool: ThreadPoolExecutor, use: UseGroup
+) -> list[list[RowGroup]]:
+    shards = list(zip(paths, snapshot.files, strict=True))
     checks = [pool.submit(verified_groups, *shard) for shard in shards[:_AHEAD]]
-    decoding: list[list[Future[None]]] = []
+    using: list[list[Future[None]]] = []
+    groups: list[list[RowGroup]] = []
     start = 0
     for number, (path, _) in enumerate(shards):
         sizes = checks[number].result()
@@ -120,12 +161,21 @@ def _schedule(
             checks.append(pool.submit(verified_groups, *shards[number + _AHEAD]))
         if number >= _AHEAD:
             # What was hashed long ago may have left the page cache: decoding keeps up.
-            _finish(decoding.pop(0))
-        starts = start + np.cumsum([0, *sizes])
-        start = int(starts[-1])
-        decoding.append([pool.submit(decode, path, g, int(starts[g])) for g in range(len(sizes))])
-    for futures in decoding:
+            _finish(using.pop(0))
+        found = _row_groups(path, sizes, start)
+        start += sum(sizes)
+        groups.append(found)
+        using.append([pool.submit(use, group) for group in found])
+    for futures in using:
         _finish(futures)
+    return groups
+
+
+def _row_groups(path: Path, sizes: Sequence[int], start: int) -> list[RowGroup]:
+    """Return a file's row groups, of so many rows each; `start` is the first one's number."""
+    starts = accumulate(sizes, initial=start)
+    places = zip(starts, sizes, strict=False)
+    return [RowGroup(path, number, *place) for number, place in enumerate(places)]
 
 
 def _finish(futures: Sequence[Future[None]]) -> None:
@@ -133,8 +183,11 @@ def _finish(futures: Sequence[Future[None]]) -> None:
         future.result()
 
 
-def _completed(rows: pa.Table, fields: pa.Schema) -> pa.Table:
-    """Return all the columns, texts as dictionaries, those that the shard is too old for null."""
+def completed(rows: pa.Table, fields: pa.Schema) -> pa.Table:
+    """Return all the columns, texts as dictionaries, those that the shard is too old for null.
+
+    Raises: SchemaMismatch for nulls where the field has none.
+    """
     wanted = [
         pa.field(field.name, schema.NAMES_TYPE, field.nullable)
         if pa.types.is_string(field.type)

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from replaylake.datastore.arrow_values import numbers
 from replaylake.datastore.delta_schema import FIELD_ID, to_delta
 from replaylake.datastore.errors import SchemaMismatch
 from replaylake.datastore.names import is_column_name
@@ -219,7 +220,7 @@ def to_numpy(space: Space, column: pa.Array | pa.ChunkedArray) -> Values:
         return _from_frames(column, shape)
     flat = column.flatten() if value_shape(space) else column
     dtype = np.dtype(space.dtype if isinstance(space, Box) else np.int64)
-    decoded: Array = flat.to_numpy(zero_copy_only=False).reshape(shape).astype(dtype, copy=False)
+    decoded: Array = numbers(flat).reshape(shape).astype(dtype, copy=False)
     return decoded
 
 

@@ -32,6 +32,7 @@ ROW_GROUP_ROWS: Final = 131_072
 # Encoding keeps a core busy, and each thread holds an encoded shard.
 _WRITING_THREADS: Final = max(2, min(4, os.cpu_count() or 1))
 _FOOTER_BYTES: Final = 1 << 18
+_BUFFER_BYTES: Final = 1 << 18
 _HASHED_BYTES: Final = 1 << 20  # at a time: stays in the processor's cache
 
 
@@ -115,17 +116,6 @@ def decode_shard(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         return file.read(columns=_present(file, columns))
 
 
-def read_row_groups(
-    path: Path, entry: FileEntry, columns: Sequence[str] | None = None
-) -> Iterator[pa.Table]:
-    """Read a shard as read_shard does, one row group at a time: memory for that many rows.
-
-    All of it is checked before the first is returned. Raises: ShardCorrupt.
-    """
-    for group in range(len(verified_groups(path, entry))):
-        yield decode_row_group(path, group, columns)
-
-
 def verified_groups(path: Path, entry: FileEntry) -> list[int]:
     """Check a shard's sha256; return the rows of each of its row groups. Raises: ShardCorrupt."""
     verify_shard(path, entry)
@@ -151,15 +141,71 @@ def decode_row_group(
 
     Strings of the columns `as_dictionaries` come as dictionaries. Raises: ShardCorrupt.
     """
+    with _row_groups(path, as_dictionaries) as file, _decoding(path):
+        return file.read_row_group(group, columns=_present(file, columns), use_threads=False)
+
+
+def row_group_batches(
+    path: Path,
+    group: int,
+    columns: Sequence[str],
+    num_rows: int,
+    *,
+    as_dictionaries: Sequence[str] = (),
+) -> Iterator[pa.Table]:
+    """Read one row group of such a shard as decode_row_group does, `num_rows` rows at a time.
+
+    columns: names, or paths of leaves such as `smallest_leaf` gives. Decoding as many rows as
+    the processor's cache holds takes no longer than all at once (2 cores, 2026-11). Memory: those
+    rows, and a page and a buffer of 256 KiB of each column. Raises: ShardCorrupt.
+    """
+    with _row_groups(path, as_dictionaries) as file:
+        batches = file.iter_batches(
+            num_rows, row_groups=[group], columns=_present(file, columns), use_threads=False
+        )
+        while True:
+            with _decoding(path):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield pa.Table.from_batches([batch])
+
+
+def smallest_leaf(path: Path, group: int, column: str) -> tuple[str, int | None]:
+    """Return the path of a column's smallest leaf in a row group, and in how many rows it is null.
+
+    It tells in which rows the column is null without decoding all of it. None: not known.
+    Raises: ShardCorrupt.
+    """
+    with _decoding(path):
+        metadata = pq.read_metadata(path).row_group(group)
+    chunks = [metadata.column(number) for number in range(metadata.num_columns)]
+    own = [c for c in chunks if c.path_in_schema.split(".", 1)[0] == column]
+    leaf = min(own, key=lambda chunk: chunk.total_uncompressed_size)
+    statistics = leaf.statistics
+    known = statistics is not None and statistics.has_null_count
+    return leaf.path_in_schema, statistics.null_count if known else None
+
+
+@contextmanager
+def _row_groups(path: Path, as_dictionaries: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """Open a shard for reading some row groups in one thread."""
     with _decoding(path):
         metadata = pq.read_metadata(path)
         texts = None
         if as_dictionaries:
             present = set(metadata.schema.to_arrow_schema().names)
             texts = [name for name in as_dictionaries if name in present]
-        file = pq.ParquetFile(path, metadata=metadata, read_dictionary=texts, pre_buffer=False)
-    with _decoding(path), file:
-        return file.read_row_group(group, columns=_present(file, columns), use_threads=False)
+        file = pq.ParquetFile(
+            path,
+            metadata=metadata,
+            read_dictionary=texts,
+            pre_buffer=False,
+            # Encoded columns are read piece by piece as they are decoded: it takes no longer.
+            buffer_size=_BUFFER_BYTES,
+        )
+    with file:
+        yield file
 
 
 def verify_shard(path: Path, entry: FileEntry) -> None:
@@ -207,7 +253,7 @@ def _present(file: pq.ParquetFile, columns: Sequence[str] | None) -> list[str] |
     if columns is None:
         return None
     present = set(file.schema_arrow.names)
-    return [name for name in columns if name in present]
+    return [name for name in columns if name.split(".", 1)[0] in present]
 
 
 def _unreadable(path: Path, error: OSError) -> ShardCorrupt:

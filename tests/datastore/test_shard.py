@@ -17,8 +17,10 @@ from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.schema import NAMES_TYPE, vector_type
 from replaylake.datastore.shard import (
     ROW_GROUP_ROWS,
-    read_row_groups,
+    decode_row_group,
     read_shard,
+    row_group_batches,
+    smallest_leaf,
     verified_groups,
     verify_shard,
     write_shard,
@@ -114,7 +116,7 @@ def test_row_groups_are_of_equal_size(storage: LocalStorage) -> None:
     path = storage.local(f"t/{entry.path}")
     half = ROW_GROUP_ROWS // 2 + 1
     assert verified_groups(path, entry) == [half, half]
-    groups = list(read_row_groups(path, entry))
+    groups = [decode_row_group(path, group) for group in range(2)]
     assert [group.num_rows for group in groups] == [half, half]
     assert pa.concat_tables(groups)["x"].to_pylist() == [*range(ROW_GROUP_ROWS + 2)]
 
@@ -125,11 +127,11 @@ def test_a_log_that_is_wrong_about_the_rows(written: tuple[Path, FileEntry]) -> 
         verified_groups(path, replace(entry, num_rows=151))
 
 
-def test_row_groups_of_a_damaged_shard_are_not_read(written: tuple[Path, FileEntry]) -> None:
+def test_row_groups_of_a_damaged_shard_are_not_told(written: tuple[Path, FileEntry]) -> None:
     path, entry = written
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ShardCorrupt, match="found sha256"):
-        next(read_row_groups(path, entry))
+        verified_groups(path, entry)
 
 
 def test_every_flipped_bit_is_found(written: tuple[Path, FileEntry]) -> None:
@@ -184,3 +186,37 @@ def test_a_file_without_a_sha256_in_the_log_is_refused(written: tuple[Path, File
     path, entry = written
     with pytest.raises(ShardCorrupt, match="found no sha256 in the log, expected one"):
         read_shard(path, replace(entry, sha256=""))
+
+
+def test_a_row_group_comes_in_batches(storage: LocalStorage) -> None:
+    texts = pa.table({"text": ["one", "two", "two"] * 50})
+    rows = pa.concat_tables([ROWS, ROWS.slice(0, 7)]).append_column(
+        "text", pa.concat_tables([texts, texts.slice(0, 7)])["text"]
+    )
+    path = storage.local(f"t/{write_shard(storage, 't', rows).path}")
+    wanted = ["text", "vector", "absent"]
+    batches = list(row_group_batches(path, 0, wanted, 64, as_dictionaries=["text", "absent"]))
+    assert [batch.num_rows for batch in batches] == [64, 64, 29]
+    assert all(pa.types.is_dictionary(batch["text"].type) for batch in batches)
+    found = pa.concat_tables(batches)
+    assert found["text"].to_pylist() == rows["text"].to_pylist()
+    assert found["vector"].to_pylist() == rows["vector"].to_pylist()
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ShardCorrupt, match=path.name):
+        list(row_group_batches(path, 0, wanted, 64))
+
+
+@pytest.mark.parametrize("null", [[], [1], [0, 1, 2]])
+def test_the_smallest_leaf_tells_where_a_column_is_null(
+    storage: LocalStorage, null: list[int]
+) -> None:
+    kind = pa.struct({"image": pa.large_binary(), "at": vector_type(pa.float32(), 2)})
+    value = {"image": b"x" * 999, "at": [1.0, 2.0]}
+    values = [None if row in null else value for row in range(3)]
+    rows = pa.table({"other": [1, 2, 3], "final": pa.array(values, kind)})
+    path = storage.local(f"t/{write_shard(storage, 't', rows).path}")
+    leaf, num_null = smallest_leaf(path, 0, "final")
+    assert num_null == len(null)
+    assert leaf == "final.at.list.element" or len(null) == 3
+    (batch,) = row_group_batches(path, 0, [leaf], 64)
+    assert batch["final"].is_null().to_pylist() == [row in null for row in range(3)]
