@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import duckdb
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from replaylake.datastore import schema
 from replaylake.datastore.errors import QueryRefused
@@ -77,14 +79,62 @@ def evaluated_rewards(snapshot: TableSnapshot, reward: str) -> pa.Table:
 
     Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one number a row.
     """
+    return _one_a_step(snapshot, f"CAST(({reward}) AS DOUBLE) AS reward", f"reward {reward}")
+
+
+def selected_steps(snapshot: TableSnapshot, where_steps: str) -> NDArray[np.bool_]:
+    """Return which steps a condition over the columns of `steps` selects; NULL selects none.
+
+    bool [num_rows], for the rows of all files, in file and row order.
+    Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one value a row.
+    """
+    flags = _one_a_step(
+        snapshot,
+        f"coalesce(CAST(({where_steps}) AS BOOLEAN), false) AS selected",
+        f"where_steps {where_steps}",
+    )
+    selected: NDArray[np.bool_] = flags["selected"].to_numpy()
+    return selected
+
+
+def _one_a_step(snapshot: TableSnapshot, selected: str, name: str) -> pa.Table:
     with _locked(snapshot) as connection:
-        rewards = execute(connection, f"SELECT CAST(({reward}) AS DOUBLE) AS reward FROM steps")
-    if rewards.num_rows != snapshot.num_rows:
+        rows = execute(connection, f"SELECT {selected} FROM steps")
+    if rows.num_rows != snapshot.num_rows:
         raise QueryRefused(
-            f"reward {reward}: found {rewards.num_rows} values for {snapshot.num_rows} steps, "
-            "expected one a step. Leave out aggregates and unnest."
+            f"{name}: found {rows.num_rows} values for {snapshot.num_rows} steps, expected one a "
+            "step. Leave out aggregates and unnest."
         )
-    return rewards
+    return rows
+
+
+def evaluated_weights(snapshot: TableSnapshot, weight: str, where: str | None = None) -> pa.Table:
+    """Return episode_id, agent_id, step and `weight` (double) of steps, in no certain order.
+
+    They are the steps of the episodes that `where` selects, by default of all. `weight` may name
+    the columns of `steps` and of the step's row in `episodes`; a name that both have is the step's.
+    Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one value a step.
+    """
+    with _locked(snapshot) as connection:
+        names = execute(connection, "SELECT * FROM episodes LIMIT 0").column_names
+        own = {name.lower() for name in snapshot.schema.names}
+        of_episode = "".join(f', "{name}"' for name in names if name.lower() not in own)
+        key = f"{schema.EPISODE_ID}, {schema.AGENT_ID}"
+        source = (
+            f"FROM steps JOIN (SELECT {key}{of_episode} FROM episodes WHERE ({where or 'true'})) "
+            f"AS episodes USING ({key})"
+        )
+        weights = execute(
+            connection,
+            f"SELECT {key}, {schema.STEP}, CAST(({weight}) AS DOUBLE) AS weight {source}",
+        )
+        num_steps = execute(connection, f"SELECT count(*) AS num {source}")["num"][0].as_py()
+    if weights.num_rows != num_steps:
+        raise QueryRefused(
+            f"weight {weight}: found {weights.num_rows} values for {num_steps} steps, expected one "
+            "a step. Leave out unnest."
+        )
+    return weights
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from replaylake.datastore.query.expressions import (
     canonical_expression,
     evaluated_rewards,
     selected_episodes,
+    selected_steps,
 )
 from replaylake.datastore.table import TableSnapshot
 
@@ -69,3 +70,14 @@ def test_a_reward_is_one_number_a_step(snapshot: TableSnapshot) -> None:
     assert rewards["reward"].to_pylist() == [10, 19, 28, 10]
     with pytest.raises(QueryRefused, match="found 1 values for 4 steps, expected one a step"):
         evaluated_rewards(snapshot, "sum(reward)")
+
+
+def test_a_condition_selects_steps(snapshot: TableSnapshot) -> None:
+    assert selected_steps(snapshot, "reward >= 2").tolist() == [False, True, True, False]
+    assert selected_steps(snapshot, "NULL").tolist() == [False] * 4
+    # The rows' order is that of the files.
+    assert selected_steps(snapshot, "episode_id = 'short'").tolist() == [False] * 3 + [True]
+    with pytest.raises(QueryRefused, match=r"where_steps bool_or.* found 1 values for 4 steps"):
+        selected_steps(snapshot, "bool_or(terminated)")
+    with pytest.raises(QueryFailed, match="nonsense"):
+        selected_steps(snapshot, "nonsense")

@@ -432,7 +432,7 @@ def test_a_column_may_be_called_as_a_function_is(lake: Lake, make_episode: Make)
     dataset = lake.dataset("d")
     dataset.append([make_episode(extras={"age": [1, 2, 3], "uuid": [4, 5, 6]})])
     view = dataset.snapshot().replay(reward="age + uuid")
-    assert view.packed.records["reward"][view.packed.steps].tolist() == [5, 7, 9]
+    assert view.packed.records.rows["reward"][view.packed.steps].tolist() == [5, 7, 9]
 
 
 @pytest.mark.parametrize(
