@@ -1,0 +1,1 @@
+"""Items: what is made of each selected step, a transition, a sequence or a whole episode."""

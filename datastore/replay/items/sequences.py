@@ -1,0 +1,136 @@
+"""Sequences: consecutive steps of an episode, for recurrent networks and learners of segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore.replay.arguments import discount_of, whole_number
+from replaylake.datastore.replay.items.frames import consecutive_observations
+from replaylake.datastore.replay.items.output import WindowOutput
+from replaylake.datastore.replay.kernels.kernels import end_sequences
+from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.records import Packed, Records
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """One row is T = burn_in + length consecutive steps; the batch's fields are [B, T, ...].
+
+    Sequences begin every length - overlap steps from the beginning of an episode, or of a stretch
+    of it without a gap. Those at whose first step `where_steps` lets no item start are left out,
+    and so are those without a step to learn from that an earlier one does not have.
+
+    mask [B, T] is true for the steps to learn from. It is false for the first burn_in steps, which
+    only warm up a recurrent state, unless the sequence begins an episode: there the state is the
+    initial one, and all steps are learned from (Kapturowski et al. 2019, R2D2). Of steps past the
+    end of the episode everything is 0 and false, but for their action masks, all true; only the
+    first of them shows the final observation, whose memory it shares. A last step without a
+    successor is in the mask, and false in bootstrappable.
+
+    next_observations are observations one step on, in the same memory: what is written to one shows
+    in the other. A recurrent state that was stored with each step comes as a further column, say
+    columns["hidden"] [B, T, H]: that at [:, 0] is the one to start from.
+    """
+
+    length: int
+    overlap: int = 0
+    burn_in: int = 0
+    discount: float = 0.99
+
+    def __post_init__(self) -> None:
+        length = whole_number(
+            "sequences: length", self.length, least=1, advice="It counts the steps to learn from."
+        )
+        whole_number(
+            "sequences: overlap",
+            self.overlap,
+            most=length - 1,
+            advice="Sequences begin every length - overlap steps.",
+        )
+        whole_number("sequences: burn_in", self.burn_in, advice="0 is none.")
+        discount_of("sequences", self.discount)
+
+    @property
+    def num_steps(self) -> int:
+        """T: the steps of a row, burn_in + length."""
+        return self.burn_in + self.length
+
+    def starts(self, packed: Packed) -> NDArray[np.int64]:
+        """Return the first steps of all sequences. Cost: O(sequences + runs), without a loop."""
+        runs, stride = packed.runs, self.length - self.overlap
+        # Counted along the chain, so that pieces of an episode are cut as the whole one would be.
+        first = -(-runs.offsets // stride) * stride
+        num = np.maximum(-(-(runs.offsets + runs.lengths - first) // stride), 0)
+        run = np.repeat(np.arange(len(runs)), num)
+        within = np.arange(len(run)) - np.repeat(np.cumsum(num) - num, num)
+        at = first[run] + within * stride
+        positions = runs.starts[run] + at - runs.offsets[run]
+        if self.burn_in or self.overlap:
+            heads, ends = runs.chain_heads(), runs.chain_ends()
+            totals = np.repeat((runs.offsets + runs.lengths)[ends], ends - heads + 1)
+            known = np.where(at == 0, self.burn_in, self.burn_in + self.overlap)
+            known[(at == 0) & runs.begin_episodes()[run]] = 0
+            positions = positions[totals[run] - at > known]
+        return packed.allowed(positions)
+
+    def assembler(self, records: Records) -> SequenceAssembler:
+        """Return what copies them."""
+        return SequenceAssembler(records, self)
+
+
+class SequenceOutput(WindowOutput):
+    """Memory for some sequences of T steps: a row is T + frame_stack records."""
+
+    def __init__(self, records: Records, num: int, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._before = records.layout.frame_stack - 1
+        super().__init__(records, num, self._before + num_steps + 1)
+        self.discounts: NDArray[np.float32] = np.empty((num, num_steps), np.float32)
+        self.mask: NDArray[np.bool_] = np.empty((num, num_steps), np.bool_)
+        observations, following = consecutive_observations(self.layout, self.rows)
+        self.batch = self.shown(
+            self.rows[:, self._before : -1],
+            self.rows[:, self._before + 1 :],
+            observations,
+            following,
+            discounts=self.discounts,
+            mask=self.mask,
+        )
+
+    def fill(self, records: Records, positions: NDArray[np.int64], discount: float) -> None:
+        """Copy the steps from each position on, and put nothing where the episode has none.
+
+        Cost: one contiguous copy of T + frame_stack records a row; what comes after an end is
+        written once more.
+        """
+        before = self._before
+        first = positions - before if before else positions
+        records.windows(first, before + self.num_steps + 1, self.words)
+        end_sequences(self.words, before, records.fields, discount, self.mask, self.discounts)
+
+
+class SequenceAssembler:
+    """Copies windows of consecutive records, of which the batch's fields are views."""
+
+    def __init__(self, records: Records, item: Sequences) -> None:
+        self.records = records
+        self._item = item
+        self.row_bytes = (
+            item.num_steps + records.layout.frame_stack
+        ) * records.layout.dtype.itemsize
+
+    def assemble(
+        self, positions: NDArray[np.int64], selected: Selected, out: SequenceOutput | None = None
+    ) -> SequenceOutput:
+        """Copy the sequences that begin at `positions`."""
+        if out is None:
+            out = SequenceOutput(self.records, len(positions), self._item.num_steps)
+        out.fill(self.records, positions, self._item.discount)
+        burn_in = self._item.burn_in
+        if burn_in:
+            out.mask[:, :burn_in] &= self.records.begin_episodes(positions)[:, None]
+        out.number(selected)
+        return out

@@ -1,0 +1,177 @@
+"""Transitions: one step, or n of them, to the observation that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore import schema
+from replaylake.datastore.replay.arguments import discount_of, whole_number
+from replaylake.datastore.replay.items.output import WindowOutput
+from replaylake.datastore.replay.kernels.kernels import n_steps
+from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.records import PADDING, Packed, Records
+
+# A window of n + 1 records lies inside of the array wherever it starts.
+_MOST_STEPS: Final = PADDING - 1
+# Windows that are copied only to be read stay in the processor's cache: a megabyte of them.
+_WINDOW_WORDS: Final = 1 << 17
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """One row is a step and the observation that followed it, or followed n steps later.
+
+    discount: gamma, in 0..1. n_step: how many steps at most, 1 to 1023; m, the lesser of it and the
+    steps to the end of the episode, are taken. Then rewards are sum_{k < m} gamma^k r_{t+k},
+    discounts gamma^m, or 0 where the m-th step terminated, and next_observations what followed it;
+    actions, keys, log-probabilities and further columns are those of the first step (Sutton 1988;
+    truncation bootstraps from the final observation). Where the log lacks what followed the m-th
+    step, m is one less: its own observation is known. only_bootstrappable leaves out steps without
+    a successor; cloning does not need one.
+
+    Where frames are stacked, observations and next_observations [B, frame_stack, *obs] of
+    single steps overlap in memory: what is written to one shows in the other.
+    """
+
+    discount: float = 0.99
+    n_step: int = 1
+    only_bootstrappable: bool = True
+
+    def __post_init__(self) -> None:
+        discount_of("transitions", self.discount)
+        advice = "For returns of whole episodes sample Episodes."
+        whole_number("transitions: n_step", self.n_step, least=1, most=_MOST_STEPS, advice=advice)
+
+    def starts(self, packed: Packed) -> NDArray[np.int64]:
+        """Return the steps that may be sampled."""
+        return packed.bootstrappable if self.only_bootstrappable else packed.steps
+
+    def assembler(self, records: Records) -> TransitionAssembler:
+        """Return what copies them."""
+        return TransitionAssembler(records, self)
+
+
+class TransitionOutput(WindowOutput):
+    """Memory for some transitions.
+
+    A row of one step is the window from the first frame of its stack to the last observation. Of n
+    steps it is two, the step's stack and the last one, which may be any number of steps apart.
+    """
+
+    def __init__(self, records: Records, num: int, n_step: int) -> None:
+        stack = records.layout.frame_stack
+        super().__init__(records, num, _num_records(stack, n_step))
+        self.steps = self.rows[:, stack - 1]
+        self.terminated: Any = self.steps[schema.TERMINATED]
+        self.discounts: NDArray[np.float32] = np.empty(num, np.float32)
+        self.rewards: NDArray[np.float32] | None = None
+        if n_step > 1:
+            self.rewards = np.empty(num, np.float32)
+        single = stack == 1
+        self.batch = self.shown(
+            self.steps,
+            self.rows[:, -1],
+            self.layout.observations(self.steps if single else self.rows[:, :stack]),
+            self.layout.observations(self.rows[:, -1] if single else self.rows[:, -stack:]),
+            discounts=self.discounts,
+            rewards=self.rewards,
+        )
+
+
+class TransitionAssembler:
+    """Copies steps and what follows them to records of which the batch's fields are views."""
+
+    def __init__(self, records: Records, item: Transitions) -> None:
+        self.records = records
+        self._item = item
+        layout = records.layout
+        self._stack = layout.frame_stack
+        self._discounted: NDArray[np.float64] = np.array(
+            [item.discount**m for m in range(item.n_step + 1)]
+        )
+        self.row_bytes = _num_records(self._stack, item.n_step) * layout.dtype.itemsize
+
+    def assemble(
+        self,
+        positions: NDArray[np.int64],
+        selected: Selected,
+        out: TransitionOutput | None = None,
+    ) -> TransitionOutput:
+        """Copy the steps at `positions` and what follows them.
+
+        Cost: frame_stack + 1 records a row, of n steps 2 frame_stack and n rewards. Of n steps rows
+        that reach over a link, and all of them in a view that grows, are copied twice.
+        """
+        if out is None:
+            out = TransitionOutput(self.records, len(positions), self._item.n_step)
+        if out.rewards is None:
+            first = positions if self._stack == 1 else positions - (self._stack - 1)
+            self.records.windows(first, self._stack + 1, out.words)
+            out.discounts.fill(self._item.discount)
+            out.discounts[out.terminated] = 0.0
+        else:
+            self._fill_n_steps(positions, out, out.rewards)
+        out.number(selected)
+        return out
+
+    def _fill_n_steps(
+        self, positions: NDArray[np.int64], out: TransitionOutput, rewards: NDArray[np.float32]
+    ) -> None:
+        records = self.records
+        if records.runs is None:
+            # Only `windows` copies as of one moment.
+            self._fill_along_links(positions, np.arange(len(positions)), out, rewards)
+            return
+        nums = self._sum_up(records.words, positions, out.words, rewards, out.discounts)
+        if records.has_links and len(linked := np.flatnonzero(nums < 0)):
+            self._fill_along_links(positions[linked], linked, out, rewards)
+
+    def _fill_along_links(
+        self,
+        positions: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        out: TransitionOutput,
+        rewards: NDArray[np.float32],
+    ) -> None:
+        """Fill in some rows from windows, in which links are followed already."""
+        before, width = self._stack - 1, self.records.layout.num_words
+        length = before + self._item.n_step + 1
+        num = max(1, _WINDOW_WORDS // (length * width))
+        for first in range(0, len(rows), num):
+            some = rows[first : first + num]
+            at = positions[first : first + num] - before
+            windows = self.records.windows(at, length).reshape(-1, width)
+            places = np.arange(before, len(windows), length)
+            ends = np.empty((len(some), out.words.shape[1]), np.uint64)
+            sums, discounts = np.empty((2, len(some)), np.float32)
+            self._sum_up(windows, places, ends, sums, discounts)
+            out.words[some], rewards[some], out.discounts[some] = ends, sums, discounts
+
+    def _sum_up(
+        self,
+        words: NDArray[np.uint64],
+        places: NDArray[np.int64],
+        out: NDArray[np.uint64],
+        rewards: NDArray[np.float32],
+        discounts: NDArray[np.float32],
+    ) -> NDArray[np.int64]:
+        return n_steps(
+            words,
+            places,
+            self._item.n_step,
+            self._stack,
+            self.records.fields,
+            self._discounted,
+            out,
+            rewards,
+            discounts,
+        )
+
+
+def _num_records(stack: int, n_step: int) -> int:
+    """Return the records that a row takes."""
+    return stack + (1 if n_step == 1 else stack)
