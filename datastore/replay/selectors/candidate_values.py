@@ -1,0 +1,24 @@
+"""Candidate values: a field of the records where candidates start, of those that are there."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore.replay.protocols import Candidates, Overwritten
+from replaylake.datastore.replay.records import Records
+from replaylake.datastore.spaces import Array
+
+
+def values_of(
+    candidates: Candidates, records: Records, numbers: NDArray[np.int64], field: str
+) -> tuple[NDArray[np.int64], Array]:
+    """Return which of the candidates [M] are there, int64 [N], and their values [N, ...]."""
+    while True:
+        positions = candidates.positions(numbers)
+        there = positions >= 0
+        try:
+            return numbers[there], records.take(field, positions[there])
+        except Overwritten:
+            # Meanwhile some went: `positions` says now which.
+            continue

@@ -1,0 +1,190 @@
+"""Recent selection: only steps whose policy is at most so many versions behind the learner's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore import schema
+from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.replay.arguments import whole_number
+from replaylake.datastore.replay.protocols import Assembler, Candidates, Selected
+from replaylake.datastore.replay.randomness import random_stream
+from replaylake.datastore.replay.records import Records
+from replaylake.datastore.replay.sampler import Sampler
+from replaylake.datastore.replay.saved_state import generator_at
+from replaylake.datastore.replay.selectors.candidate_values import values_of
+from replaylake.datastore.replay.selectors.version_index import VersionIndex
+
+PolicyVersion = int | Callable[[], int]
+# Candidates that are gone are kept until they are this share of those drawn or of the index.
+_LOST: Final = 8
+
+
+class RecentSelector:
+    """Draws uniformly, with replacement, the candidates with policy_version >= current - k.
+
+    k is `max_staleness`; `current` is the learner's version, by default the newest that was seen.
+    Steps of an unknown version are never drawn; those of a newer one than the learner's are.
+    """
+
+    # Batches drawn ahead would be too old by the time the version rose.
+    looks_ahead = False
+
+    def __init__(
+        self,
+        records: Records,
+        *,
+        max_staleness: int,
+        seed: int,
+        policy_version: PolicyVersion | None = None,
+    ) -> None:
+        """Raises: ConfigInvalid for an option out of range, or records without policy_version."""
+        self._field = records.layout.column_field(schema.POLICY_VERSION)
+        self._records = records
+        self._max_staleness = whole_number(
+            "recent sampler: max_staleness",
+            max_staleness,
+            advice="0 is the learner's own version alone.",
+        )
+        self.set_policy_version(policy_version)
+        self._rng = random_stream(seed, "recent sampler")
+        self._index = VersionIndex()
+        self._newest: int | None = None
+        self._followed = 0
+        self._num_lost = 0
+
+    def select(self, candidates: Candidates, num: int) -> Selected:
+        """Draw `num` with replacement. Raises: EmptyReplay if all are too old or unknown."""
+        self._follow(candidates)
+        oldest = self._oldest()
+        numbers = self._index.draw(self._rng, num, oldest)
+        if not candidates.is_fixed:
+            self._replace_gone(candidates, numbers, oldest)
+        if not len(numbers):
+            raise self._nothing()
+        return Selected(numbers)
+
+    def consolidate(self, candidates: Candidates) -> None:
+        """Let go of candidates that are gone, and order the others as if all had come at once.
+
+        Two selectors over the same candidates then draw the same. Cost: a sort of all of them,
+        but in a fixed view none.
+        """
+        self._follow(candidates)
+        if candidates.is_fixed:
+            return
+        self._index.keep(candidates.positions(self._index.numbers) >= 0)
+        self._num_lost = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator's state, and the version that was set if it is a number."""
+        version = self._policy_version
+        return {
+            "rng": self._rng.bit_generator.state,
+            "policy_version": None if callable(version) or version is None else int(version),
+            "newest": self._newest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from it; where a callable tells the version, that goes on to."""
+        rng, newest = generator_at(state["rng"]), int(state["newest"] or 0)
+        if not callable(self._policy_version):
+            self.set_policy_version(state["policy_version"])
+        self._rng = rng
+        if state["newest"] is not None:
+            self._newest = max(newest, self._newest or 0)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what was asked for, JSON-able."""
+        return {"selector": "recent", "max_staleness": self._max_staleness}
+
+    def set_policy_version(self, version: PolicyVersion | None) -> None:
+        """Take the learner's version, or a function that returns it. Raises: ConfigInvalid."""
+        self._policy_version = (
+            version if version is None or callable(version) else _version(version)
+        )
+
+    def _follow(self, candidates: Candidates) -> None:
+        low, high = candidates.bounds()
+        if high == self._followed:
+            return
+        new = np.arange(max(self._followed, low), high)
+        numbers, versions = values_of(candidates, self._records, new, self._field)
+        known = versions >= 0
+        self._index.add(numbers[known], versions[known])
+        if known.any():
+            self._newest = max(int(versions.max()), self._newest or 0)
+        self._followed = high
+        if len(self._index) > 2 * candidates.capacity:
+            self.consolidate(candidates)
+
+    def _current(self) -> int | None:
+        said = self._policy_version
+        return self._newest if said is None else _version(said()) if callable(said) else said
+
+    def _oldest(self) -> int:
+        """Return the oldest version that may be drawn; an unknown one is -1."""
+        return max(0, (self._current() or 0) - self._max_staleness)
+
+    def _replace_gone(
+        self, candidates: Candidates, numbers: NDArray[np.int64], oldest: int
+    ) -> None:
+        """Draw again those of `numbers` that are gone, until none is."""
+        gone = np.flatnonzero(candidates.positions(numbers) < 0)
+        while len(gone):
+            self._num_lost += len(gone)
+            if self._num_lost > max(len(numbers), len(self._index) // _LOST):
+                self.consolidate(candidates)
+            drawn = self._index.draw(self._rng, len(gone), oldest)
+            if not len(drawn):
+                raise self._nothing()
+            numbers[gone] = drawn
+            gone = gone[candidates.positions(drawn) < 0]
+
+    def _nothing(self) -> EmptyReplay:
+        newest = self._index.newest()
+        found = "no step of a known version" if newest is None else f"version {newest} at most"
+        return EmptyReplay(
+            f"recent sampler: found {found}, expected {self._oldest()} or more: at most "
+            f"{self._max_staleness} behind the learner's {self._current()}. Wait for newer steps, "
+            "or allow a larger max_staleness."
+        )
+
+
+class RecentSampler(Sampler):
+    """Draws steps of recent policies, given the learner's version."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        selector: RecentSelector,
+        assembler: Assembler,
+        batch_size: int,
+    ) -> None:
+        """Take what a Sampler does. Raises: ConfigInvalid."""
+        super().__init__(candidates, selector, assembler, batch_size)
+        self._recent = selector
+
+    def set_policy_version(self, version: PolicyVersion) -> None:
+        """Say the learner's version from the next batch on, or a function that returns it."""
+        self._recent.set_policy_version(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position. Cost: a sort of the candidates, where they came at several times."""
+        self._recent.consolidate(self._candidates)
+        return super().state_dict()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        # Then it goes on bit for bit, where the candidates are the same.
+        self._recent.consolidate(self._candidates)
+        super()._load(state)
+
+
+def _version(value: object) -> int:
+    return whole_number(
+        "recent sampler: policy_version", value, advice="Pass the learner's own version."
+    )

@@ -1,0 +1,261 @@
+"""Shuffled selection: without replacement, epoch after epoch, maybe divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from replaylake.datastore.batch import Batch
+from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
+from replaylake.datastore.replay.arguments import batch_size_of, rank_of, seed_of
+from replaylake.datastore.replay.protocols import Assembler, Candidates, Selected
+from replaylake.datastore.replay.randomness import random_stream
+from replaylake.datastore.replay.sampler import Sampler
+from replaylake.datastore.replay.selectors.permutation import Permutation
+from replaylake.datastore.spaces import Array
+
+_NAME: Final = "shuffled sampler"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank draws of an epoch: `num` places of its permutation, from `first` on.
+
+    num_batches: the same on all ranks. stops: after how many of its items a batch ends, full or
+    not; the last one is num.
+    """
+
+    first: int
+    num: int
+    num_batches: int
+    stops: tuple[int, ...]
+
+    def end(self, taken: int, num: int) -> int:
+        """Return how many are taken after `num` more, or fewer where a batch ends early."""
+        return min(taken + num, next(stop for stop in self.stops if stop > taken))
+
+
+class ShuffledSelector:
+    """Takes each candidate once an epoch; each epoch is a new permutation of them.
+
+    An epoch's permutation is that of (seed, epoch), whatever was drawn before. Candidates that a
+    view gets meanwhile are in the next epoch, and those that it loses are passed over.
+    """
+
+    looks_ahead = True
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        """Take how to divide them. Raises: ConfigInvalid."""
+        self.epoch = 0
+        self._batch_size = batch_size_of(_NAME, batch_size)
+        self._seed = seed_of(_NAME, seed)
+        self._rank, self._num_ranks = rank_of(_NAME, rank, num_ranks)
+        self._drop_last = drop_last
+        # Of the epoch under way: the candidates at its beginning (none: it has not begun), and how
+        # many of this rank's share were taken.
+        self._bounds = (0, 0)
+        self._num_taken = 0
+        self._order: Permutation | None = None
+        self._share: Share | None = None
+
+    def select(self, candidates: Candidates, num: int) -> Selected:
+        """Take the next `num` of the epoch, or fewer where a batch or the epoch ends early.
+
+        Raises: EmptyReplay without candidates; ConfigInvalid if there are too few for the ranks.
+        """
+        while True:
+            order, share = self.begin(candidates)
+            taken = self._num_taken
+            end = share.end(taken, num)
+            numbers = order.numbers(share.first + taken, share.first + end)
+            if self._bounds[0]:
+                numbers = numbers + self._bounds[0]
+            self._num_taken = end
+            if end == share.num:
+                self._end_epoch()
+            if not candidates.is_fixed:
+                numbers = numbers[numbers >= candidates.bounds()[0]]
+            if len(numbers):
+                return Selected(numbers)
+
+    def share(self, candidates: Candidates) -> Share:
+        """Return this rank's share of an epoch over the candidates that are there now.
+
+        Raises: as select.
+        """
+        low, high = candidates.bounds()
+        if low == high:
+            raise EmptyReplay(
+                "shuffled sampler: found nothing to sample, expected at least one item. "
+                "Wait for steps, or widen the selection."
+            )
+        if self._num_ranks > 1 and not candidates.is_fixed:
+            raise ConfigInvalid(
+                f"shuffled sampler: found {self._num_ranks} ranks over a view that follows a "
+                "dataset, expected one: each rank would see other steps. Shuffle a snapshot's "
+                "view, or draw uniformly with another seed on each rank."
+            )
+        return self._share_of(high - low)
+
+    def _share_of(self, num: int) -> Share:
+        size, ranks, rank = self._batch_size, self._num_ranks, self._rank
+        least, more = divmod(num, ranks)
+        num_batches = least // size if self._drop_last else -(-(least + (more > 0)) // size)
+        if num_batches < 1 or num_batches > least:
+            raise ConfigInvalid(
+                f"shuffled sampler: found {num} items for {ranks} ranks in batches of {size}"
+                f"{', the last dropped' if self._drop_last else ''}, expected as many batches on "
+                "each rank, none of them empty. Use "
+                f"{'smaller batches' if self._drop_last else 'drop_last=True'} or fewer ranks."
+            )
+        if self._drop_last:
+            own = num_batches * size
+            return Share(rank * own, own, num_batches, (own,))
+        own = least + (rank < more)
+        stops: tuple[int, ...] = (own,)
+        if own == (num_batches - 1) * size:
+            # An item less than other ranks, and so a batch less: the last full one is made two.
+            stops = (own - size, own - size // 2, own)
+        return Share(rank * least + min(rank, more), own, num_batches, stops)
+
+    def begin(self, candidates: Candidates) -> tuple[Permutation, Share]:
+        """Return the order and the share of the epoch under way, which begins if none is.
+
+        Raises: as select; ConfigInvalid if a restored state is that of other candidates.
+        """
+        if self._order is None or self._share is None:
+            if self._bounds[0] == self._bounds[1]:
+                self._share, self._bounds = self.share(candidates), candidates.bounds()
+            else:
+                self._share = self._restored_share(candidates)
+            rng = random_stream(self._seed, _NAME, self.epoch)
+            self._order = Permutation(self._bounds[1] - self._bounds[0], rng)
+        return self._order, self._share
+
+    def _restored_share(self, candidates: Candidates) -> Share:
+        self._check_restored(self._bounds[1], candidates)
+        return self._share_of(self._bounds[1] - self._bounds[0])
+
+    def check_state(self, state: Mapping[str, Any], candidates: Candidates) -> None:
+        """Look whether a saved epoch is of these candidates.
+
+        Raises: ConfigInvalid; KeyError, TypeError, ValueError if it is no state.
+        """
+        low, high = map(int, state["bounds"])
+        if low < high:
+            self._check_restored(high, candidates)
+        num = self._share_of(high - low).num if low < high else 1
+        if not 0 <= int(state["num_taken"]) < num:
+            raise ValueError(f"num_taken is {state['num_taken']} of {num}")
+
+    def _check_restored(self, num: int, candidates: Candidates) -> None:
+        high = candidates.bounds()[1]
+        if high < num or (candidates.is_fixed and high != num):
+            raise ConfigInvalid(
+                f"shuffled sampler: found a state of an epoch over {num} items and a "
+                f"view of {high}, expected the same. Restore it over the view that it was saved "
+                "with, or begin anew."
+            )
+
+    def _end_epoch(self) -> None:
+        self.epoch += 1
+        self._bounds, self._num_taken = (0, 0), 0
+        self._order = self._share = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, of this rank."""
+        return {
+            "seed": self._seed,
+            "epoch": self.epoch,
+            "bounds": list(self._bounds),
+            "num_taken": self._num_taken,
+            **self._division(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from it. Raises: ConfigInvalid for one of another rank or batch size."""
+        self.check_division(state)
+        seed, epoch, num_taken = (int(state[name]) for name in ("seed", "epoch", "num_taken"))
+        low, high = map(int, state["bounds"])
+        self._seed, self.epoch = seed, epoch
+        self._bounds, self._num_taken = (low, high), num_taken
+        self._order = self._share = None
+
+    def check_division(self, state: Mapping[str, Any]) -> None:
+        """Raises: ConfigInvalid for a state of another rank or batch size."""
+        own = self._division()
+        if differs := {name: state[name] for name in own if state[name] != own[name]}:
+            raise ConfigInvalid(
+                f"shuffled sampler: found a state of {differs}, expected of {own}: they decide "
+                "what each batch of an epoch holds. Save a state on each rank, and restore it into "
+                "a sampler made in the same way."
+            )
+
+    def _division(self) -> dict[str, Any]:
+        return {
+            "batch_size": self._batch_size,
+            "rank": self._rank,
+            "num_ranks": self._num_ranks,
+            "drop_last": self._drop_last,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return what was asked for, JSON-able: enough to make it again."""
+        return {
+            "selector": "shuffled",
+            "num_ranks": self._num_ranks,
+            "drop_last": self._drop_last,
+        }
+
+
+class ShuffledSampler(Sampler):
+    """Draws every item once an epoch."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        selector: ShuffledSelector,
+        assembler: Assembler,
+        batch_size: int,
+    ) -> None:
+        """Look whether there is enough for an epoch. Raises: EmptyReplay, ConfigInvalid."""
+        super().__init__(candidates, selector, assembler, batch_size)
+        self._shuffled = selector
+        selector.share(candidates)
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs were handed out to their end: that of the next batch, from 0 on."""
+        begun: int = self.state_dict()["selector"]["epoch"]
+        return begun
+
+    def _position(self) -> dict[str, Any]:
+        if self._candidates.is_fixed:
+            # So that the state says what the epoch is of, also before its first batch.
+            self._shuffled.begin(self._candidates)
+        return super()._position()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._shuffled.check_division(state["selector"])
+        self._shuffled.check_state(state["selector"], self._candidates)
+        super()._load(state)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch over what is there now, the same on all ranks."""
+        return self._shuffled.share(self._candidates).num_batches
+
+    def rest_of_epoch(self) -> Iterator[Batch[Array]]:
+        """Yield the batches that are left of this epoch: all of one, if none of it was drawn."""
+        epoch = self.epoch
+        while self.epoch == epoch:
+            yield self.sample()
