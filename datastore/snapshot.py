@@ -11,8 +11,10 @@ import pyarrow as pa
 from replaylake.datastore.arrays import read_arrays
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.query import query
-from replaylake.datastore.replay.packing import OnProgress
-from replaylake.datastore.replay.view import ReplayView, open_view
+from replaylake.datastore.replay.opening import open_view
+from replaylake.datastore.replay.packing.packing import OnProgress
+from replaylake.datastore.replay.view import ReplayView
+from replaylake.datastore.replay.view_query import ViewQuery, column_names
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import Values, describe
 from replaylake.datastore.table import TableSnapshot
@@ -49,22 +51,48 @@ class Snapshot:
         self,
         where: str | None = None,
         *,
+        where_steps: str | None = None,
         reward: str | None = None,
+        columns: Sequence[str] = (),
+        float64: bool = False,
+        frame_stack: int = 1,
+        memory_budget_bytes: int | None = None,
+        cache: bool = True,
         on_progress: OnProgress | None = None,
     ) -> ReplayView:
-        """Decode episodes for sampling.
+        """Decode episodes for sampling, or map what an earlier call decoded.
 
         Args:
             where: SQL condition over the columns of `episodes`; selects whole episodes.
+            where_steps: SQL condition over the columns of `steps`; a sample may start at these
+                steps alone. The steps that follow one stay, whatever it says of them.
             reward: SQL expression over the columns of `steps`, in place of the logged reward.
-            on_progress: called with (shards decoded, shards) after each.
+            columns: further columns of `steps` to keep with each step: numbers, flags and
+                fixed-size lists of them.
+            float64: keep what is stored as float64, instead of decoding it to float32.
+            frame_stack: how many consecutive observations a sampled one is stacked of; each is
+                stored once.
+            memory_budget_bytes: a larger view is decoded to disk and mapped from there; by default
+                half of the memory that is available. 0 always maps.
+            cache: whether the view is kept for the next time (docs/REPLAY.md). False leaves no
+                trace.
+            on_progress: called with (shards decoded, shards) after each; not for a view that was
+                kept.
 
         Raises: QueryRefused, QueryFailed, ShardCorrupt, EmptyReplay, SpaceUnsupported; NotFound for
-        a version whose shards were removed.
+        a version whose shards were removed, or an absent column; SchemaMismatch for a reward that
+        is not finite; ConfigInvalid; StorageFailed where the view fits neither memory nor disk.
         """
         check_present(self.table)
+        query = ViewQuery(where, where_steps, reward, column_names(columns), float64, frame_stack)
         return open_view(
-            self.dataset, self.table, self.spec, where=where, reward=reward, on_progress=on_progress
+            self.dataset,
+            self.table,
+            self.spec,
+            query,
+            memory_budget_bytes=memory_budget_bytes,
+            cache=cache,
+            on_progress=on_progress,
         )
 
     def arrays(self, columns: Sequence[str] | None = None) -> dict[str, Values]:

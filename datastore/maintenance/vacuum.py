@@ -2,8 +2,9 @@
 
 Those are shards that no kept version names (kept.py), what crashes left in the folder of temporary
 files, and policy packages that were copied in but never registered; each older than a limit, since
-a younger one may belong to a commit that is being made. Files of other kinds or names are not ours
-to touch, links are not followed.
+a younger one may belong to a commit that is being made. And this machine's cached replay views, of
+whatever age, once a shard that they were decoded from is gone: what was deleted is in them, too.
+Files of other kinds or names are not ours to touch, links are not followed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S, Pin, kept_files, kept_since
 from replaylake.datastore.maintenance.retention import MIN_KEEP_S, retention_of
 from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
+from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.storage import LocalStorage, Storage, StoredFile
 
@@ -35,7 +38,10 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Garbage:
-    """A file that nothing needs: a shard, a temporary or a policy package's; path in the lake."""
+    """A file that nothing needs: a shard, a temporary, a policy package's, a cached view's folder.
+
+    path: in the lake; of a view of a remote lake, on this machine.
+    """
 
     kind: str
     path: str
@@ -171,6 +177,21 @@ class _Run:
             delete,
             lambda: kept_since(self._lake, name, kept, self._now_ms),
         )
+        self._views(name, delete)
+
+    def _views(self, name: str, delete: bool) -> None:
+        """Go through the cached views of a dataset, once its shards were gone through."""
+        if self._is_below_link(f"{name}/{VIEWS}"):
+            return
+        there = {f"{name}/{FOLDER}/{file}" for file in self._storage.names(f"{name}/{FOLDER}")}
+        there.difference_update(file.path for file in self.garbage)
+        views = ViewCache(self._storage, name)
+        stale = list(views.stale(lambda path: f"{name}/{path}" not in there))
+        if delete:
+            views.remove(stale)
+        for view in stale:
+            path = str(view.folder) if self._storage.is_remote else f"{name}/{VIEWS}/{view.name}"
+            self.garbage.append(Garbage("view", path, view.size_bytes))
 
     def leftovers(self, age_s: float, delete: bool) -> None:
         """Go through temporary files, and packages that no version of a policy names."""
@@ -210,12 +231,18 @@ class _Run:
                 yield file
 
     def _files(self, folder: str) -> Iterator[StoredFile]:
-        if (link := _link_above(self._storage, folder)) is not None:
-            self.skipped.append(f"{folder}: {link} is a link, and what it leads to is not vacuumed")
+        if self._is_below_link(folder):
             return
         for file in self._storage.files(folder):
             if not _is_link(self._storage, file.path):
                 yield file
+
+    def _is_below_link(self, folder: str) -> bool:
+        """Whether a folder is reached through a link; then it is named as skipped."""
+        if (link := _link_above(self._storage, folder)) is None:
+            return False
+        self.skipped.append(f"{folder}: {link} is a link, and what it leads to is not vacuumed")
+        return True
 
     def _is_older(self, file: StoredFile, age_s: float) -> bool:
         return file.modified_ms < self._now_ms - int(age_s * 1000)

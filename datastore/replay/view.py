@@ -3,202 +3,302 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from replaylake.datastore import schema
 from replaylake.datastore.compatibility import difference, joined
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, SchemaMismatch
-from replaylake.datastore.query.expressions import (
-    canonical_expression,
-    evaluated_rewards,
-    selected_episodes,
+from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, NotFound, SchemaMismatch
+from replaylake.datastore.query.expressions import canonical_expression
+from replaylake.datastore.replay.cache.cached_view import (
+    open_cached,
+    read_content_hash,
+    write_content_hash,
 )
-from replaylake.datastore.replay.packing import (
-    KEY,
-    OnProgress,
-    Packed,
-    pack,
-    record_dtype,
-    selection_hash,
+from replaylake.datastore.replay.cache.keeping import Keeping
+from replaylake.datastore.replay.joining import join
+from replaylake.datastore.replay.layout import RecordLayout
+from replaylake.datastore.replay.memory import Room, Scratch, budget_of, is_mapped
+from replaylake.datastore.replay.protocols import Assembler, Item
+from replaylake.datastore.replay.records import Packed
+from replaylake.datastore.replay.sampler import FixedCandidates, Sampler
+from replaylake.datastore.replay.scans import has_masked_actions
+from replaylake.datastore.replay.selection import Origin, Selection
+from replaylake.datastore.replay.selectors.saved_priorities import PriorityFolder
+from replaylake.datastore.replay.selectors.weighted import (
+    WeightedSampler,
+    WeightedSelector,
+    step_weights,
 )
-from replaylake.datastore.replay.uniform import UniformSampler
-from replaylake.datastore.schema import REWARD, DatasetSpec
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.replay.source import TRANSITIONS, SampleSource
+from replaylake.datastore.replay.view_query import naming
+from replaylake.datastore.schema import DatasetSpec
 
 
 @dataclass(frozen=True)
-class Selection:
-    """What a view was made from: enough to make it again, kept in a policy's lineage.
+class CachedPart:
+    """What maps a view, or a part of one, from the cache again, in another process too.
 
-    `where` and `reward` are SQL in DuckDB's own spelling, or None.
+    place: its folder, or who writes it.
     """
 
-    dataset: str
-    version: int
-    where: str | None
-    reward: str | None
-    num_episodes: int
-    num_steps: int
-    content_hash: str
+    place: Keeping | Path
+    layout: RecordLayout
+    origins: tuple[Origin, ...]
+
+    def folder(self) -> Path | None:
+        """Wait until it is written; None if it could not be."""
+        return self.place if isinstance(self.place, Path) else self.place.folder()
+
+    def written(self) -> CachedPart | None:
+        """Wait until it is written, and return what can be sent; None if it could not be."""
+        return None if (folder := self.folder()) is None else replace(self, place=folder)
+
+    def folder_now(self) -> Path | None:
+        """Return the folder if it is written."""
+        return self.folder() if isinstance(self.place, Path) or self.place.is_done else None
+
+    @property
+    def failure(self) -> str:
+        """Why it could not be kept; empty where that is not known."""
+        return "" if isinstance(self.place, Path) else self.place.failure
+
+    def open(self) -> ReplayView:
+        """Map it. Raises: NotFound."""
+        folder = self.folder()
+        found = None if folder is None else open_cached(folder, self.layout)
+        if found is None:
+            raise NotFound(
+                f"replay view {folder}: found it gone from the cache since it was sent here, "
+                "expected it. Open the snapshot's replay again."
+            )
+        packed, about = found
+        return ReplayView(
+            packed, self.origins, cached=(self,), has_masked_actions=about.has_masked_actions
+        )
 
 
-class ReplayView:
-    """Packed runs of one or several snapshots of the same spaces."""
+class ReplayView(SampleSource):
+    """Packed runs of one or several snapshots of the same spaces.
+
+    It never changes, whatever happens to the dataset. It can be pickled: another process of this
+    machine maps the cached files, and one that is not in the cache is sent whole.
+    """
 
     def __init__(
-        self, spec: DatasetSpec, packed: Packed, selections: tuple[Selection, ...]
+        self,
+        packed: Packed,
+        origins: tuple[Origin, ...] = (),
+        *,
+        cached: tuple[CachedPart, ...] = (),
+        has_masked_actions: bool | None = None,
     ) -> None:
-        self.spec = spec
+        """Take what was packed, what it comes from, and what the cache has of it."""
         self.packed = packed
-        self.selections = selections
+        self.origins = origins
+        self._cached = cached
+        self._masked = has_masked_actions
+
+    @property
+    def spec(self) -> DatasetSpec:
+        """Spaces, mask width and further columns of the steps."""
+        return self.packed.records.layout.spec
 
     @property
     def num_steps(self) -> int:
-        """Steps that can be sampled for cloning."""
-        return len(self.packed.steps)
+        """Steps of the selected episodes, also those at which `where_steps` lets none start."""
+        return self.packed.num_steps
 
     @property
     def num_transitions(self) -> int:
-        """Steps that can be bootstrapped: not an end that lacks its final observation."""
+        """Steps that may start a sample and be bootstrapped: not an end without an observation."""
         return len(self.packed.bootstrappable)
-
-    @property
-    def has_masked_actions(self) -> bool:
-        """Whether some step has an action that its mask forbids."""
-        masked = self.spec.mask_size is not None
-        return masked and not self.packed.records[schema.ACTION_MASK].all()
 
     @property
     def num_episodes(self) -> int:
         """Episodes (per agent) selected."""
         return self.packed.num_episodes
 
-    def uniform(
-        self,
-        batch_size: int,
-        *,
-        seed: int,
-        discount: float = 0.99,
-        only_bootstrappable: bool = True,
-    ) -> UniformSampler:
-        """Return a sampler of transitions, uniform with replacement.
+    @property
+    def has_masked_actions(self) -> bool:
+        """Whether some step has an action that its mask forbids. Cost: once, a pass over masks."""
+        if self._masked is None:
+            self._masked = has_masked_actions(self.packed)
+        return self._masked
 
-        `only_bootstrappable` leaves out steps without a successor; cloning does not need one.
-        Raises: EmptyReplay.
+    @cached_property
+    def selections(self) -> tuple[Selection, ...]:
+        """What was selected, of each dataset, for a policy's lineage.
+
+        Cost: for the content hash a pass over the row keys (0.2 s a million), unless the cache has
+        it from an earlier time.
         """
-        starts = self.packed.bootstrappable if only_bootstrappable else self.packed.steps
+        if len(self.origins) != 1 or (folder := self._folder_now()) is None:
+            return tuple(origin.selection(self.packed, None) for origin in self.origins)
+        known = read_content_hash(folder)
+        selection = self.origins[0].selection(self.packed, known)
+        if known is None:
+            write_content_hash(folder, selection.content_hash)
+        return (selection,)
+
+    @property
+    def names(self) -> str:
+        """The snapshots, such as `cartpole@3, cartpole_old@7`."""
+        return ", ".join(origin.name for origin in self.origins)
+
+    def cached_in(self) -> Path | None:
+        """Wait until the view is in the cache, and return its folder there; None if it is not.
+
+        A joined view is not, but its parts are.
+        """
+        return self._cached[0].folder() if len(self._cached) == 1 else None
+
+    @property
+    def cache_failure(self) -> str:
+        """Why the view could not be kept in the cache; empty where it is, or may still be."""
+        return "; ".join(filter(None, (part.failure for part in self._cached)))
+
+    def candidates(self, item: Item) -> FixedCandidates:
+        """Return the items that may be selected. Raises: EmptyReplay."""
+        starts = item.starts(self.packed)
         if not len(starts):
             raise EmptyReplay(
-                f"replay of {self._names()}: found {self.num_steps} steps, none with a next "
-                "observation or a termination, expected at least one. Use an algorithm that "
-                "clones, or ingest a log that has next observations."
+                f"replay of {self.names}: found {self.num_steps} steps, none at which {item} may "
+                "start, expected at least one. A transition needs a next observation or a "
+                "termination (to clone it does not: only_bootstrappable=False), an episode its "
+                "end (only_complete=False takes the others too)."
             )
-        return UniformSampler(
-            self.packed.records, starts, self.spec, batch_size, seed=seed, discount=discount
-        )
+        return FixedCandidates(starts)
 
-    def _names(self) -> str:
-        return ", ".join(f"{s.dataset}@{s.version}" for s in self.selections)
+    def assembler(self, item: Item) -> Assembler:
+        """Return what copies selected items out of the records."""
+        return item.assembler(self.packed.records)
+
+    def weighted(
+        self,
+        batch_size: int,
+        item: Item = TRANSITIONS,
+        *,
+        weight: str,
+        seed: int,
+        correct: bool = False,
+    ) -> Sampler:
+        """Return a sampler that draws each step in proportion to an SQL expression.
+
+        `weight` is over the columns of the step and of its episode (`return`, `num_steps`, ...): of
+        names that both have, the step's. `correct` gives importance weights; see WeightedSelector.
+        Raises: QueryRefused, QueryFailed, EmptyReplay, NotFound; SchemaMismatch for NULL, NaN,
+        negative or infinite weights, or none above 0; ConfigInvalid where the view was sent to.
+        """
+        if not isinstance(weight, str):
+            raise ConfigInvalid(
+                f"replay: found weight {weight!r}, expected SQL in a string. Write it as in "
+                "weight='exp(reward)'."
+            )
+        candidates, assembler = self.items(item)
+        starts = candidates.positions(np.arange(candidates.capacity))
+        with naming("weight", weight):
+            expression = canonical_expression(weight)
+            weights = step_weights(self.packed, self.origins, starts, expression)
+        selector = WeightedSelector(weights, expression, seed=seed, correct=correct)
+        return WeightedSampler(candidates, selector, assembler, batch_size)
+
+    def priority_folder(self) -> PriorityFolder | None:
+        """Return the dataset's, which each version shares; None of several datasets."""
+        if len(self.origins) != 1 or (snapshot := self.origins[0].snapshot) is None:
+            return None
+        return PriorityFolder(snapshot.storage, snapshot.root)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        written = [part.written() for part in self._cached]
+        if written and None not in written:
+            return _reopened, (written,)
+        if is_mapped(self.packed.records.words):
+            raise ConfigInvalid(
+                f"replay of {self.names}: found a view that is larger than its memory budget and "
+                "not in the cache, expected one that another process can map. Open it with "
+                "cache=True in a lake that can be written to, or raise memory_budget_bytes."
+            )
+        return ReplayView, (self.packed, tuple(origin.sent() for origin in self.origins))
+
+    def _folder_now(self) -> Path | None:
+        return self._cached[0].folder_now() if len(self._cached) == 1 else None
 
 
-def open_view(
-    dataset: str,
-    snapshot: TableSnapshot,
-    spec: DatasetSpec,
-    *,
-    where: str | None = None,
-    reward: str | None = None,
-    on_progress: OnProgress | None = None,
+def concatenate(
+    views: Sequence[ReplayView], *, memory_budget_bytes: int | None = None
 ) -> ReplayView:
-    """Decode the episodes that `where` selects, with `reward` in place of the logged one.
-
-    Raises: QueryRefused, QueryFailed, ShardCorrupt, EmptyReplay, SpaceUnsupported.
-    """
-    where = None if where is None else canonical_expression(where)
-    reward = None if reward is None else canonical_expression(reward)
-    selected = None if where is None else selected_episodes(snapshot, where)
-    rewards = None if reward is None else evaluated_rewards(snapshot, reward)
-    packed = pack(snapshot, spec, selected=selected, rewards=rewards, on_progress=on_progress)
-    if not len(packed.steps):
-        raise EmptyReplay(
-            f"replay of {dataset}@{snapshot.version}: found no step"
-            f"{f' where {where}' if where else ''}, expected at least one. "
-            f"Look at what there is: replaylake sql 'select * from {dataset}.episodes limit 10'."
-        )
-    if reward is not None:
-        _check_finite(packed, reward)
-    keys = packed.records[KEY][packed.steps]
-    selection = Selection(
-        dataset=dataset,
-        version=snapshot.version,
-        where=where,
-        reward=reward,
-        num_episodes=packed.num_episodes,
-        num_steps=len(packed.steps),
-        content_hash=selection_hash(snapshot, where, reward, keys),
-    )
-    return ReplayView(spec, packed, (selection,))
-
-
-def concatenate(views: Sequence[ReplayView]) -> ReplayView:
     """Join views of compatible datasets; where only some have masks, the others' are all true.
 
-    Raises: SchemaMismatch, EmptyReplay; ConfigInvalid if a dataset is there twice.
+    One view is returned as it is. Of several the records are copied: into memory while that fits
+    the budget, by default half of what is available, else into a temporary file (TMPDIR), which is
+    mapped and goes with the view. A mixture draws from several views without copying them.
+
+    Raises: SchemaMismatch, EmptyReplay; ConfigInvalid if a dataset is there twice, or the views
+    have not the same columns and options; StorageFailed if the disk lacks the room.
     """
-    if not views:
-        raise EmptyReplay("concatenate: found no views, expected at least one.")
-    names = [selection.dataset for view in views for selection in view.selections]
+    views = _checked_views(views)
+    names = [origin.dataset for view in views for origin in view.origins]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigInvalid(
             f"replay of {', '.join(names)}: found {', '.join(twice)} twice, expected each dataset "
             "once: its steps would count double. Name it once, at one version."
         )
-    first = views[0]
     if len(views) == 1:
-        return first
-    spec = first.spec
+        return views[0]
+    layout = _joined_layout(views)
+    room = Room(budget_of(memory_budget_bytes), Scratch)
+    packed = join([view.packed for view in views], layout, room)
+    origins, num_before = [], 0
+    for view in views:
+        origins += [origin.shifted(num_before) for origin in view.origins]
+        num_before += len(view.packed.steps)
+    is_cached = all(view._cached for view in views)
+    cached = tuple(part for view in views for part in view._cached) if is_cached else ()
+    known = [view._masked for view in views]
+    masked = None if None in known else any(known)
+    return ReplayView(packed, tuple(origins), cached=cached, has_masked_actions=masked)
+
+
+def _checked_views(views: object) -> Sequence[ReplayView]:
+    if not isinstance(views, Sequence) or not all(isinstance(view, ReplayView) for view in views):
+        raise ConfigInvalid(
+            f"concatenate: found {views!r}, expected a list of views of snapshots. Make each with "
+            "snapshot.replay(...)."
+        )
+    if not views:
+        raise EmptyReplay(
+            "concatenate: found no views, expected at least one. Make them with "
+            "snapshot.replay(...)."
+        )
+    return views
+
+
+def _joined_layout(views: Sequence[ReplayView]) -> RecordLayout:
+    """Return the layout that holds all of them. Raises: SchemaMismatch, ConfigInvalid."""
+    first = views[0]
+    layout, spec = first.packed.records.layout, first.spec
     for view in views[1:]:
         if (differs := difference(spec, view.spec)) is not None:
             raise SchemaMismatch(
-                f"datasets {first._names()} and {view._names()}: {differs}, expected one. Train on "
+                f"datasets {first.names} and {view.names}: {differs}, expected one. Train on "
                 "each alone, or ingest them with the same --env."
             )
         spec = joined(spec, view.spec)
-    offsets = np.cumsum([0, *(len(view.packed.records) for view in views[:-1])])
-    packed = Packed(
-        records=np.concatenate([_with_mask(view.packed.records, spec) for view in views]),
-        steps=np.concatenate([v.packed.steps + o for v, o in zip(views, offsets, strict=True)]),
-        bootstrappable=np.concatenate(
-            [v.packed.bootstrappable + o for v, o in zip(views, offsets, strict=True)]
-        ),
-        num_episodes=sum(view.num_episodes for view in views),
-    )
-    return ReplayView(spec, packed, tuple(s for view in views for s in view.selections))
+        other = view.packed.records.layout
+        for option in ("columns", "float64", "frame_stack"):
+            mine, its = getattr(layout, option), getattr(other, option)
+            if mine != its:
+                raise ConfigInvalid(
+                    f"replay of {first.names} and {view.names}: found {option} {mine} and {its}, "
+                    "expected one. Open them with the same."
+                )
+    return replace(layout, spec=spec)
 
 
-def _with_mask(records: NDArray[np.void], spec: DatasetSpec) -> NDArray[np.void]:
-    """Return the records with an action mask, all true where they had none."""
-    dtype = record_dtype(spec)
-    if records.dtype == dtype:
-        return records
-    filled = np.zeros(len(records), dtype)
-    filled[schema.ACTION_MASK] = True
-    for name in records.dtype.names or ():
-        filled[name] = records[name]
-    return filled
-
-
-def _check_finite(packed: Packed, expression: str) -> None:
-    """Refuse NULL, NaN and infinities that a reward expression gave in the selected steps."""
-    rewards = packed.records[REWARD][packed.steps]
-    if not np.isfinite(rewards).all():
-        found = "infinity" if np.isinf(rewards).any() else "NULL or NaN"
-        num = int((~np.isfinite(rewards)).sum())
-        raise SchemaMismatch(
-            f"reward {expression}: found {found} in {num} of {len(rewards)} selected steps, "
-            "expected finite numbers. Say what they count as, as in coalesce(x / nullif(y, 0), 0), "
-            "or leave their episodes out with --where."
-        )
+def _reopened(parts: Sequence[CachedPart]) -> ReplayView:
+    """Map a view that another process sent. Raises: NotFound if it left the cache since."""
+    return concatenate([part.open() for part in parts])

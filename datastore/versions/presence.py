@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
 from replaylake.datastore.errors import NotFound, ReplayLakeError, ShardCorrupt
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.storage import Storage
 from replaylake.datastore.table import TableSnapshot
 from replaylake.datastore.versions.purges import Purges
 
@@ -21,7 +23,8 @@ def check_present(snapshot: TableSnapshot) -> None:
     purged,
     ShardCorrupt for a shard that should still be there.
     """
-    missing = _missing(snapshot)
+    paths = [entry.path for entry in snapshot.files]
+    missing = missing_files(snapshot.storage, snapshot.root, paths)
     if not missing:
         return
     log = CommitLog(snapshot.storage, snapshot.root)
@@ -49,23 +52,25 @@ def check_present(snapshot: TableSnapshot) -> None:
     )
 
 
-def _purges(snapshot: TableSnapshot) -> Purges:
-    return Purges(CommitLog(snapshot.storage, LAKE_ROOT))
+def missing_files(storage: Storage, root: str, paths: Sequence[str]) -> list[str]:
+    """Return those of a table's files that are not there, of paths below the table.
 
-
-def _missing(snapshot: TableSnapshot) -> list[str]:
-    """Return the paths, below the table, of the files that are not there."""
-    storage, root = snapshot.storage, snapshot.root
+    Cost: a look at each; on an object store one listing.
+    """
     if not storage.is_remote:
         folder = f"{storage.local(root)}{os.sep}"
-        return [entry.path for entry in snapshot.files if not os.path.exists(folder + entry.path)]
-    folders = {str(PurePosixPath(entry.path).parent) for entry in snapshot.files}
+        return [path for path in paths if not os.path.exists(folder + path)]
+    folders = {str(PurePosixPath(path).parent) for path in paths}
     there = {
         str(PurePosixPath(folder, name))
         for folder in folders
         for name in storage.names(f"{root}/{folder}")
     }
-    return [entry.path for entry in snapshot.files if entry.path not in there]
+    return [path for path in paths if path not in there]
+
+
+def _purges(snapshot: TableSnapshot) -> Purges:
+    return Purges(CommitLog(snapshot.storage, LAKE_ROOT))
 
 
 def _place(snapshot: TableSnapshot, path: str) -> str | Path:

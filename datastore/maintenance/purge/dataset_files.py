@@ -14,6 +14,8 @@ from replaylake.datastore.maintenance.purge.earlier_versions import named_paths
 from replaylake.datastore.maintenance.purge.traces import Trace, Wanted, find_traces
 from replaylake.datastore.policies.registry import LAKE_ROOT
 from replaylake.datastore.query import summaries
+from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
+from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.sessions.leftovers import drop_damaged, journals_with
 from replaylake.datastore.storage import StoredFile
 
@@ -60,6 +62,7 @@ class DatasetFiles:
         self._storage.forget(sorted({*doomed, *named} - self._live()))
         # After the shards: who writes one now looks at them again.
         summaries.forget(self._storage, self._name)
+        ViewCache(self._storage, self._name).forget()
         derived = self._storage.files(f"{self._name}/_derived")
         # What crashes left unfinished may be any shard; nothing reads it.
         leftovers = (file for file in self._storage.files(f"{LAKE_ROOT}/tmp") if _is_old(file))
@@ -99,9 +102,14 @@ class DatasetFiles:
             drop_damaged(table, wanted.in_text)
 
     def _files(self) -> Iterator[StoredFile]:
-        """Yield the files of the dataset but for its journals, which may lie elsewhere."""
+        """Yield the files of the dataset but for its journals, which may lie elsewhere.
+
+        Nor replay views, which hold no ids but rows of any episode, may be larger than memory, and
+        all go.
+        """
+        views = f"{self._name}/{VIEWS}"
         for file in self._storage.files(self._name):
-            if "/_journal/" not in file.path:
+            if "/_journal/" not in file.path and not file.path.startswith(views):
                 yield file
 
     def _live(self) -> set[str]:

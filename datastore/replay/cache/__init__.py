@@ -1,0 +1,1 @@
+"""Decoded replay views, kept on this machine so that the next opening only maps them."""

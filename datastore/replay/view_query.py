@@ -1,0 +1,135 @@
+"""ViewQuery: what a view is asked for beside its snapshot, and the key of what comes out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Final
+
+import duckdb
+
+from replaylake.datastore.errors import ConfigInvalid, QueryFailed, QueryRefused
+from replaylake.datastore.query.expressions import canonical_expression
+from replaylake.datastore.replay.arguments import whole_number
+from replaylake.datastore.replay.layout import MOST_FRAMES, RecordLayout
+from replaylake.datastore.table import TableSnapshot
+
+# What packing puts into records, and where: one more whenever the same shards and query would give
+# other bytes. (A layout's dtype is in the key besides.)
+PACKED_FORMAT: Final = 1
+# How DuckDB's messages begin that are about what was asked.
+_OF_SQL: Final = ("Parser Error", "Binder Error", "Catalog Error", "Conversion Error")
+_TABLES: Final = {
+    "where": "episodes",
+    "where_steps": "steps",
+    "reward": "steps",
+    "weight": "steps` and `episodes",
+}
+
+
+@dataclass(frozen=True)
+class ViewQuery:
+    """Which episodes and steps, and how they are decoded; see Snapshot.replay for each.
+
+    where, where_steps and reward are SQL, as it was given or in DuckDB's own spelling.
+    """
+
+    where: str | None = None
+    where_steps: str | None = None
+    reward: str | None = None
+    columns: tuple[str, ...] = ()
+    float64: bool = False
+    frame_stack: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigInvalid for an argument of another type."""
+        for name, text in (*self.conditions(), ("reward", self.reward)):
+            if text is not None and not isinstance(text, str):
+                raise ConfigInvalid(
+                    f"replay: found {name} {text!r}, expected SQL in a string, or None. Write it "
+                    "as in where='num_steps > 10'."
+                )
+        if not isinstance(self.float64, bool):
+            raise ConfigInvalid(
+                f"replay: found float64 {self.float64!r}, expected True or False. True keeps what "
+                "is stored as float64."
+            )
+        frames = whole_number("replay: frame_stack", self.frame_stack, least=1, most=MOST_FRAMES)
+        # numpy's numbers are no JSON, which the view's key is made of.
+        object.__setattr__(self, "frame_stack", frames)
+
+    @property
+    def has_sql(self) -> bool:
+        """Whether a part of it is SQL, which DuckDB may spell otherwise."""
+        return not self.where is self.where_steps is self.reward is None
+
+    def conditions(self) -> tuple[tuple[str, str | None], ...]:
+        """Return what narrows it down, each by its argument's name."""
+        return ("where", self.where), ("where_steps", self.where_steps)
+
+    def canonical(self) -> ViewQuery:
+        """Return it in DuckDB's own spelling. Raises: QueryRefused, QueryFailed."""
+        return replace(
+            self,
+            where=_spelt("where", self.where),
+            where_steps=_spelt("where_steps", self.where_steps),
+            reward=_spelt("reward", self.reward),
+        )
+
+
+def view_key(snapshot: TableSnapshot, layout: RecordLayout, query: ViewQuery) -> str:
+    """Return 64 hex digits: where they are equal, the packed records are equal byte for byte.
+
+    They cover the shards' sha256 in their order, in which episodes are packed; the columns, which
+    SQL may name; the spaces; the query, with the DuckDB that evaluates it; and the layout.
+    """
+    about = {
+        "format": PACKED_FORMAT,
+        "byteorder": sys.byteorder,
+        "shards": [entry.sha256 for entry in snapshot.files],
+        "schema": snapshot.schema.to_string(show_field_metadata=False, show_schema_metadata=False),
+        "spec": layout.spec.configuration(),
+        "query": asdict(query),
+        "duckdb": duckdb.__version__ if query.has_sql else None,
+        "dtype": str(layout.dtype),
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def naming(argument: str, expression: str) -> Iterator[None]:
+    """Say of which argument an error of its SQL is. Raises: QueryFailed, QueryRefused."""
+    try:
+        yield
+    except QueryFailed as error:
+        if not str(error).startswith(_OF_SQL):
+            # Such as a shard that cannot be read.
+            raise QueryFailed(f"{argument} {expression!r}: {error}") from error
+        raise QueryFailed(
+            f"{argument} {expression!r}: found {error}, expected SQL over the columns of "
+            f"`{_TABLES[argument]}`. docs/SQL.md names them, and `replaylake show DATASET`."
+        ) from error
+    except QueryRefused as error:
+        raise QueryRefused(f"{argument}: {error}") from error
+
+
+def column_names(columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of further columns, each once. Raises: ConfigInvalid."""
+    is_list = isinstance(columns, Sequence) and not isinstance(columns, str)
+    if is_list and all(isinstance(name, str) for name in columns):
+        return tuple(dict.fromkeys(columns))
+    raise ConfigInvalid(
+        f"replay: found columns {columns!r}, expected a list of names. Pass them as in "
+        "columns=['policy_version']."
+    )
+
+
+def _spelt(argument: str, expression: str | None) -> str | None:
+    if expression is None:
+        return None
+    with naming(argument, expression):
+        return canonical_expression(expression)
