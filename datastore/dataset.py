@@ -21,6 +21,7 @@ from replaylake.datastore.inference import infer_spec as infer_spec
 from replaylake.datastore.log.commit_file import transaction_id
 from replaylake.datastore.log.state import LogState
 from replaylake.datastore.names import check_dataset_name, new_ulid
+from replaylake.datastore.replay.live.live_view import LiveView, Since
 from replaylake.datastore.rows import encode
 from replaylake.datastore.schema import (
     STANDARD_COLUMNS,
@@ -259,6 +260,40 @@ class Dataset:
         table = newest if version in (None, newest.version) else self.table.snapshot(version)
         spec = DatasetSpec.from_table(table.configuration, table.schema)
         return Snapshot(self.name, spec, table)
+
+    def follow(
+        self,
+        *,
+        max_steps: int = 1_000_000,
+        columns: Sequence[str] = (),
+        float64: bool = False,
+        frame_stack: int = 1,
+        where_steps: str | None = None,
+        since: Since = "start",
+    ) -> LiveView:
+        """Return a replay view of the newest steps, which follows what is appended from now on.
+
+        Args:
+            max_steps: beyond these the oldest steps fall out. Memory: 1.4 records a step.
+            columns: further columns to keep with each step.
+            float64: keep what is stored as float64, instead of decoding it to float32.
+            frame_stack: how many consecutive observations a sampled one is stacked of.
+            where_steps: SQL condition over `steps`; items may start at these steps alone.
+            since: "start" for the newest steps that there are, or a version: what it holds stays
+                out, and later commits come in.
+
+        Raises: NotFound, ShardCorrupt, SpaceUnsupported, QueryRefused, QueryFailed, ConfigInvalid.
+        """
+        self._check_exists()
+        return LiveView(
+            self.table,
+            max_steps=max_steps,
+            columns=columns,
+            float64=float64,
+            frame_stack=frame_stack,
+            where_steps=where_steps,
+            since=since,
+        )
 
     def history(self) -> list[dict[str, Any]]:
         """Return each version's commit: version, timestamp (ms), operation, producer, counts."""

@@ -1,0 +1,1 @@
+"""A view that follows a dataset while others append to it."""

@@ -1,0 +1,216 @@
+"""LogReader: what each commit of a dataset changes: packed steps that came, steps that went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from replaylake.datastore.errors import (
+    NotFound,
+    ReplayLakeError,
+    SchemaMismatch,
+    ShardCorrupt,
+    SpaceUnsupported,
+)
+from replaylake.datastore.log.state import FileEntry, LogState
+from replaylake.datastore.query.expressions import selected_steps
+from replaylake.datastore.replay.layout import RecordLayout
+from replaylake.datastore.replay.live.cutting import Block, make_block
+from replaylake.datastore.replay.live.runs import Interval, IntervalSet
+from replaylake.datastore.replay.packing.packing import pack
+from replaylake.datastore.replay.packing.run_table import make_run_table
+from replaylake.datastore.shard import blob_of
+from replaylake.datastore.table import Table, TableSnapshot
+from replaylake.datastore.table_schema import configuration_of, table_schema
+
+# Rows of one or several commits that are decoded together.
+_ROWS_AT_ONCE: Final = 131_072
+
+
+# What a shard may be refused for, where the next one may be whole.
+UNREADABLE: Final = (ShardCorrupt, SchemaMismatch, SpaceUnsupported)
+
+
+class Expired(NotFound):
+    """Commits were dropped from the log before they were read."""
+
+
+class Gone(Exception):
+    """What a commit removed can no longer be read, as after a purge; what is left can."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What brings a reader to `version`.
+
+    added: what is in the shards that came. failure: why some of it could not be read, the first
+    reason. removed: what was in the shards that left, some of it in `added` again; None where none
+    left.
+    """
+
+    version: int
+    added: Sequence[Block] = ()
+    failure: ReplayLakeError | None = None
+    removed: IntervalSet | None = None
+
+
+class LogReader:
+    """Reads a table's log from some version on. Not for use by several threads at once."""
+
+    def __init__(self, table: Table, layout: RecordLayout, where_steps: str | None) -> None:
+        self._table = table
+        self._layout = layout
+        self._where_steps = where_steps
+        self._state = LogState()
+
+    @property
+    def version(self) -> int:
+        """The version up to which changes were read; of one that could not be, too."""
+        return self._state.version
+
+    def begin(self, version: int | None) -> None:
+        """Go on after a version, by default the newest. Raises: NotFound, LogCorrupt."""
+        log = self._table.log
+        self._state = log.newest() if version is None else log.at(version)
+
+    def newest_rows(self, num_rows: int) -> list[list[FileEntry]]:
+        """Return the shards with so many of the newest rows, to be read a few together."""
+        entries = sorted(self._state.files.values(), key=lambda entry: entry.since)
+        first = len(entries)
+        while first and num_rows > 0:
+            first -= 1
+            num_rows -= entries[first].num_rows
+        groups: list[list[FileEntry]] = []
+        size = 0
+        for entry in entries[first:]:
+            if not groups or size + entry.num_rows > _ROWS_AT_ONCE:
+                groups.append([])
+                size = 0
+            groups[-1].append(entry)
+            size += entry.num_rows
+        return groups
+
+    def read(self, entries: Sequence[FileEntry]) -> Block:
+        """Decode some shards, each checked against its sha256.
+
+        Raises: ShardCorrupt, SchemaMismatch, SpaceUnsupported.
+        """
+        snapshot = self._snapshot(entries)
+        flags = None
+        if self._where_steps is not None:
+            flags = selected_steps(snapshot, self._where_steps)
+        return make_block(pack(snapshot, self._layout, start_flags=flags))
+
+    def change(self, entries: Sequence[FileEntry], removed: IntervalSet | None = None) -> Change:
+        """Return what shards bring, as far as they can be read."""
+        try:
+            return Change(self.version, [self.read(entries)] if entries else [], None, removed)
+        except UNREADABLE as error:
+            if len(entries) == 1:
+                return Change(self.version, [], error, removed)
+        parts = [self.change([entry]) for entry in entries]
+        blocks = [block for part in parts for block in part.added]
+        failure = next((part.failure for part in parts if part.failure is not None), None)
+        return Change(self.version, blocks, failure, removed)
+
+    def next(self) -> Change | None:
+        """Return what the next commits change, several of them where they only append.
+
+        None if there are none. Those that only compact change nothing.
+
+        Raises: LogCorrupt, StorageFailed and FormatTooNew, after which the same commits are read
+        again; Expired and Gone, after which only `begin` helps; NotFound if the dataset is gone.
+        """
+        first = self._state
+        try:
+            return self._next(self._table.log.newest())
+        except BaseException:
+            # A store that does not answer now may do so later: nothing of these commits was taken.
+            self._state = first
+            raise
+
+    def _next(self, newest: LogState) -> Change | None:
+        first = self.version
+        self._check_same(newest)
+        entries: list[FileEntry] = []
+        while self._state.version < newest.version:
+            actions = self._actions(self._state.version + 1)
+            before, after = self._state, self._state.apply([actions])
+            added = [after.files[path] for path in _paths(actions, "add")]
+            removed = [before.files[p] for p in _paths(actions, "remove") if p in before.files]
+            num_rows = sum(entry.num_rows for entry in (*entries, *added))
+            if entries and (removed or num_rows > _ROWS_AT_ONCE):
+                break
+            self._state = after
+            if removed:
+                return self.change(added, self._removed(removed))
+            entries += added
+        return self.change(entries) if self.version > first else None
+
+    def _removed(self, entries: Sequence[FileEntry]) -> IntervalSet:
+        try:
+            return self.intervals(entries)
+        except ShardCorrupt as error:
+            raise Gone from error
+
+    def _actions(self, version: int) -> list[dict[str, Any]]:
+        try:
+            return self._table.log.actions(version)
+        except NotFound as error:
+            raise Expired(
+                f"{self._table.root}: found no version {version} in the log, expected it, as "
+                f"{version - 1} was the last one followed: it expired. The view begins anew with "
+                "the newest version; keep versions for longer (docs/MAINTENANCE.md)."
+            ) from error
+
+    def _check_same(self, newest: LogState) -> None:
+        known, found = self._state.metadata, newest.metadata
+        is_other = known is not None and found is not None and known.id != found.id
+        if is_other or newest.version < self._state.version:
+            raise NotFound(
+                f"dataset {self._table.root!r}: found another one of that name at version "
+                f"{newest.version}, expected the one that was followed up to "
+                f"{self._state.version}: it was deleted and made anew. Follow it again."
+            )
+
+    def _snapshot(self, entries: Sequence[FileEntry]) -> TableSnapshot:
+        return TableSnapshot(
+            version=self._state.version,
+            schema=table_schema(self._state),
+            files=tuple(entries),
+            configuration=configuration_of(self._state),
+            storage=self._table.storage,
+            root=self._table.root,
+        )
+
+    def readable_intervals(self, entries: Sequence[FileEntry]) -> IntervalSet:
+        """Read which steps some shards hold, without those that are damaged."""
+        try:
+            return self.intervals(entries)
+        except ShardCorrupt:
+            if len(entries) == 1:
+                return IntervalSet(())
+        return IntervalSet(steps for entry in entries for steps in self.readable_intervals([entry]))
+
+    def intervals(self, entries: Sequence[FileEntry]) -> IntervalSet:
+        """Read which steps some shards hold, and nothing else of them."""
+        snapshot = self._snapshot(entries)
+        blobs = [blob_of(snapshot.root, entry) for entry in entries]
+        paths = snapshot.storage.fetch(blobs)
+        try:
+            table = make_run_table(snapshot, paths, None, 1)
+        finally:
+            snapshot.storage.release(blobs)
+        found = table.stretches
+        episodes = [digest.tobytes() for digest in table.digests]
+        rows = zip(
+            found.pairs.tolist(), found.first_steps.tolist(), found.lengths.tolist(), strict=True
+        )
+        return IntervalSet(Interval(episodes[pair], *steps) for pair, *steps in rows)
+
+
+def _paths(actions: Sequence[dict[str, Any]], kind: str) -> list[str]:
+    """Return the paths that a commit adds or removes, where it changes what rows there are."""
+    found = [action[kind] for action in actions if kind in action]
+    return [body["path"] for body in found if body.get("dataChange", True)]
