@@ -109,7 +109,7 @@ def _selection_lines(data: Mapping[str, Any], indent: str) -> Iterator[str]:
         f"{count(data['num_episodes'], 'episode')}, {count(data['num_steps'], 'step')}"
     )
     yield f"{indent}  content {data['content_hash']}"
-    for key in ("where", "reward"):
+    for key in ("where", "where_steps", "reward"):
         if data[key] is not None:
             yield f"{indent}  {key} {data[key]}"
     if not data["reproducible"]:

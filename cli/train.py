@@ -52,9 +52,23 @@ def offline(
             "--where", metavar="SQL", help="Whole episodes, by a condition over episodes."
         ),
     ] = None,
+    where_steps: Annotated[
+        str | None,
+        typer.Option(
+            "--where-steps", metavar="SQL", help="Which of their steps, by a condition over steps."
+        ),
+    ] = None,
     reward: Annotated[
         str | None,
         typer.Option("--reward", metavar="SQL", help="Reward, as an expression over steps."),
+    ] = None,
+    weight: Annotated[
+        str | None,
+        typer.Option(
+            "--weight",
+            metavar="SQL",
+            help="Draw steps in proportion to this expression over a step and its episode.",
+        ),
     ] = None,
     updates: Annotated[
         int | None, typer.Option("--updates", metavar="N", help="Gradient steps.")
@@ -124,7 +138,9 @@ def offline(
             settings,
             policy_name=policy,
             where=where,
+            where_steps=where_steps,
             reward=reward,
+            weight=weight,
             env_id=env,
             on_reading=tell_read,
             on_progress=tell,

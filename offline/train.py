@@ -12,15 +12,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore import schema
 from replaylake.datastore.compatibility import difference, joined
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.names import check_policy_name, new_ulid
 from replaylake.datastore.policies.package import load_policy, save_package
 from replaylake.datastore.policies.registry import PolicyRef
-from replaylake.datastore.replay.packing import gather
+from replaylake.datastore.replay.items.transitions import Transitions
+from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.view import ReplayView, concatenate
+from replaylake.datastore.replay.view_query import ViewQuery
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Array, Box
@@ -70,6 +71,7 @@ class TrainConfig:
         expect(episodes >= 1, "training: evaluation_episodes", episodes, "1 or more")
 
 
+_ROWS_AT_ONCE: Final = 1 << 16
 OWN_OPTIONS: Final = tuple(f.name for f in fields(TrainConfig) if f.name != "options")
 
 
@@ -94,7 +96,9 @@ def train(
     *,
     policy_name: str,
     where: str | None = None,
+    where_steps: str | None = None,
     reward: str | None = None,
+    weight: str | None = None,
     env_id: str | None = None,
     on_reading: Callable[[int, int], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -107,7 +111,10 @@ def train(
         config: algorithm, its options, updates, seed.
         policy_name: what to register it as.
         where: SQL condition over `episodes`: which whole episodes to learn from.
+        where_steps: SQL condition over `steps`: which of their steps.
         reward: SQL expression over `steps` in place of the logged reward.
+        weight: SQL expression over the columns of a step and its episode: steps are drawn in
+            proportion to it, instead of all alike.
         env_id: Gymnasium id to evaluate the result in, kept in the package.
         on_reading: called with (shards decoded, shards) as the episodes are read.
         on_progress: called about four times a second, and after the last update.
@@ -125,17 +132,14 @@ def train(
     check_options(config.algorithm, spec.action_space, config.options, others=OWN_OPTIONS)
     if env_id is not None:
         check_spaces(env_id, spec.observation_space, spec.action_space)
-    view = concatenate(_replayed(snapshots, where, reward, on_reading))
+    query = ViewQuery(where, where_steps, reward)
+    view = concatenate(_replayed(snapshots, query, on_reading))
     if view.has_masked_actions:
         check_masks(config.algorithm, spec.action_space)
     learner = _learner(view, config)
-    sampler = view.uniform(
-        config.batch_size,
-        seed=config.seed,
-        discount=learner.discount,
-        only_bootstrappable=learner.needs_bootstrap,
-    )
+    sampler = _sampler(view, learner, config, weight)
     manifest = _manifest(learner, view, config, policy_name, datasets)
+    manifest["sampling"] = sampler.describe()
     with (
         recorded_run(lake.registry, manifest, view) as record,
         tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch,
@@ -194,8 +198,7 @@ def _joined_spec(snapshots: Sequence[Snapshot]) -> DatasetSpec:
 
 def _replayed(
     snapshots: Sequence[Snapshot],
-    where: str | None,
-    reward: str | None,
+    query: ViewQuery,
     on_reading: Callable[[int, int], None] | None,
 ) -> list[ReplayView]:
     num_shards = sum(len(snapshot.files) for snapshot in snapshots)
@@ -204,7 +207,11 @@ def _replayed(
         told = None
         if on_reading is not None:
             told = partial(_tell_all, on_reading, num_before, num_shards)
-        views.append(snapshot.replay(where, reward=reward, on_progress=told))
+        views.append(
+            snapshot.replay(
+                query.where, where_steps=query.where_steps, reward=query.reward, on_progress=told
+            )
+        )
         num_before += len(snapshot.files)
     return views
 
@@ -229,14 +236,29 @@ def _learner(view: ReplayView, config: TrainConfig) -> Learner:
     )
 
 
+def _sampler(
+    view: ReplayView, learner: Learner, config: TrainConfig, weight: str | None
+) -> Sampler:
+    item = Transitions(learner.discount, only_bootstrappable=learner.needs_bootstrap)
+    if weight is None:
+        return view.uniform(config.batch_size, item, seed=config.seed)
+    return view.weighted(config.batch_size, item, weight=weight, seed=config.seed)
+
+
 def _logged_range(view: ReplayView) -> tuple[Array, Array] | None:
     """Return the least and greatest action of the selected steps, for Box actions."""
     space = view.spec.action_space
     if not isinstance(space, Box):
         return None
-    rows = view.packed.records[view.packed.steps]
-    actions = np.asarray(gather(rows, schema.ACTION, space))
-    return actions.min(axis=0), actions.max(axis=0)
+    records, steps = view.packed.records, view.packed.steps
+    actions = np.asarray(records.layout.actions(records.rows))
+    least, greatest = [], []
+    # Some at a time: the view may be larger than memory.
+    for start in range(0, len(steps), _ROWS_AT_ONCE):
+        some = actions[steps[start : start + _ROWS_AT_ONCE]]
+        least.append(some.min(axis=0))
+        greatest.append(some.max(axis=0))
+    return np.min(least, axis=0), np.max(greatest, axis=0)
 
 
 def _packaged(

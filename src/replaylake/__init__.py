@@ -17,19 +17,27 @@ __all__ = [
     "Discrete",
     "Episode",
     "EpisodeWriter",
+    "Episodes",
+    "Hindsight",
     "Lake",
     "MultiBinary",
     "MultiDiscrete",
     "QueryLimits",
+    "ReplayIterable",
     "ReplayLakeError",
+    "ReplayView",
     "Retention",
+    "Sequences",
     "Snapshot",
     "Text",
+    "TorchSampler",
     "TrainConfig",
+    "Transitions",
     "Tuple",
     "__version__",
     "annotate",
     "compact",
+    "concatenate",
     "copy",
     "delete",
     "diff",
@@ -38,12 +46,15 @@ __all__ = [
     "ingest",
     "load_policy",
     "maintain",
+    "mixture",
     "open",
+    "prefetch",
     "purge",
     "record",
     "sessionise",
     "set_retention",
     "to_ray",
+    "to_torch",
     "train",
     "trim",
     "vacuum",
@@ -69,6 +80,15 @@ if TYPE_CHECKING:
     from replaylake.datastore.maintenance.vacuum import vacuum
     from replaylake.datastore.policies.package import load_policy
     from replaylake.datastore.query.untrusted import QueryLimits
+    from replaylake.datastore.replay.data_loader import ReplayIterable
+    from replaylake.datastore.replay.items.episodes import Episodes
+    from replaylake.datastore.replay.items.hindsight import Hindsight
+    from replaylake.datastore.replay.items.sequences import Sequences
+    from replaylake.datastore.replay.items.transitions import Transitions
+    from replaylake.datastore.replay.mixture import mixture
+    from replaylake.datastore.replay.prefetch import prefetch
+    from replaylake.datastore.replay.to_torch import TorchSampler, to_torch
+    from replaylake.datastore.replay.view import ReplayView, concatenate
     from replaylake.datastore.sessions.sessionise import sessionise
     from replaylake.datastore.snapshot import Snapshot
     from replaylake.datastore.spaces import (
@@ -95,18 +115,26 @@ _HOMES = {
     "Discrete": ("datastore.spaces", "Discrete"),
     "Episode": ("datastore.episode", "Episode"),
     "EpisodeWriter": ("datastore.dataset", "EpisodeWriter"),
+    "Episodes": ("datastore.replay.items.episodes", "Episodes"),
+    "Hindsight": ("datastore.replay.items.hindsight", "Hindsight"),
     "Lake": ("datastore.lake", "Lake"),
     "MultiBinary": ("datastore.spaces", "MultiBinary"),
     "MultiDiscrete": ("datastore.spaces", "MultiDiscrete"),
     "QueryLimits": ("datastore.query.untrusted", "QueryLimits"),
+    "ReplayIterable": ("datastore.replay.data_loader", "ReplayIterable"),
     "ReplayLakeError": ("datastore.errors", "ReplayLakeError"),
+    "ReplayView": ("datastore.replay.view", "ReplayView"),
     "Retention": ("datastore.maintenance.retention", "Retention"),
+    "Sequences": ("datastore.replay.items.sequences", "Sequences"),
     "Snapshot": ("datastore.snapshot", "Snapshot"),
     "Text": ("datastore.spaces", "Text"),
+    "TorchSampler": ("datastore.replay.to_torch", "TorchSampler"),
     "TrainConfig": ("offline.train", "TrainConfig"),
+    "Transitions": ("datastore.replay.items.transitions", "Transitions"),
     "Tuple": ("datastore.spaces", "Tuple"),
     "annotate": ("datastore.labels.annotate", "annotate"),
     "compact": ("datastore.maintenance.compact", "compact"),
+    "concatenate": ("datastore.replay.view", "concatenate"),
     "copy": ("datastore.maintenance.copy.copy", "copy"),
     "delete": ("datastore.maintenance.delete", "delete"),
     "diff": ("datastore.versions.diff", "diff"),
@@ -115,12 +143,15 @@ _HOMES = {
     "ingest": ("datastore.ingest.ingest", "ingest"),
     "load_policy": ("datastore.policies.package", "load_policy"),
     "maintain": ("datastore.maintenance.maintain", "maintain"),
+    "mixture": ("datastore.replay.mixture", "mixture"),
     "open": ("datastore.lake", "open_lake"),
+    "prefetch": ("datastore.replay.prefetch", "prefetch"),
     "purge": ("datastore.maintenance.purge.purge", "purge"),
     "record": ("offline.environments", "record"),
     "sessionise": ("datastore.sessions.sessionise", "sessionise"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),
     "to_ray": ("online.ray_data", "to_ray"),
+    "to_torch": ("datastore.replay.to_torch", "to_torch"),
     "train": ("offline.train", "train"),
     "trim": ("datastore.maintenance.trim", "trim"),
     "vacuum": ("datastore.maintenance.vacuum", "vacuum"),

@@ -10,6 +10,7 @@ from replaylake.datastore.errors import (
     EmptyReplay,
     NameRefused,
     NotFound,
+    QueryRefused,
     SchemaMismatch,
     SpaceUnsupported,
     TrainingFailed,
@@ -105,6 +106,29 @@ def test_a_run_leaves_a_policy_a_lineage_and_a_record(lake):
     assert run["status"] == "done"
     assert run["metrics"]["policy_loss"] == result.metrics["policy_loss"]
     json.dumps(run, allow_nan=False)
+
+
+def test_steps_are_chosen_and_weighted_by_sql(lake):
+    result = train(
+        lake,
+        ["line@1"],
+        quick(),
+        policy_name="p",
+        where_steps="step < 4",
+        weight="step + num_steps",
+    )
+    body = check_package(result.policy.path).body
+    assert body["datasets"][0]["where_steps"] == "(step < 4)"
+    assert body["sampling"] == {
+        "selector": "weighted",
+        "weight": "(step + num_steps)",
+        "correct": False,
+    }
+    with pytest.raises(EmptyReplay, match="step > 99"):
+        train(lake, ["line@1"], quick(), policy_name="p", where_steps="step > 99")
+    with pytest.raises(QueryRefused, match="random"):
+        train(lake, ["line@1"], quick(), policy_name="p", weight="random()")
+    assert registered(lake) == [("p", 1)]
 
 
 def test_every_run_makes_a_new_version(lake):
