@@ -43,6 +43,11 @@ WORKLOADS: Final = (
     Workload("log"),
     Workload("sql"),
     Workload("memory", ("ours",)),
+    Workload(
+        "sampling",
+        ("ours", "by_hand", "cpprb", "tianshou", "sb3", "torchrl", "d3rlpy", "rllib"),
+        frozenset({"cpprb", "tianshou", "sb3", "torchrl", "d3rlpy", "rllib"}),
+    ),
 )
 
 Figures = dict[tuple[str, str], dict[str, list[float]]]
@@ -50,7 +55,7 @@ Figures = dict[tuple[str, str], dict[str, list[float]]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="workloads, by commas: append,load,log,sql,memory")
+    parser.add_argument("--only", help="workloads, by commas: append,load,log,sql,memory,sampling")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--folder", type=Path, help="where to write; must be a real disk")
     options = parser.parse_args()
@@ -97,12 +102,13 @@ def lines(workload: Workload, system: str, folder: Path) -> Iterator[dict[str, A
         env={**os.environ, "PYTHONPATH": ""},
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
     )
     for text in process.stdout.splitlines():
         if text.startswith("{"):
             print(text, flush=True)
             yield json.loads(text)
+    # After what it had measured before it failed.
+    process.check_returncode()
 
 
 def environment(peer: str) -> Path:
