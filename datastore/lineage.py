@@ -39,8 +39,9 @@ def of_decision(lake: Lake, decision_id: str) -> dict[str, Any]:
 def of_policy(lake: Lake, text: str) -> dict[str, Any]:
     """Trace `name:version`, `name@alias` or `name`: its `policy`, `run`, and `datasets`.
 
-    Each dataset has the version, the SQL (`where`, `reward`), the content hash and the counts of
-    what was selected, and its `ingests` up to that version. Raises: NotFound, NameRefused.
+    Each dataset has the version, the SQL (`where`, `where_steps`, `reward`), the options, the
+    content hash and the counts of what was selected, and its `ingests` up to that version; None for
+    what a policy of an earlier release does not say. Raises: NotFound, NameRefused.
     """
     return _trace(lake, lake.registry.resolve(text))
 
@@ -112,7 +113,11 @@ def _selection(
         "version",
         "named",
         "where",
+        "where_steps",
         "reward",
+        "columns",
+        "float64",
+        "frame_stack",
         "content_hash",
         "num_episodes",
         "num_steps",

@@ -70,7 +70,7 @@ def test_a_served_dataset_with_masks_joins_a_log_without(tmp_path, order):
     view = concatenate([lake.dataset(name).snapshot().replay() for name in order])
     assert view.spec.mask_size == 2
     assert (view.num_steps, view.num_episodes, view.num_transitions) == (6, 3, 6)
-    found = view.packed.records[view.packed.steps]
+    found = view.packed.records.rows[view.packed.steps]
     assert sorted(map(tuple, found["action_mask"].tolist())) == [(True, False)] + [(True, True)] * 5
     np.testing.assert_array_equal(found["observation"], np.tile(rows, (3, 1)))
     batch = view.uniform(64, seed=0).sample()
