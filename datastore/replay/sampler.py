@@ -31,7 +31,7 @@ from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import Array
 
 # Rows drawn at once, for which several small batches are put together; more would only add memory.
-_BLOCK_ROWS: Final = 1024
+_BLOCK_ROWS: Final = 2048
 # Larger blocks of large records would leave the processor's cache.
 _BLOCK_BYTES: Final = 1 << 20
 
