@@ -252,3 +252,12 @@ def test_a_shard_that_is_gone(view: ReplayView, lake: Lake) -> None:
         path.unlink()
     with pytest.raises(ShardCorrupt, match=r"expected the shard that the log names"):
         view.weighted(8, weight="reward + 1", seed=0)
+
+
+def test_a_damaged_shard_gives_no_weights(view: ReplayView, lake: Lake) -> None:
+    path = lake.dataset("d").snapshot().table.paths()[0]
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 3] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ShardCorrupt, match=path.name):
+        view.weighted(4, weight="step + 1", seed=0)
