@@ -30,7 +30,8 @@ from replaylake.datastore.replay.saved_state import KIND, reading_state
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import Array
 
-# Rows drawn at once, for which several small batches are put together; more would only add memory.
+# Rows drawn at once, for which several small batches are put together: so many that a block has 8
+# batches of 256, whose tensors to_torch.py then makes at once; more would only add memory.
 _BLOCK_ROWS: Final = 2048
 # Larger blocks of large records would leave the processor's cache.
 _BLOCK_BYTES: Final = 1 << 20

@@ -45,7 +45,7 @@ def check_finite(packed: Packed, expression: str) -> None:
         raise SchemaMismatch(
             f"reward {expression}: found {found} in {num} of {packed.num_steps} selected steps, "
             "expected finite numbers. Say what they count as, as in coalesce(x / nullif(y, 0), 0), "
-            "or leave their episodes out with --where."
+            "or leave their episodes out with `where`."
         )
 
 

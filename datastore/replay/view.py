@@ -191,7 +191,8 @@ class ReplayView(SampleSource):
         `weight` is over the columns of the step and of its episode (`return`, `num_steps`, ...): of
         names that both have, the step's. `correct` gives importance weights; see WeightedSelector.
         Raises: QueryRefused, QueryFailed, EmptyReplay, NotFound; SchemaMismatch for NULL, NaN,
-        negative or infinite weights, or none above 0; ConfigInvalid where the view was sent to.
+        negative or infinite weights, or none above 0; ShardCorrupt; ConfigInvalid where the view
+        was sent to.
         """
         if not isinstance(weight, str):
             raise ConfigInvalid(
