@@ -19,14 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.errors import ConfigInvalid, NotFound, SchemaMismatch, SourceInvalid
-from replaylake.datastore.formats.csv import CsvTables
-from replaylake.datastore.formats.jsonl import JsonTables
-from replaylake.datastore.formats.parquet import ParquetTables
-from replaylake.datastore.formats.source import find_source, unreadable
+from replaylake.datastore.formats.generic.csv import CsvTables
+from replaylake.datastore.formats.generic.jsonl import JsonTables
+from replaylake.datastore.formats.generic.parquet import ParquetTables
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.maintenance.scan import arrow_of, rows_of, scanning
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, SOURCE_EPISODE_ID, STEP, widened
 from replaylake.datastore.sessions.decisions import DECISION_ID, REQUEST_ID
+from replaylake.datastore.sources.source import find_source, unreadable
 
 _OF_STEPS: Final = (DECISION_ID, REQUEST_ID)
 _OF_EPISODES: Final = (EPISODE_ID, SOURCE_EPISODE_ID)

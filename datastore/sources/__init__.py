@@ -1,0 +1,1 @@
+"""Sources: what a person names, as files to read."""

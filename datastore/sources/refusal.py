@@ -1,0 +1,21 @@
+"""Refusal: what is said of a file that could not be read as the one that was hashed."""
+
+from __future__ import annotations
+
+from replaylake.datastore.errors import SourceInvalid
+
+
+def unreadable(name: str, error: Exception) -> SourceInvalid:
+    """Return the error for a file that the system or its format's library could not read."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return SourceInvalid(
+        f"{name}: could not be read to its end ({reason}). It may be torn: copy or write it again, "
+        "or leave it out."
+    )
+
+
+def changed(name: str) -> SourceInvalid:
+    """Return the error for a file that was written to after it was hashed."""
+    return SourceInvalid(
+        f"{name}: changed while it was being read. Ingest it again once it is complete."
+    )
