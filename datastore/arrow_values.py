@@ -23,8 +23,7 @@ def numbers(column: pa.Array | pa.ChunkedArray) -> Array:
     A view of the column's memory where it is numbers in one piece, all known: not to be written to.
     Raises: SchemaMismatch for unknown integers.
     """
-    if isinstance(column, pa.ChunkedArray):
-        column = whole(column)
+    column = whole(column)
     if pa.types.is_boolean(column.type):
         known = pc.fill_null(column, scalar(False, np.bool_)) if column.null_count else column
         flags: Array = np.from_dlpack(known.cast(pa.uint8())).view(np.bool_)
@@ -40,8 +39,24 @@ def numbers(column: pa.Array | pa.ChunkedArray) -> Array:
     return values
 
 
-def whole(column: pa.ChunkedArray) -> pa.Array:
+def is_list(kind: pa.DataType) -> bool:
+    """Whether the values are lists, of any kind of list."""
+    types = pa.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def is_numeric(kind: pa.DataType) -> bool:
+    """Whether the values are numbers or flags, or lists of them."""
+    if is_list(kind):
+        return is_numeric(kind.value_type)
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Return a column in one piece: the column's memory where it is in one already."""
+    if isinstance(column, pa.Array):
+        return column
     # Combining copies also where there is nothing to combine.
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 

@@ -128,6 +128,15 @@ def _common(spaces: list[Space], what: str) -> Space:
         vectors = [space.nvec for space in spaces if isinstance(space, MultiDiscrete)]
         if len({len(v) for v in vectors}) == 1 and len(vectors) == len(spaces):
             return MultiDiscrete(tuple(int(n) for n in np.max(vectors, axis=0)))
+    dicts = [space for space in spaces if isinstance(space, Dict)]
+    if (
+        dicts
+        and len(dicts) == len(spaces)
+        and all(d.spaces.keys() == dicts[0].spaces.keys() for d in dicts)
+    ):
+        return Dict(
+            {k: _common([d.spaces[k] for d in dicts], f"{what}.{k}") for k in dicts[0].spaces}
+        )
     for space in spaces:
         if space != first:
             raise EpisodeInvalid(

@@ -6,24 +6,21 @@ from collections.abc import Sequence
 from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
-from replaylake.datastore.formats.csv import CsvFormat
+from replaylake.datastore.formats.catalog import FORMATS
 from replaylake.datastore.formats.format import Format
-from replaylake.datastore.formats.jsonl import JsonlFormat
-from replaylake.datastore.formats.parquet import ParquetFormat, is_parquet
-from replaylake.datastore.formats.rllib import RllibFormat
-from replaylake.datastore.formats.source import SourceFile
+from replaylake.datastore.formats.strangers import advice
+from replaylake.datastore.sources.source import SourceFile
 
-# In the order they are asked: RLlib's files are Parquet or JSON lines too.
-FORMATS: Final[tuple[Format, ...]] = (RllibFormat(), ParquetFormat(), JsonlFormat(), CsvFormat())
 AUTO: Final = "auto"
 
-_CONTAINERS: Final[dict[bytes, str]] = {
-    b"PK\x03\x04": "a zip or npz file",
-    b"\x1f\x8b": "a gzip file",
-    b"BZh": "a bzip2 file",
-    b"\x28\xb5\x2f\xfd": "a zstd file",
-    b"\x89HDF": "an HDF5 file",
-    b"ARROW1": "an Arrow file",
+_TEXT: Final = "text"
+_KINDS: Final[dict[bytes, str]] = {
+    b"PAR1": "Parquet",
+    b"\x89HDF": "HDF5",
+    b"ARROW1": "Arrow",
+    b"PK\x03\x04": "npz",
+    b"\x80\x02": "a pickle",
+    b"\x80\x03": "a pickle",
     b"\x80\x04": "a pickle",
     b"\x80\x05": "a pickle",
 }
@@ -42,29 +39,38 @@ def find_format(name: str, files: Sequence[SourceFile]) -> Format:
                 f"--format: found {name!r}, expected {AUTO}, {', '.join(sorted(names))}."
             )
         return next(known for known in FORMATS if known.name == name)
-    for file in files:
-        if _container(file) is not None:
-            raise _unknown(file)
-    kinds = {is_parquet(file): file for file in reversed(files)}
-    if len(kinds) > 1:
-        raise SourceInvalid(
-            f"{kinds[True].name} is Parquet and {kinds[False].name} is not, expected files of one "
-            "format. Ingest them one kind at a time."
-        )
     for known in FORMATS:
-        if known.recognises(files):
+        if known.is_folder and known.recognises(files):
+            return known
+    _refuse_mixed(files)
+    for known in FORMATS:
+        if not known.is_folder and known.recognises(files):
             return known
     raise _unknown(files[0])
 
 
-def _container(file: SourceFile) -> str | None:
+def kind_of(file: SourceFile) -> str:
+    """Return what a file's first bytes say that it is: Parquet, HDF5, Arrow, npz, or text."""
     head = file.head(8)
-    return next((what for magic, what in _CONTAINERS.items() if head.startswith(magic)), None)
+    return next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), _TEXT)
+
+
+def _refuse_mixed(files: Sequence[SourceFile]) -> None:
+    first = kind_of(files[0])
+    for file in files[1:]:
+        if (kind := kind_of(file)) != first:
+            raise SourceInvalid(
+                f"{files[0].name} is {first} and {file.name} is {kind}, expected files of one "
+                "kind. Ingest them one kind at a time."
+            )
 
 
 def _unknown(file: SourceFile) -> SourceInvalid:
-    found = _container(file) or f"content that begins with {file.head(8)!r}"
+    kind = kind_of(file)
+    if (known := advice(file, kind)) is not None:
+        return SourceInvalid(f"{file.name}: {known}")
+    found = f"content that begins with {file.head(8)!r}" if kind == _TEXT else f"{kind} file"
     return SourceInvalid(
-        f"{file.name}: found {found}, expected Parquet, JSON lines or CSV with a header. Convert "
-        "it, or name the format with --format."
+        f"{file.name}: found {found} of no format that is known here (`replaylake formats` lists "
+        "them). Convert it, or name the format with --format."
     )

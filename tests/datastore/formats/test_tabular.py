@@ -20,10 +20,10 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.formats.detect import find_format
 from replaylake.datastore.formats.format import Reading, ReadOptions, Rejected
-from replaylake.datastore.formats.parquet import ParquetTables
-from replaylake.datastore.formats.source import find_source
-from replaylake.datastore.formats.tables import Kept
-from replaylake.datastore.formats.tabular import TabularReading
+from replaylake.datastore.formats.generic.parquet import ParquetTables
+from replaylake.datastore.formats.tabular.reading import TabularReading
+from replaylake.datastore.formats.tabular.tables import Kept
+from replaylake.datastore.sources.source import find_source
 
 _HEADER = "episode_id,step,observation,action,reward,terminated\n"
 
@@ -105,7 +105,9 @@ def test_without_ids_the_flags_delimit_episodes(tmp_path: Path) -> None:
     episodes = _episodes(reading)
     assert [e.rewards.tolist() for e in episodes] == [[1.0, 2.0], [3.0, 4.0], [5.0]]
     assert [e.terminated for e in episodes] == [True, True, False]
-    assert any("1 episodes have no end" in note for note in reading.notes)
+    check, _ = reading.checks
+    assert (check.name, check.outcome, check.num_episodes) == ("no_end", "noted", 1)
+    assert "episode 2: log.jsonl row 4" in check.example
 
 
 @pytest.mark.parametrize("column", ["terminated", "truncated", "done"])
@@ -452,10 +454,10 @@ def test_a_csv_row_of_another_width_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"PK\x03\x04rest", "zip"),
-        (b"\x89HDF\r\n\x1a\n", "HDF5"),
+        (b"PK\x03\x04rest", "could not be read to its end"),
+        (b"\x89HDF\r\n\x1a\n", "could not be read to its end"),
         (b"\x80\x04\x95pickle", "pickle"),
-        (b"one column only\n1\n", "expected Parquet, JSON lines or CSV"),
+        (b"one column only\n1\n", "no format that is known here"),
     ],
 )
 def test_unknown_content_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
@@ -476,14 +478,14 @@ def test_formats_are_told_by_content_not_by_name(tmp_path: Path) -> None:
 def test_mixed_folders_are_refused(tmp_path: Path) -> None:
     _write(tmp_path / "a.parquet", _rows())
     _write(tmp_path / "b.csv", _rows())
-    with pytest.raises(SourceInvalid, match=r"a\.parquet is Parquet and b\.csv is not"):
+    with pytest.raises(SourceInvalid, match=r"a\.parquet is Parquet and b\.csv is text"):
         _open(tmp_path, mapping=_MAPPING)
 
 
 def test_a_container_anywhere_in_a_folder_is_named(tmp_path: Path) -> None:
     _write(tmp_path / "a.jsonl", _rows())
     (tmp_path / "b.arrow").write_bytes(b"ARROW1\0\0")
-    with pytest.raises(SourceInvalid, match=r"b\.arrow: found an Arrow file"):
+    with pytest.raises(SourceInvalid, match=r"a\.jsonl is text and b\.arrow is Arrow"):
         _open(tmp_path, mapping=_MAPPING)
 
 
@@ -580,3 +582,9 @@ def test_empty_structs_are_pruned_and_the_rest_is_kept(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text(json.dumps(row) + "\n")
     (episode,) = _episodes(_open(tmp_path / "log.jsonl"))
     assert episode.extras["info"].to_pylist() == [{"TimeLimit_truncated": True}]
+
+
+@pytest.mark.parametrize("choice", [{"gaps": "spilt"}, {"open_ends": "terminated"}])
+def test_a_choice_that_is_none_is_refused(choice: dict[str, Any]) -> None:
+    with pytest.raises(ConfigInvalid, match=r"found '(spilt|terminated)', expected"):
+        ReadOptions(**choice)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.formats.arrays import plain
-from replaylake.datastore.formats.source import SourceFile
+from replaylake.datastore.formats.tabular.arrays import plain
+from replaylake.datastore.formats.tabular.spool import Spool
+from replaylake.datastore.sources.source import OnRows, SourceFile
 
 # Hidden columns of a chunk: the row's number in the whole source, and what is wrong with it.
 # The NUL keeps them apart from any name that a log could have.
@@ -23,12 +24,17 @@ _KEEP_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of one file, in its order; `damage` says what is wrong with a row, by its index."""
+    """Some rows of one file, in its order; `damage` says what is wrong with a row, by its index.
+
+    Its text has the name of the door check and a NUL before it, where that is not unequal_lengths.
+    num_bytes: of the file, how many were read so far; 0 where that is not known.
+    """
 
     file: SourceFile
     first_row: int
     table: pa.Table
     damage: Mapping[int, str] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,13 @@ class ChunkSchema:
 
 
 class Tables(Protocol):
-    """The chunks of a columnar source; reading may start over any number of times."""
+    """The chunks of a columnar source; reading may start over any number of times.
+
+    A format's class derives from this one, and says itself what is not as here.
+    """
+
+    reread_cheaply: bool = False
+    """Whether reading again costs less than keeping what was read, as with columnar files."""
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """Read from the first file to the last; `columns` are those needed, where that is cheaper.
@@ -52,58 +64,89 @@ class Tables(Protocol):
 
     def schemas(self) -> Iterator[ChunkSchema]:
         """Return what each chunk, or a run of them in one file, holds; cheaper where it can be."""
+        return map(describe, self.chunks())
 
     def keep_as_text(self, column: str) -> bool:
         """Read a column as text from now on; False where its type is the file's own."""
+        return False
 
 
-class Kept:
-    """Tables that are parsed once and kept, as far as they fit in memory."""
+class Kept(Tables):
+    """Tables that are parsed once: kept in memory, or where they are too large in a file.
 
-    def __init__(self, tables: Tables, keep_bytes: int = _KEEP_BYTES) -> None:
+    Those that say of themselves that they `reread_cheaply`, as Parquet's, are read again instead.
+    """
+
+    def __init__(
+        self, tables: Tables, keep_bytes: int = _KEEP_BYTES, on_rows: OnRows | None = None
+    ) -> None:
         self._tables = tables
+        self._on_rows = on_rows
         self._keep_bytes = keep_bytes
-        self._kept: list[Chunk] | None = None
-        self._overflown = False
+        self._rereads = tables.reread_cheaply
+        self._forget()
 
     def fill(self) -> bool:
-        """Read until all is kept or too much is; return whether all is."""
-        if self._kept is None:
-            for _ in self.chunks():
-                if self._overflown:
-                    break
-        return self._kept is not None
+        """Read until all is kept, or is known to be too much; return whether memory holds it."""
+        if not self._is_filled:
+            self._read()
+        return self._spool is None and not self._overflown
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
-        if self._kept is not None:
-            yield from self._kept
-        elif self._overflown or columns is not None:
+        self.fill()
+        if self._overflown:
             yield from self._tables.chunks(columns)
+        elif self._spool is None:
+            yield from self._kept
         else:
-            yield from self._kept_chunks()
+            for chunk, table in zip(self._kept, self._spool.tables(columns), strict=True):
+                yield replace(chunk, table=table)
 
-    def _kept_chunks(self) -> Iterator[Chunk]:
-        held: list[Chunk] = []
+    def schemas(self) -> Iterator[ChunkSchema]:
+        self.fill()
+        yield from self._tables.schemas() if self._overflown else self._described
+
+    def keep_as_text(self, column: str) -> bool:
+        self._forget()
+        return self._tables.keep_as_text(column)
+
+    def _forget(self) -> None:
+        self._kept: list[Chunk] = []
+        self._described: list[ChunkSchema] = []
+        self._spool: Spool | None = None
+        self._overflown = self._is_filled = False
+
+    def _read(self) -> None:
         num_bytes = 0
         for chunk in self._tables.chunks():
             num_bytes += chunk.table.nbytes
-            self._overflown = self._overflown or num_bytes > self._keep_bytes
-            held.append(chunk)
-            if self._overflown:
-                held.clear()
-            yield chunk
-        if not self._overflown:
-            self._kept = held
+            if self._on_rows is not None:
+                self._on_rows(chunk.file, chunk.first_row + chunk.table.num_rows, chunk.num_bytes)
+            if self._rereads and chunk.file.num_bytes > self._keep_bytes:
+                num_bytes = chunk.file.num_bytes  # the first chunk tells already
+            if self._spool is None and num_bytes > self._keep_bytes:
+                if self._rereads:
+                    self._forget()
+                    self._overflown = True
+                    break
+                self._spill()
+            self._described.append(describe(chunk))
+            if self._spool is not None:
+                self._spool.append(chunk.table)
+                chunk = _emptied(chunk)
+            self._kept.append(chunk)
+        self._is_filled = True
 
-    def schemas(self) -> Iterator[ChunkSchema]:
-        if self.fill() and self._kept is not None:
-            yield from map(describe, self._kept)
-        else:
-            yield from self._tables.schemas()
+    def _spill(self) -> None:
+        self._spool = Spool()
+        for chunk in self._kept:
+            self._spool.append(chunk.table)
+        self._kept = [_emptied(chunk) for chunk in self._kept]
 
-    def keep_as_text(self, column: str) -> bool:
-        self._kept = None
-        return self._tables.keep_as_text(column)
+
+def _emptied(chunk: Chunk) -> Chunk:
+    # Not a slice of it, which would hold its memory.
+    return replace(chunk, table=chunk.table.schema.empty_table())
 
 
 @dataclass(frozen=True)
@@ -145,8 +188,7 @@ def survey(tables: Tables) -> Survey:
     lacking: dict[str, SourceFile] = {}
     num_rows = 0
     for part in tables.schemas():
-        empty = pa.table({f.name: pa.array([], f.type) for f in part.schema}, schema=part.schema)
-        table, found = plain_table(empty)
+        table, found = plain_table(_empty(part.schema))
         for name in table.schema.names:
             if extents and name not in schema.names:
                 lacking[name] = extents[0].file
@@ -212,6 +254,11 @@ def plain_table(table: pa.Table) -> tuple[pa.Table, dict[str, tuple[int, ...]]]:
         if shape is not None:
             shapes[f.name] = shape
     return pa.table(columns), shapes
+
+
+def _empty(schema: pa.Schema) -> pa.Table:
+    # Not `empty_table`: it makes no tensor whose dims have an order of their own.
+    return pa.table([pa.chunked_array([], field.type) for field in schema], schema=schema)
 
 
 def _clash(first: pa.Schema, second: pa.Schema) -> str | None:

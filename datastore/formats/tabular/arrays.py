@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,13 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from replaylake.datastore.arrow_values import is_list
 from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.formats.fields import column_name
+from replaylake.datastore.formats.tabular.fields import column_name
 from replaylake.datastore.schema import TIMESTAMP_TYPE, widened
 from replaylake.datastore.spaces import Array, Values
 
 Mask = NDArray[np.bool_]
 
+_ARROW_TENSOR: Final = "arrow.fixed_shape_tensor"
 _RAY_TENSORS: Final = ("ray.data.arrow_tensor", "ray.data.arrow_tensor_v2")
 
 
@@ -66,7 +69,7 @@ def stack(parts: list[Decoded], names: list[str], what: str) -> Decoded:
         if isinstance(part.values, Mapping) or part.values.dtype.kind not in "fiub":
             raise SourceInvalid(
                 f"column {name!r}: found text or a struct, expected numbers to build {what} from. "
-                "Leave it out of the mapping, or encode it as numbers first."
+                "Leave it out of the mapping; a new dataset encodes text beside numbers."
             )
         faults = _either(faults, part.faults)
         arrays.append(part.values.reshape(len(part.values), -1))
@@ -118,7 +121,10 @@ def names_of(column: pa.Array, what: str) -> pa.Array:
 
 
 def microseconds(column: pa.Array, what: str) -> Array:
-    """Decode times to int64 us since 1970, UTC. Raises: SourceInvalid on naive or inexact ones."""
+    """Decode times to int64 us since 1970, UTC, an absent one to 0.
+
+    Raises: SourceInvalid on naive or inexact ones.
+    """
     kind = column.type
     has_zone = pa.types.is_timestamp(kind) and kind.tz is not None
     if not (has_zone or is_text(kind)):
@@ -133,12 +139,7 @@ def microseconds(column: pa.Array, what: str) -> Array:
             f"{what}: {error}. Expected times with a zone, such as 2026-01-31T12:00:00Z, exact to "
             f"the microsecond. Or keep the column as it is with --map NEW={what}."
         ) from error
-    if cast.null_count:
-        raise SourceInvalid(
-            f"{what}: found {cast.null_count} rows without a time, expected one in each. "
-            f"Fill them, or keep the column as it is with --map NEW={what}."
-        )
-    return np.asarray(cast.cast(pa.int64()))
+    return np.asarray(cast.cast(pa.int64()).fill_null(0))
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -157,12 +158,19 @@ def plain(field: pa.Field, column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, An
     shape = None
     name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
     extension = (field.metadata or {}).get(b"ARROW:extension:metadata", b"").decode()
-    if isinstance(column.type, pa.BaseExtensionType):
+    if isinstance(column.type, pa.FixedShapeTensorType):
+        # Arrow knows this one, and says nothing of it in bytes.
+        extension = json.dumps({"shape": column.type.shape})
+        name = _ARROW_TENSOR
+        column = pa.chunked_array([c.storage for c in column.chunks], column.type.storage_type)
+    elif isinstance(column.type, pa.BaseExtensionType):
         name, extension = column.type.extension_name, _serialized(column.type)
         chunks = [chunk.storage for chunk in column.chunks]
         column = pa.chunked_array(chunks, column.type.storage_type)
     if name in _RAY_TENSORS:
         shape = tuple(int(size) for size in extension.strip("[] ").split(",") if size.strip())
+    elif name == _ARROW_TENSOR:
+        shape = tuple(int(size) for size in json.loads(extension)["shape"])
     elif name.startswith("ray.data."):
         raise SourceInvalid(
             f"column {field.name!r}: found {name}, expected a tensor column of one shape. "
@@ -219,9 +227,11 @@ def _dense(column: pa.Array) -> tuple[Array, Mask, Mask]:
     """Return values [n, ...], null rows, and rows of another length than most."""
     num, kind = len(column), column.type
     none = np.zeros(num, dtype=bool)
+    if (values := _dense_tensors(column)) is not None:
+        return values, none, none
     if pa.types.is_null(kind):
         return np.zeros(num), ~none, none
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list(kind):
         return _dense_lists(column)
     missing = np.asarray(column.is_null()) if column.null_count else none
     if pa.types.is_decimal(kind):
@@ -233,12 +243,28 @@ def _dense(column: pa.Array) -> tuple[Array, Mask, Mask]:
     return column.to_numpy(zero_copy_only=False), missing, none
 
 
+def _dense_tensors(column: pa.Array) -> Array | None:
+    """Return fixed-size lists, also of such lists, that lack nothing: as they lie in memory."""
+    inner, shape = column, []
+    while pa.types.is_fixed_size_list(inner.type) and not inner.null_count:
+        shape.append(inner.type.list_size)
+        inner = inner.flatten()
+    is_number = pa.types.is_integer(inner.type) or pa.types.is_floating(inner.type)
+    if not shape or not is_number or inner.null_count:
+        return None
+    values: Array = inner.to_numpy(zero_copy_only=False)
+    return values.reshape(len(column), *shape)
+
+
 def _dense_lists(column: pa.Array) -> tuple[Array, Mask, Mask]:
     num = len(column)
     lengths = np.asarray(pc.list_value_length(column).fill_null(-1)).astype(np.int64)
     known = lengths[lengths >= 0]
     width = int(np.bincount(known).argmax()) if len(known) else 0
     missing, fits = lengths < 0, lengths == width
+    if num and not len(known):
+        size = column.type.list_size if pa.types.is_fixed_size_list(column.type) else 0
+        return np.zeros((num, size)), missing, np.zeros(num, dtype=bool)
     chosen = column if fits.all() else column.filter(pa.array(fits))
     inner, null_inside, uneven_inside = _dense(chosen.flatten())
     rows = int(fits.sum())

@@ -7,24 +7,49 @@ carried along, so memory holds one block and the open episodes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from replaylake.datastore.encoding import Encoding
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.formats.arrays import flags, names_of, stored
-from replaylake.datastore.formats.fields import Layout, lay_out
+from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.formats.checks import Check
 from replaylake.datastore.formats.format import ReadOptions, Rejected
-from replaylake.datastore.formats.grouping import Census, Groups, group
-from replaylake.datastore.formats.steps import decode_steps
-from replaylake.datastore.formats.tables import ORIGIN, Kept, Tables, survey, uniform_chunks
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.formats.tabular.arrays import flags, names_of, stored
+from replaylake.datastore.formats.tabular.census import Census
+from replaylake.datastore.formats.tabular.decoding import decode_steps
+from replaylake.datastore.formats.tabular.fields import Layout, lay_out
+from replaylake.datastore.formats.tabular.grouping import Groups, group
+from replaylake.datastore.formats.tabular.look_ahead import LookAhead, look_ahead
+from replaylake.datastore.formats.tabular.ordering import in_order
+from replaylake.datastore.formats.tabular.row_plan import known_columns, plan_rows
+from replaylake.datastore.formats.tabular.tables import ORIGIN, Kept, Tables, survey, uniform_chunks
+from replaylake.datastore.spaces import Array, Space
 
 _BLOCK_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a format knows of its files beside the rows.
+
+    fields: ours=theirs, which aliases do not decide and `--map` overrides. spaces: as the files
+    state them. one_step: each row is an episode of one decision, which ends there. notes: what a
+    person should know of the files. rewards_optional: a missing reward column, or a null in it, is
+    an unknown reward; elsewhere that is an error unless the options say so. encoding: how the
+    observations that are there were made of named fields, where the files say it.
+    """
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    spaces: tuple[Space, Space] | None = None
+    one_step: bool = False
+    notes: Sequence[str] = ()
+    rewards_optional: bool = False
+    encoding: Encoding | None = None
 
 
 class TabularReading:
@@ -35,31 +60,55 @@ class TabularReading:
         tables: Tables,
         options: ReadOptions,
         where: str = "source",
+        declared: Declared | None = None,
         *,
         block_bytes: int = _BLOCK_BYTES,
     ) -> None:
-        self._tables = tables if isinstance(tables, Kept) else Kept(tables)
+        self._tables = tables if isinstance(tables, Kept) else Kept(tables, on_rows=options.on_rows)
         self._options = options
+        self._declared = declared or Declared()
         self._block_bytes = block_bytes
         self._seen = survey(self._tables)
         if self._seen.num_rows == 0:
             raise SourceInvalid(f"{where}: found no rows, expected at least one step.")
-        layout = lay_out(self._seen.schema.names, options.mapping, where)
+        names = self._seen.schema.names
+        known = known_columns(options, names)
+        mapping = {**self._declared.fields, **known, **options.mapping}
+        self.rewards_optional = self._declared.rewards_optional or options.reward_unknown
+        layout = lay_out(
+            names,
+            mapping,
+            where,
+            rewards_optional=self.rewards_optional,
+            episode_by=options.episode_by,
+            order_by=options.order_by,
+        )
         self._refuse_partial(layout)
-        layout = self._without_lone_agent(layout)
+        self._refuse_idle(layout)
+        self._ready = plan_rows(
+            self._tables,
+            self._seen,
+            self._without_lone_agent(layout),
+            options,
+            where,
+            encodes_lone=self._one_step,
+            is_stated=self._declared.spaces is not None,
+        )
+        layout = self._ready.layout
+        self._seen = self._ready.preparation.survey()
         kinds = {n: stored(pa.array([], self._seen.schema.field(n).type), n) for n in layout.extras}
         self._dropped = [name for name, kind in kinds.items() if kind is None]
         kept = {n: ours for n, ours in layout.extras.items() if kinds[n] is not None}
         self._layout = replace(layout, extras=kept)
         self._extras = {kept[n]: kind.type for n, kind in kinds.items() if kind is not None}
-        if not (self._by_id or self._layout.done or self._layout.one("terminated")):
+        if not (self._by_id or self._one_step or self._has_flags):
             raise SourceInvalid(
                 f"{where}: found no column that tells episodes apart, expected an episode id, or "
                 "terminated flags in rows that are in order. Name it with --map episode_id=COLUMN."
             )
         self._head_widths: set[int] = set()
         self._census = Census()
-        self._last_rows: dict[str, int] | None = None
+        self._ahead: LookAhead | None = None
 
     @property
     def renames(self) -> Mapping[str, str]:
@@ -70,12 +119,26 @@ class TabularReading:
         return self._extras
 
     @property
+    def num_rows(self) -> int:
+        return self._seen.num_rows
+
+    @property
     def num_actions(self) -> int | None:
+        if self.encoding is not None and self.encoding.action_names is not None:
+            return len(self.encoding.action_names)
         return next(iter(self._head_widths)) if len(self._head_widths) == 1 else None
 
     @property
+    def encoding(self) -> Encoding | None:
+        return self._declared.encoding or self._ready.encoder.encoding
+
+    @property
+    def spaces(self) -> tuple[Space, Space] | None:
+        return self._declared.spaces
+
+    @property
     def notes(self) -> Sequence[str]:
-        notes = []
+        notes = [*self._declared.notes, *self._ready.notes()]
         if self._dropped:
             notes.append(f"columns that hold nothing, left out: {', '.join(self._dropped)}")
         layout, limit = self._layout, self._options.time_limit
@@ -86,36 +149,53 @@ class TabularReading:
             )
         elif layout.done:
             notes.append(f"terminated is {layout.done} and not {layout.one('truncated')}")
-        if self._census.num_open:
-            notes.append(
-                f"{self._census.num_open} episodes have no end in the log: kept as open, neither "
-                "terminated nor truncated"
-            )
         if self._census.num_longer:
             notes.append(
                 f"{self._census.num_longer} episodes are longer than the time limit {limit}"
             )
-        return [*notes, *self._likely_limit()]
+        return notes
+
+    @property
+    def checks(self) -> Sequence[Check]:
+        return self._census.checks(self._options.time_limit)
 
     def __iter__(self) -> Iterator[Episode | Rejected]:
-        self._census, self._head_widths = Census(), set()
-        yield from self._by_ids() if self._by_id else self._by_flags()
+        self._ahead = self._ahead or self._look_ahead()
+        self._census = Census(counts_from_1=self._ahead.least_step == 1)
+        self._head_widths = set()
+        if self._one_step:
+            yield from self._by_rows()
+        else:
+            yield from self._by_ids() if self._by_id else self._by_flags()
 
     @property
     def _by_id(self) -> bool:
         return self._layout.one("episode_id") is not None
 
+    @property
+    def _one_step(self) -> bool:
+        return self._declared.one_step
+
+    @property
+    def _has_flags(self) -> bool:
+        return self._layout.done is not None or self._layout.one("terminated") is not None
+
+    def _by_rows(self) -> Iterator[Episode | Rejected]:
+        num_before = 0
+        for table in self._blocks(whole=self._tables.fill()):
+            num = table.num_rows
+            ids = [str(num_before + i) for i in range(num)]
+            num_before += num
+            yield from self._episodes(table, Groups(np.arange(num), ids))
+
     def _by_ids(self) -> Iterator[Episode | Rejected]:
         name = str(self._layout.one("episode_id"))
-        in_memory = self._tables.fill()
-        if not in_memory and self._last_rows is None:
-            self._last_rows = self._find_last_rows(name)
         carried: pa.Table | None = None
-        for block in self._blocks(whole=in_memory):
+        for block in self._blocks(whole=self._tables.fill()):
             table = block if carried is None else pa.concat_tables([carried, block])
             last = block.column(ORIGIN)[-1].as_py()
-            if self._last_rows is not None:
-                is_whole = self._is_whole(table, name, last)
+            if self._ahead is not None and self._ahead.last_rows is not None:
+                is_whole = self._is_whole(table, name, last, self._ahead.last_rows)
                 carried = table.filter(pa.array(~is_whole))
                 table = table.filter(pa.array(is_whole))
             if table.num_rows:
@@ -149,9 +229,15 @@ class TabularReading:
             block = following
 
     def _episodes(self, table: pa.Table, groups: Groups) -> Iterator[Episode | Rejected]:
-        steps = decode_steps(table, self._layout, self._seen)
+        if self._layout.order_by:
+            table, groups = in_order(table, groups, self._layout.order_by)
+        steps = decode_steps(
+            table, self._layout, self._seen, self._ready.encoder, self._ready.units
+        )
+        if self._one_step:
+            steps.terminated = np.ones(len(steps), dtype=np.bool_)
         self._head_widths |= steps.head_widths
-        yield from group(steps, groups, self._seen, self._options.time_limit, self._census)
+        yield from group(steps, groups, table, self._seen, self._options, self._census)
 
     def _ended(self, table: pa.Table) -> Array:
         names = [self._layout.one("terminated"), self._layout.one("truncated"), self._layout.done]
@@ -178,7 +264,7 @@ class TabularReading:
     def _blocks(self, *, whole: bool) -> Iterator[pa.Table]:
         held: list[pa.Table] = []
         num_bytes = 0
-        for table in uniform_chunks(self._tables, self._seen):
+        for table in self._ready.preparation.chunks(self._tables):
             held.append(table)
             num_bytes += table.nbytes
             if num_bytes >= self._block_bytes and not whole:
@@ -187,20 +273,19 @@ class TabularReading:
         if any(table.num_rows for table in held):
             yield pa.concat_tables(held)
 
-    def _find_last_rows(self, name: str) -> dict[str, int]:
-        """Return each episode's last row, as a number in the whole source."""
-        last_rows: dict[str, int] = {}
-        for table in uniform_chunks(self._tables, self._seen, [name]):
-            ids = names_of(_joined(table, name), name).fill_null("null").dictionary_encode()
-            last = np.zeros(len(ids.dictionary), np.int64)
-            np.maximum.at(last, np.asarray(ids.indices), np.asarray(table.column(ORIGIN)))
-            last_rows.update(zip(ids.dictionary.to_pylist(), last.tolist(), strict=True))
-        return last_rows
+    def _look_ahead(self) -> LookAhead:
+        by_id = None if self._one_step or self._tables.fill() else self._layout.one("episode_id")
+        step = self._layout.one("step")
+        columns = [name for name in (by_id, step) if name is not None]
+        if not columns:
+            return LookAhead()
+        return look_ahead(self._ready.preparation.chunks(self._tables, columns), by_id, step)
 
-    def _is_whole(self, table: pa.Table, name: str, last: int) -> Array:
+    def _is_whole(
+        self, table: pa.Table, name: str, last: int, last_rows: Mapping[str, int]
+    ) -> Array:
         ids = names_of(_joined(table, name), name).fill_null("null").dictionary_encode()
-        rows = self._last_rows or {}
-        known = np.asarray([rows[label] <= last for label in ids.dictionary.to_pylist()])
+        known = np.asarray([last_rows[label] <= last for label in ids.dictionary.to_pylist()])
         return np.asarray(known[np.asarray(ids.indices)])
 
     def _refuse_partial(self, layout: Layout) -> None:
@@ -210,6 +295,19 @@ class TabularReading:
                     f"{file.name}: found no column {name!r}, expected it as in the other files. "
                     "Ingest files of different columns one kind at a time."
                 )
+
+    def _refuse_idle(self, layout: Layout) -> None:
+        """Refuse what would change nothing, and would be taken for having done so."""
+        if self._one_step and (self._options.episode_by or layout.order_by):
+            raise ConfigInvalid(
+                "--episode-by and --order-by: found one for rows that are an episode each, "
+                "expected neither. Leave it out."
+            )
+        if layout.order_by and layout.one("episode_id") is None:
+            raise ConfigInvalid(
+                f"--order-by {','.join(layout.order_by)}: found no episode id, expected one: rows "
+                "are put in order within their episode. Name it with --episode-by."
+            )
 
     def _without_lone_agent(self, layout: Layout) -> Layout:
         """RLlib numbers the one agent of a single-agent log too; it stays as a further column."""
@@ -223,19 +321,6 @@ class TabularReading:
                 return layout
         fields = {ours: theirs for ours, theirs in layout.fields.items() if ours != "agent_id"}
         return replace(layout, fields=fields, extras={**layout.extras, name: name})
-
-    def _likely_limit(self) -> list[str]:
-        lengths = self._census.terminated_lengths or {}
-        longest = max(lengths, default=0)
-        count = lengths.get(longest, 0)
-        # Two of ten ends at the greatest length are rare by chance. One-step logs have no limit.
-        if longest < 2 or count < 2 or count < 0.2 * sum(lengths.values()):
-            return []
-        return [
-            f"{count} of {sum(lengths.values())} terminated episodes have the greatest length, "
-            f"{longest}: if that is a time limit, they were truncated; ingest into a new dataset "
-            f"with --time-limit {longest}"
-        ]
 
 
 def _joined(table: pa.Table, name: str) -> pa.Array:

@@ -1,9 +1,8 @@
-"""Steps: the rows of a table decoded to arrays, one per field, before they are grouped."""
+"""Decoding: rows of a table to steps; those that fail a check are marked, never changed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,80 +10,54 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from replaylake.datastore.arrow_values import is_list
 from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.formats import arrays
-from replaylake.datastore.formats.arrays import Decoded, Mask
-from replaylake.datastore.formats.fields import HEAD_COLUMNS, Layout
-from replaylake.datastore.formats.tables import DAMAGE, ORIGIN, Survey
+from replaylake.datastore.formats.tabular import arrays
+from replaylake.datastore.formats.tabular.action_units import ActionUnits
+from replaylake.datastore.formats.tabular.arrays import Decoded, Mask
+from replaylake.datastore.formats.tabular.encoder import Encoder
+from replaylake.datastore.formats.tabular.fields import EPISODE, HEAD_COLUMNS, Layout
+from replaylake.datastore.formats.tabular.steps import Fault, Steps
+from replaylake.datastore.formats.tabular.tables import DAMAGE, ORIGIN, Survey
 from replaylake.datastore.spaces import Array, Values
 
 # Base64 of an LZ4 frame's magic number: how RLlib packs pickled arrays into JSON.
 _PACKED = "BCJNGG"
+_PLAIN = Encoder()
+_AS_LOGGED = ActionUnits()
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Rows that fail one check in one column."""
-
-    check: str
-    column: str
-    rows: Mask
-
-
-@dataclass
-class Steps:
-    """n rows, in the source's order.
-
-    `origins` int64 [n] number the source's rows; `terminated` is True where the log says so or, for
-    a log with one flag, where that is set and `truncated` is not. `next_observations` hold anything
-    where `has_next` is False.
-    """
-
-    origins: Array
-    observations: Values
-    actions: Values
-    rewards: Array
-    terminated: Mask
-    truncated: Mask
-    next_observations: Values | None = None
-    has_next: Mask | None = None
-    final_observations: Values | None = None
-    has_final: Mask | None = None
-    numbers: Array | None = None
-    """The step column, int64 [n]."""
-    env_steps: Array | None = None
-    log_probs: Array | None = None
-    masks: Array | None = None
-    timestamps: Array | None = None
-    policies: NDArray[np.object_] | None = None
-    policy_versions: Array | None = None
-    extras: dict[str, pa.Array] = field(default_factory=dict)
-    head_widths: set[int] = field(default_factory=set)
-    faults: list[Fault] = field(default_factory=list)
-    damage: Mapping[int, str] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.rewards)
-
-
-def decode_steps(table: pa.Table, layout: Layout, seen: Survey) -> Steps:
+def decode_steps(
+    table: pa.Table,
+    layout: Layout,
+    seen: Survey,
+    encoder: Encoder = _PLAIN,
+    units: ActionUnits = _AS_LOGGED,
+) -> Steps:
     """Decode rows; those that fail a check are marked in `faults`, never dropped or changed.
+
+    `encoder` makes numbers of text columns; `units` are those that actions are brought to.
 
     Raises: SourceInvalid for a column whose type cannot be its field's at all.
     """
-    return _Decoder(table, layout, seen).steps()
+    return _Decoder(table, layout, seen, encoder, units).steps()
 
 
 class _Decoder:
-    def __init__(self, table: pa.Table, layout: Layout, seen: Survey) -> None:
+    def __init__(
+        self, table: pa.Table, layout: Layout, seen: Survey, encoder: Encoder, units: ActionUnits
+    ) -> None:
+        self._encoder = encoder
+        self._units = units
         self._table = table
         self._layout = layout
         self._shapes = seen.shapes
         self._faults: list[Fault] = []
+        self._absent: dict[str, Mask] = {}
 
     def steps(self) -> Steps:
         observations = self._vector("observation")
-        actions = self._vector("action")
+        actions = self._actions()
         terminated, truncated = self._ends()
         next_observations, has_next = self._sparse("next_observation")
         final_observations, has_final = self._sparse("final_observation")
@@ -106,6 +79,7 @@ class _Decoder:
             timestamps=self._timestamps(),
             policies=self._policies(),
             policy_versions=self._whole("policy_version"),
+            absent=self._absent,
             extras=self._extras(),
             head_widths=self._head_widths(),
             damage=self._damage(),
@@ -115,10 +89,12 @@ class _Decoder:
         return steps
 
     def _mark_unnamed(self) -> None:
-        for name in (self._layout.one("episode_id"), self._layout.one("agent_id")):
+        named = [self._layout.one("episode_id"), self._layout.one("agent_id")]
+        for name in (*named, *self._layout.order_by):
             if name is not None and self._table.column(name).null_count:
                 unnamed = np.asarray(self._table.column(name).is_null())
-                self._faults.append(Fault("missing", name, unnamed))
+                shown = ",".join(self._layout.episode_by) if name == EPISODE else name
+                self._faults.append(Fault("missing", shown, unnamed))
 
     def _column(self, theirs: str) -> pa.Array:
         column = self._table.column(theirs)
@@ -130,38 +106,80 @@ class _Decoder:
                 self._faults.append(Fault(check, column, rows))
         return decoded.values
 
-    def _parts(self, ours: str) -> tuple[Decoded, str] | None:
+    def _parts(self, ours: str) -> tuple[Any, list[Fault]] | None:
+        """Decode the columns of a field to one value a row, and mark what fails in each."""
         theirs = self._layout.fields.get(ours)
         if not theirs:
             return None
-        parts = [arrays.decode(self._column(name), self._shapes.get(name)) for name in theirs]
-        for part, name in zip(parts, theirs, strict=True):
-            _refuse_packed(part.values, name)
-        return arrays.stack(parts, list(theirs), ours), ",".join(theirs)
+        columns = [self._column(name) for name in theirs]
+        if ours in self._encoder.encodes:
+            values, found = self._encoder.vectors(columns)
+        else:
+            parts = [
+                arrays.decode(column, self._shapes.get(name))
+                for column, name in zip(columns, theirs, strict=True)
+            ]
+            for part, name in zip(parts, theirs, strict=True):
+                _refuse_packed(part.values, name)
+            values = arrays.stack(parts, list(theirs), ours).values
+            found = [dict(part.faults) for part in parts]
+        faults = [
+            Fault(check, name, rows)
+            for name, wrong in zip(theirs, found, strict=True)
+            for check, rows in wrong.items()
+        ]
+        return values, faults
 
     def _vector(self, ours: str) -> Values:
-        decoded, column = self._parts(ours) or (Decoded(None, {}), "")
-        values: Values = self._mark(decoded, column)
-        return values
+        nothing: tuple[Any, list[Fault]] = (None, [])
+        values, faults = self._parts(ours) or nothing
+        self._faults += faults
+        known: Values = values
+        return known
 
     def _sparse(self, ours: str) -> tuple[Values | None, Mask | None]:
         """Decode a field that rows may lack."""
         if (found := self._parts(ours)) is None:
             return None, None
-        decoded, column = found
-        self._mark(decoded, column, but="missing")
-        missing = decoded.faults.get("missing", np.zeros(self._table.num_rows, bool))
-        return arrays.as_vectors(decoded.values), ~missing
+        values, faults = found
+        self._faults += [fault for fault in faults if fault.check != "missing"]
+        missing = np.zeros(self._table.num_rows, dtype=np.bool_)
+        for fault in faults:
+            missing |= fault.rows if fault.check == "missing" else False
+        return arrays.as_vectors(values), ~missing
+
+    def _actions(self) -> Values:
+        column = self._layout.fields["action"][0]
+        is_text = arrays.is_text(self._table.schema.field(column).type)
+        if is_text and self._encoder.names_actions:
+            codes, faults = self._encoder.actions(self._column(column))
+            self._faults += [Fault(check, column, rows) for check, rows in faults.items()]
+            return codes
+        actions = self._vector("action")
+        if not self._units.changes:
+            return actions
+        actions, outside = self._units.convert(actions, ",".join(self._layout.fields["action"]))
+        if outside.any():
+            self._faults.append(Fault("action_range", column, outside))
+        return actions
 
     def _rewards(self) -> Array:
-        column = self._layout.fields["reward"][0]
-        values = self._mark(arrays.decode(self._column(column)), column)
+        num = self._table.num_rows
+        if (column := self._layout.one("reward")) is None:
+            return np.full(num, np.nan)
+        is_optional = self._layout.rewards_optional
+        if is_optional and self._column(column).null_count == num:
+            return np.full(num, np.nan)  # whatever type a column of nulls was given
+        decoded = arrays.decode(self._column(column))
+        values = self._mark(decoded, column, but="missing" if is_optional else None)
         if isinstance(values, Mapping) or values.ndim != 1 or values.dtype.kind not in "fiub":
             raise SourceInvalid(
                 f"column {column!r}: found {self._table.column(column).type}"
                 f"{_example(values)}, expected one number a step as the reward. Map another column."
             )
-        return np.asarray(values, dtype=np.float64)
+        rewards = np.asarray(values, dtype=np.float64)
+        missing = decoded.faults.get("missing") if is_optional else None
+        return rewards if missing is None else np.where(missing, np.nan, rewards)
 
     def _ends(self) -> tuple[Mask, Mask]:
         terminated, truncated, done = (
@@ -180,9 +198,17 @@ class _Decoder:
         if (name := self._layout.one(ours)) is None:
             return None
         column = self._column(name)
-        if ours != "step" and column.null_count == len(column):
+        if ours == "step":
+            return np.asarray(self._mark(arrays.whole_numbers(column), name))
+        if self._lacks(column, f"{ours}s"):
             return None
-        return np.asarray(self._mark(arrays.whole_numbers(column), name))
+        return np.asarray(self._mark(arrays.whole_numbers(column), name, but="missing"))
+
+    def _lacks(self, column: pa.Array, field: str) -> bool:
+        """Note which rows lack a field that some episodes may lack; whether all do."""
+        if column.null_count and column.null_count < len(column):
+            self._absent[field] = np.asarray(column.is_null())
+        return bool(column.null_count == len(column))
 
     def _log_probs(self, actions: Values) -> Array | None:
         ours = "behavior_log_prob"
@@ -209,22 +235,34 @@ class _Decoder:
                 values = np.where((values > 0) & is_discrete & ~outside, 0.0, values)
         if outside.any():
             self._faults.append(Fault("propensity", name, outside))
+        if self._units.changes and not isinstance(actions, Mapping):
+            values = values + self._units.log_density_shift(actions)
         return None if np.isnan(values).all() else values.astype(np.float32)
 
     def _masks(self) -> Array | None:
         if (found := self._parts("action_mask")) is None:
             return None
-        masks = self._mark(*found)
+        masks, faults = found
+        theirs = self._layout.fields["action_mask"]
+        if len(theirs) == 1:
+            if self._lacks(self._column(theirs[0]), "masks"):
+                return None
+            absent = self._absent.get("masks", np.zeros(self._table.num_rows, dtype=np.bool_))
+            faults = [Fault(f.check, f.column, f.rows & ~absent) for f in faults]
+        self._faults += [fault for fault in faults if fault.rows.any()]
         if isinstance(masks, Mapping) or masks.ndim != 2 or masks.dtype.kind not in "fiub":
+            columns = ",".join(self._layout.fields["action_mask"])
             raise SourceInvalid(
-                f"column {found[1]!r}: expected a list of flags a step as the action_mask. "
+                f"column {columns!r}: expected a list of flags a step as the action_mask. "
                 "Map another column."
             )
         return np.asarray(masks, dtype=bool)
 
     def _timestamps(self) -> Array | None:
         name = self._layout.one("timestamp")
-        return None if name is None else arrays.microseconds(self._column(name), name)
+        if name is None or self._lacks(column := self._column(name), "timestamps"):
+            return None
+        return arrays.microseconds(column, name)
 
     def _policies(self) -> NDArray[np.object_] | None:
         if (name := self._layout.one("policy")) is None:
@@ -242,7 +280,7 @@ class _Decoder:
     def _head_widths(self) -> set[int]:
         widths: set[int] = set()
         for name in HEAD_COLUMNS:
-            if name in self._layout.extras and pa.types.is_list(self._table.column(name).type):
+            if name in self._layout.extras and is_list(self._table.column(name).type):
                 widths |= set(pc.unique(pc.list_value_length(self._column(name))).to_pylist())
         return widths
 
@@ -259,8 +297,7 @@ def _refuse_packed(values: Any, column: str) -> None:
     if isinstance(values[0], str) and values[0].startswith(_PACKED):
         raise SourceInvalid(
             f"column {column!r}: found packed arrays (base64 of LZ4 of a pickle), expected lists "
-            "of numbers. They are not read yet: write the log with packed columns off "
-            '("output_compress_columns": []).'
+            "of numbers. RLlib writes them: read the log with --format rllib."
         )
 
 

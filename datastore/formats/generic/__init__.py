@@ -1,0 +1,1 @@
+"""Tables of one row a step in files that know no episodes: CSV, JSON lines, Parquet, Arrow."""

@@ -1,0 +1,1 @@
+"""Tabular sources: tables of one row a step, decoded and grouped into episodes."""
