@@ -30,7 +30,7 @@ from replaylake.datastore.spaces import (
 from replaylake.datastore.table_schema import conform
 from replaylake.datastore.table_snapshot import TableSnapshot
 
-# What every dataset has a value for in each row.
+# What every dataset has a value for in each row; a reward may be unknown where that is allowed.
 DEFAULT_COLUMNS: Final = (
     schema.STEP,
     schema.OBSERVATION,

@@ -3,7 +3,8 @@
 One rule for joining datasets, for logging a policy's decisions into a dataset, and for evaluating
 in an environment: kind, shape and dtype have to agree, and the number and start of discrete
 actions. The bounds of a Box do not: a log seldom states them. float32 and float64 are one, because
-the writer rounds between them and replay decodes both to float32.
+the writer rounds between them and replay decodes both to float32. Where columns were encoded, the
+rules have to be the same ones: the same vocabularies, in the same places.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from replaylake.datastore.encoding import Encoding
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import Box, Dict, Space, Tuple, bounds, children, describe
 
@@ -36,20 +38,44 @@ def difference(first: DatasetSpec, second: DatasetSpec) -> str | None:
     sizes = first.mask_size, second.mask_size
     if None not in sizes and sizes[0] != sizes[1]:
         return f"the action mask has {sizes[0]} and {sizes[1]} actions"
-    return None
+    return encoding_difference(first.encoding, second.encoding)
 
 
 def joined(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:
     """Return the spec that two datasets without a `difference` have together.
 
-    Bounds are those that hold for both, and a mask is there if either has one.
+    Bounds are those that hold for both; a mask is there, and a reward may be unknown, if either
+    says so. Of encodings that only name numbers, different names are given up.
     """
+    encodings = [spec.encoding for spec in (first, second) if spec.encoding is not None]
+    named_alike = len({tuple(one.name for one in e.fields) for e in encodings}) == 1
     return replace(
         first,
         observation_space=_widest(first.observation_space, second.observation_space),
         action_space=_widest(first.action_space, second.action_space),
         mask_size=second.mask_size if first.mask_size is None else first.mask_size,
+        rewards_optional=first.rewards_optional or second.rewards_optional,
+        encoding=encodings[0] if named_alike else None,
     )
+
+
+def encoding_difference(first: Encoding | None, second: Encoding | None) -> str | None:
+    """Say what keeps vectors made by two encodings from meaning the same; None if nothing."""
+    one, other = (None if encoding is None else encoding.rules for encoding in (first, second))
+    if one == other:
+        return None
+    if one is None or other is None:
+        return "one has encoded columns (categories, times, action names) and the other has not"
+    if one.action_names != other.action_names:
+        return f"the action names are {_few(one.action_names)} and {_few(other.action_names)}"
+    pairs = [pair for pair in zip(one.fields, other.fields, strict=False) if pair[0] != pair[1]]
+    names = [[field.name for field in encoding.fields] for encoding in (one, other)]
+    where = f"column {pairs[0][0].name!r}" if names[0] == names[1] else f"{names[0]} and {names[1]}"
+    return f"the columns that observations are encoded from differ ({where})"
+
+
+def _few(names: tuple[str, ...] | None) -> str:
+    return "none" if names is None else ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _stored(space: Space, any_width: bool) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from replaylake.datastore.encoding import Encoding
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.episodes import checked_all
 from replaylake.datastore.errors import (
@@ -76,6 +77,7 @@ class Dataset:
         self.table = Table(storage, name)  # what maintenance works on
         self._decisions = Table(storage, f"{name}/_decisions")
         self._rewards = Table(storage, f"{name}/_rewards")
+        self._rejected = Table(storage, f"{name}/_rejected")
 
     def __repr__(self) -> str:
         return f"Dataset({self.url!r})"
@@ -106,6 +108,16 @@ class Dataset:
         return self._rewards
 
     @property
+    def rejected(self) -> Table:
+        """Rows of logs that the door of `ingest` refused; SQL's `quarantine`."""
+        return self._rejected
+
+    def tables(self) -> list[Table]:
+        """Return the tables of this dataset that there are, its steps first."""
+        others = (self._decisions, self._rewards, self._rejected)
+        return [self.table, *(table for table in others if table.exists())]
+
+    @property
     def spec(self) -> DatasetSpec:
         """Spaces and further columns at the newest version. Raises: NotFound."""
         self._check_exists()
@@ -122,10 +134,19 @@ class Dataset:
         *,
         mask_size: int | None = None,
         extras: Mapping[str, pa.DataType] | None = None,
+        rewards_optional: bool = False,
+        encoding: Encoding | None = None,
     ) -> None:
-        """Fix the spaces and commit version 0. Raises: AlreadyExists, SchemaMismatch."""
+        """Fix the spaces and commit version 0.
+
+        With `rewards_optional` a step's reward may be unknown: NaN in an episode, NULL in SQL.
+        `encoding` says what observations' elements are and what actions are called.
+        Raises: AlreadyExists, SchemaMismatch.
+        """
         kept = {name: widened_type(kind, name) for name, kind in (extras or {}).items()}
-        spec = DatasetSpec(observation_space, action_space, mask_size, kept)
+        spec = DatasetSpec(
+            observation_space, action_space, mask_size, kept, rewards_optional, encoding
+        )
         self.table.create(arrow_schema(spec), spec.configuration())
 
     def append(
@@ -312,7 +333,12 @@ class Dataset:
 
     def _rows(self, episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
         try:
-            ready = checked_all(episodes, spec.observation_space, spec.action_space)
+            ready = checked_all(
+                episodes,
+                spec.observation_space,
+                spec.action_space,
+                rewards_optional=spec.rewards_optional,
+            )
             return encode(ready, spec)
         except SchemaMismatch as error:
             raise SchemaMismatch(f"dataset {self.name!r}: {error}") from error
@@ -326,6 +352,8 @@ class Dataset:
                 spec.action_space,
                 mask_size=spec.mask_size,
                 extras=extras,
+                rewards_optional=spec.rewards_optional,
+                encoding=spec.encoding,
             )
         except AlreadyExists:
             # Another writer was first, perhaps with other spaces: what counts are its own.

@@ -42,12 +42,13 @@ class Episode:
     and truncation that it caused. T is the number of steps.
 
     Shapes: observations [T, *obs] (a mapping of arrays for Dict and Tuple spaces); actions
-    [T, *act]; rewards float64 [T], undiscounted and unscaled; final_observation [*obs], the one
-    after the last step, or None if the log lacks it. Per-step arrays that may be None where
-    unknown: behavior_log_probs float32 [T] (ln of the probability or density that the acting policy
-    gave the action; NaN where one step lacks it), policies object [T] of str, policy_versions
-    int64 [T], action_masks bool [T, A], timestamps int64 [T] (us since 1970, UTC), env_steps
-    int32 [T] (the global tick; equals the step with one agent).
+    [T, *act]; rewards float64 [T], undiscounted and unscaled (NaN where unknown, in datasets whose
+    rewards are optional); final_observation [*obs], the one after the last step, or None if the log
+    lacks it. Per-step arrays that may be None where unknown: behavior_log_probs float32 [T] (ln of
+    the probability or density that the acting policy gave the action; NaN where one step lacks it),
+    policies object [T] of str, policy_versions int64 [T], action_masks bool [T, A], timestamps
+    int64 [T] (us since 1970, UTC), env_steps int32 [T] (the global tick; equals the step with one
+    agent).
 
     `terminated` and `truncated` describe the last step; neither means that the episode is still
     open. `extras` holds further columns, arrays of length T that pyarrow can type.
@@ -75,18 +76,25 @@ class Episode:
         return len(self.rewards)
 
 
-def checked(episode: Episode, observation_space: Space, action_space: Space) -> Episode:
+def checked(
+    episode: Episode,
+    observation_space: Space,
+    action_space: Space,
+    *,
+    rewards_optional: bool = False,
+) -> Episode:
     """Return the episode with every array in its stored dtype, or refuse it whole.
 
-    Checks lengths, shapes, dtypes (cast when exact), finite numbers, the steps' range and, for
-    countable actions, the space's bounds (one outside would index past a network's head), the
-    action's own mask, and that no log-probability is above 0. Observation bounds are for
-    `check_in_spaces`, because real logs overshoot nominal ones.
+    Checks lengths, shapes, dtypes (cast when exact), finite numbers (a reward may be NaN, unknown,
+    where `rewards_optional` says so), the steps' range and, for countable actions, the space's
+    bounds (one outside would index past a network's head), the action's own mask, and that no
+    log-probability is above 0. Observation bounds are for `check_in_spaces`, because real logs
+    overshoot nominal ones.
 
     Raises: EpisodeInvalid with the episode, the field, what was found and what was expected.
     """
     try:
-        return _checked(episode, observation_space, action_space)
+        return _checked(episode, observation_space, action_space, rewards_optional)
     except EpisodeInvalid as error:
         name = episode.source_episode_id or episode.episode_id
         raise EpisodeInvalid(f"episode {name}: {error}") from error
@@ -102,7 +110,9 @@ def check_in_spaces(episode: Episode, observation_space: Space, action_space: Sp
         raise EpisodeInvalid(f"episode {name}: {error}") from error
 
 
-def _checked(episode: Episode, observation_space: Space, action_space: Space) -> Episode:
+def _checked(
+    episode: Episode, observation_space: Space, action_space: Space, rewards_optional: bool
+) -> Episode:
     num = len(episode.rewards)
     if num == 0:
         raise EpisodeInvalid("found no steps, expected at least one. Leave empty episodes out.")
@@ -126,7 +136,7 @@ def _checked(episode: Episode, observation_space: Space, action_space: Space) ->
         episode,
         observations=as_values(observation_space, episode.observations, "observation", num),
         actions=actions,
-        rewards=_numbers(episode.rewards, np.float64, "reward", num),
+        rewards=_checked_rewards(episode.rewards, num, rewards_optional),
         final_observation=final,
         behavior_log_probs=log_probs,
         policy_versions=_optional(episode.policy_versions, np.int64, "policy_version", num),
@@ -185,6 +195,15 @@ def _numbers(raw: Any, dtype: Any, what: str, num: int) -> Array:
 
 def _optional(raw: Any, dtype: Any, what: str, num: int) -> Array | None:
     return None if raw is None else _numbers(raw, dtype, what, num)
+
+
+def _checked_rewards(raw: Any, num: int, is_optional: bool) -> Array:
+    rewards = np.asarray(raw) if is_optional else None
+    if rewards is None or rewards.shape != (num,) or rewards.dtype.kind != "f":
+        return _numbers(raw, np.float64, "reward", num)
+    unknown = np.isnan(rewards)
+    known = _numbers(np.where(unknown, 0, rewards), np.float64, "reward", num)
+    return np.where(unknown, np.nan, known)
 
 
 def _checked_log_probs(raw: Any, num: int) -> Array | None:

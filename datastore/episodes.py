@@ -25,7 +25,11 @@ _OPTIONAL: Final = (
 
 
 def checked_all(
-    episodes: Sequence[Episode], observation_space: Space, action_space: Space
+    episodes: Sequence[Episode],
+    observation_space: Space,
+    action_space: Space,
+    *,
+    rewards_optional: bool = False,
 ) -> list[Episode]:
     """Return the episodes as `checked` returns each.
 
@@ -37,15 +41,21 @@ def checked_all(
     num_steps = sum(map(len, episodes))
     if len(episodes) > 1 and num_steps <= _SHORT_STEPS * len(episodes):
         try:
-            return _checked_together(episodes, observation_space, action_space)
+            return _checked_together(episodes, observation_space, action_space, rewards_optional)
         except (EpisodeInvalid, ValueError, KeyError, TypeError, AttributeError):
             # Joined arrays do not tell which is at fault, or these cannot be joined.
             pass
-    return [checked(episode, observation_space, action_space) for episode in episodes]
+    return [
+        checked(episode, observation_space, action_space, rewards_optional=rewards_optional)
+        for episode in episodes
+    ]
 
 
 def _checked_together(
-    episodes: Sequence[Episode], observation_space: Space, action_space: Space
+    episodes: Sequence[Episode],
+    observation_space: Space,
+    action_space: Space,
+    rewards_optional: bool,
 ) -> list[Episode]:
     lengths = [len(episode) for episode in episodes]
     firsts = np.asarray([episode.first_step for episode in episodes])
@@ -61,6 +71,7 @@ def _checked_together(
         ),
         observation_space,
         action_space,
+        rewards_optional=rewards_optional,
     )
     finals = _checked_finals(episodes, observation_space)
     names = [name for name in _OPTIONAL if getattr(whole, name) is not None]

@@ -14,6 +14,8 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.arrow_values import numbers
 from replaylake.datastore.delta_schema import FIELD_ID, to_delta
+from replaylake.datastore.encoding import Encoding
+from replaylake.datastore.encoding import from_json as encoding_from_json
 from replaylake.datastore.errors import SchemaMismatch
 from replaylake.datastore.names import is_column_name
 from replaylake.datastore.spaces import (
@@ -74,6 +76,10 @@ NAMES_TYPE: Final = pa.dictionary(pa.int32(), pa.string())
 _OBSERVATION_SPACE_KEY: Final = "replaylake.observation_space"
 _ACTION_SPACE_KEY: Final = "replaylake.action_space"
 _MASK_SIZE_KEY: Final = "replaylake.mask_size"
+# Only where it is true: tables that were made before it have no such key.
+_REWARDS_OPTIONAL_KEY: Final = "replaylake.rewards_optional"
+# Likewise, only where observations or actions were encoded.
+_ENCODING_KEY: Final = "replaylake.encoding"
 
 # Names that the SQL views add.
 _VIEW_COLUMNS: Final = ("next_observation",)
@@ -83,12 +89,19 @@ _WIDENED: Final = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "floa
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What every episode of a dataset has: spaces, mask width (None: no mask), further columns."""
+    """What every episode of a dataset has: spaces, mask width (None: no mask), further columns.
+
+    rewards_optional: whether a step's reward may be unknown: NaN in an Episode, NULL in a row.
+    encoding: what the elements of observations are and what actions are called, where the log had
+    named columns; None if nothing was encoded.
+    """
 
     observation_space: Space
     action_space: Space
     mask_size: int | None = None
     extras: Mapping[str, pa.DataType] = field(default_factory=dict)
+    rewards_optional: bool = False
+    encoding: Encoding | None = None
 
     def configuration(self) -> dict[str, str]:
         """Return what the table keeps of it beside the Arrow schema."""
@@ -96,6 +109,8 @@ class DatasetSpec:
             _OBSERVATION_SPACE_KEY: json.dumps(to_json(self.observation_space)),
             _ACTION_SPACE_KEY: json.dumps(to_json(self.action_space)),
             _MASK_SIZE_KEY: json.dumps(self.mask_size),
+            **({_REWARDS_OPTIONAL_KEY: "true"} if self.rewards_optional else {}),
+            **({_ENCODING_KEY: json.dumps(self.encoding.to_json())} if self.encoding else {}),
         }
 
     @classmethod
@@ -106,12 +121,19 @@ class DatasetSpec:
             action_space=_space(configuration[_ACTION_SPACE_KEY]),
             mask_size=json.loads(configuration[_MASK_SIZE_KEY]),
             extras={f.name: f.type for f in schema if f.name not in STANDARD_COLUMNS},
+            rewards_optional=configuration.get(_REWARDS_OPTIONAL_KEY) == "true",
+            encoding=_encoding(configuration.get(_ENCODING_KEY)),
         )
 
 
 @lru_cache(maxsize=256)
 def _space(text: str) -> Space:
     return from_json(json.loads(text))
+
+
+@lru_cache(maxsize=256)
+def _encoding(text: str | None) -> Encoding | None:
+    return None if text is None else encoding_from_json(json.loads(text))
 
 
 def arrow_schema(spec: DatasetSpec) -> pa.Schema:
@@ -129,7 +151,7 @@ def arrow_schema(spec: DatasetSpec) -> pa.Schema:
         OBSERVATION: (observation, False),
         FINAL_OBSERVATION: (observation, True),
         ACTION: (arrow_type(spec.action_space), False),
-        REWARD: (pa.float64(), False),
+        REWARD: (pa.float64(), spec.rewards_optional),
         TERMINATED: (pa.bool_(), False),
         TRUNCATED: (pa.bool_(), False),
         BEHAVIOR_LOG_PROB: (pa.float32(), True),

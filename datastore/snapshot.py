@@ -99,7 +99,8 @@ class Snapshot:
         """Decode columns of all steps into numpy arrays, by default those that no row lacks.
 
         Those are step, observation, action, reward, terminated and truncated. Arrays are [N, ...],
-        in the order the steps were committed in; an unknown float is NaN, time NaT, text None.
+        in the order the steps were committed in; an unknown float, such as a reward where those are
+        optional, is NaN, time NaT, text None.
         Every shard is checked against its sha256. Memory: the arrays and a few row groups.
 
         Raises: NotFound for an absent column, or a version whose shards were removed;
@@ -119,10 +120,12 @@ class Snapshot:
     def describe(self) -> dict[str, Any]:
         """Return the counts, returns and spaces of this version.
 
+        Returns are those of the `num_returns` episodes whose rewards are all known; None of none.
         Cost: one scan of a column; of six where no summary of the episodes is there.
         """
         row = self.sql(
-            'SELECT count(*) AS num_episodes, avg("return") AS mean_return, '
+            'SELECT count(*) AS num_episodes, count("return") AS num_returns, '
+            'avg("return") AS mean_return, '
             'min("return") AS min_return, max("return") AS max_return, '
             "avg(num_steps) AS mean_num_steps, "
             "count(*) FILTER (terminated) AS num_terminated, "

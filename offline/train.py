@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.compatibility import difference, joined
+from replaylake.datastore.encoding import Encoding
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.names import check_policy_name, new_ulid
@@ -29,6 +30,7 @@ from replaylake.offline.algorithms.catalog import (
     check_algorithm,
     check_masks,
     check_options,
+    check_rewards,
     make_learner,
 )
 from replaylake.offline.evaluate import Evaluation, check_spaces, evaluate
@@ -136,6 +138,8 @@ def train(
     view = concatenate(_replayed(snapshots, query, on_reading))
     if view.has_masked_actions:
         check_masks(config.algorithm, spec.action_space)
+    num_unknown, num_starts = view.num_unknown_rewards, len(view.packed.steps)
+    check_rewards(config.algorithm, spec.action_space, num_unknown, num_starts)
     learner = _learner(view, config)
     sampler = _sampler(view, learner, config, weight)
     manifest = _manifest(learner, view, config, policy_name, datasets)
@@ -152,7 +156,9 @@ def train(
                 check_updates=1 if config.device == "cpu" else GPU_CHECK_UPDATES,
                 on_progress=on_progress,
             )
-        package, evaluation = _packaged(Path(scratch), learner, config, manifest, env_id)
+        package, evaluation = _packaged(
+            Path(scratch), learner, view.spec.encoding, config, manifest, env_id
+        )
         # The policy and the end of its run are one commit: neither is there without the other.
         ref = lake.registry.register(
             policy_name,
@@ -264,16 +270,18 @@ def _logged_range(view: ReplayView) -> tuple[Array, Array] | None:
 def _packaged(
     scratch: Path,
     learner: Learner,
+    encoding: Encoding | None,
     config: TrainConfig,
     manifest: Mapping[str, Any],
     env_id: str | None,
 ) -> tuple[Path, Evaluation | None]:
     """Export, evaluate what was exported rather than the learner, and write the package."""
     graph = learner.policy()
+    spec = replace(graph.spec, encoding=encoding)
     onnx = export_onnx(graph)
     state = learner.state_dict()
     package = scratch / "policy"
-    save_package(package, onnx=onnx, spec=graph.spec, manifest=manifest, learner_weights=state)
+    save_package(package, onnx=onnx, spec=spec, manifest=manifest, learner_weights=state)
     if env_id is None:
         return package, None
     evaluation = evaluate(
@@ -281,9 +289,7 @@ def _packaged(
     )
     package = scratch / "evaluated"
     with_evaluation = {**manifest, "evaluation": evaluation.to_json()}
-    save_package(
-        package, onnx=onnx, spec=graph.spec, manifest=with_evaluation, learner_weights=state
-    )
+    save_package(package, onnx=onnx, spec=spec, manifest=with_evaluation, learner_weights=state)
     return package, evaluation
 
 

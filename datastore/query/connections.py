@@ -12,11 +12,12 @@ from typing import Final
 import duckdb
 
 # From the first of the steps given, not from step 0: so a log that starts later counts alike, and
-# gamma ** step cannot underflow on both sides of a division.
+# gamma ** step cannot underflow on both sides of a division. Unknown where one reward is.
 _DISCOUNTED_RETURN: Final = (
-    "CREATE TEMP MACRO discounted_return(reward, step, gamma) AS list_sum(list_transform("
-    "list({'reward': reward, 'step': step}), "
-    "lambda pair: pair.reward * power(gamma, pair.step - min(step))))"
+    "CREATE TEMP MACRO discounted_return(reward, step, gamma) AS CASE "
+    "WHEN count(reward) = count(*) "
+    "THEN list_sum(list_transform(list({'reward': reward, 'step': step}), "
+    "lambda pair: pair.reward * power(gamma, pair.step - min(step)))) END"
 )
 
 _lock = threading.Lock()

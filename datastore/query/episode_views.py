@@ -15,7 +15,12 @@ from replaylake.datastore import schema
 _ROWS_AND_PIECES: Final = (
     ("num_steps", "count(*)", "CAST(sum(num_steps) AS BIGINT)"),
     # In the order of the pieces: a sum of floats depends on its order.
-    ('"return"', f"sum({schema.REWARD})", 'sum("return" ORDER BY first_step)'),
+    # Unknown where one of its rewards is: a sum of the others would look like a return.
+    (
+        '"return"',
+        f"CASE WHEN count({schema.REWARD}) = count(*) THEN sum({schema.REWARD}) END",
+        'CASE WHEN count("return") = count(*) THEN sum("return" ORDER BY first_step) END',
+    ),
     ("terminated", f"bool_or({schema.TERMINATED})", "bool_or(terminated)"),
     ("truncated", f"bool_or({schema.TRUNCATED})", "bool_or(truncated)"),
     ("complete", f"bool_or({schema.TERMINATED} OR {schema.TRUNCATED})", "bool_or(complete)"),
@@ -73,7 +78,8 @@ SELECT {schema.EPISODE_ID},
        count(*) AS num_agents,
        CAST(sum(num_steps) AS BIGINT) AS num_steps,
        max(last_env_step) - min(first_env_step) + 1 AS num_env_steps,
-       sum("return" ORDER BY {schema.AGENT_ID}) AS "return",
+       CASE WHEN count("return") = count(*) THEN sum("return" ORDER BY {schema.AGENT_ID}) END
+           AS "return",
        map_from_entries(list(({schema.AGENT_ID}, "return") ORDER BY {schema.AGENT_ID}))
            AS agent_returns,
        bool_and(terminated) AS terminated,

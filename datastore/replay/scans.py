@@ -30,6 +30,14 @@ def has_masked_actions(packed: Packed) -> bool:
     return not all(masks[positions].all() for positions in _pieces(packed.steps))
 
 
+def num_unknown_rewards(packed: Packed) -> int:
+    """Return how many of the steps that may be sampled have no reward."""
+    if not packed.records.layout.spec.rewards_optional:
+        return 0
+    rewards = packed.records.rows[schema.REWARD]
+    return sum(int(np.isnan(rewards[positions]).sum()) for positions in _pieces(packed.steps))
+
+
 def check_finite(packed: Packed, expression: str) -> None:
     """Refuse NULL, NaN and infinities that a reward expression gave. Raises: SchemaMismatch."""
     rewards = packed.records.rows[schema.REWARD]

@@ -25,7 +25,7 @@ from replaylake.datastore.replay.memory import Room, Scratch, budget_of, is_mapp
 from replaylake.datastore.replay.protocols import Assembler, Item
 from replaylake.datastore.replay.records import Packed
 from replaylake.datastore.replay.sampler import FixedCandidates, Sampler
-from replaylake.datastore.replay.scans import has_masked_actions
+from replaylake.datastore.replay.scans import has_masked_actions, num_unknown_rewards
 from replaylake.datastore.replay.selection import Origin, Selection
 from replaylake.datastore.replay.selectors.saved_priorities import PriorityFolder
 from replaylake.datastore.replay.selectors.weighted import (
@@ -128,6 +128,11 @@ class ReplayView(SampleSource):
         if self._masked is None:
             self._masked = has_masked_actions(self.packed)
         return self._masked
+
+    @cached_property
+    def num_unknown_rewards(self) -> int:
+        """Steps that may be sampled and have no reward. Cost: a pass, where those are optional."""
+        return num_unknown_rewards(self.packed)
 
     @cached_property
     def selections(self) -> tuple[Selection, ...]:

@@ -35,7 +35,12 @@ class Door:
                 spec = own if spec is None else widest([spec, own])
             except EpisodeInvalid as error:
                 raise named(error, episode) from error
-        episode = checked(episode, spec.observation_space, spec.action_space)
+        episode = checked(
+            episode,
+            spec.observation_space,
+            spec.action_space,
+            rewards_optional=spec.rewards_optional,
+        )
         try:
             check_encodable(episode, spec)
         except (EpisodeInvalid, SchemaMismatch) as error:

@@ -51,6 +51,11 @@ class AlgorithmInfo:
     paper: str
 
     @property
+    def uses_rewards(self) -> bool:
+        """Whether it learns from rewards: cloning does not."""
+        return self.kind != "imitation"
+
+    @property
     def honours_masks(self) -> bool:
         """Whether it keeps to action masks; d3rlpy has none, and only discrete actions have any."""
         return self.provider == "replaylake" and self.actions == "discrete"
@@ -126,6 +131,24 @@ def check_masks(name: str, action_space: Space) -> None:
         f"algorithm {name}: found action masks that are not all true, expected none: it would "
         f"learn from and choose actions that were not allowed. Algorithms that honour masks: "
         f"{', '.join(able)}."
+    )
+
+
+def check_rewards(name: str, action_space: Space, num_unknown: int, num_steps: int) -> None:
+    """Refuse steps without a reward to an algorithm that learns from it.
+
+    `num_unknown` of `num_steps` that may be sampled have none. Raises: ConfigInvalid, NotFound,
+    SpaceUnsupported.
+    """
+    info = check_algorithm(name, action_space)
+    if not num_unknown or not info.uses_rewards:
+        return
+    fitting = [other for other in algorithms() if other.actions == info.actions]
+    able = sorted({other.name for other in fitting if not other.uses_rewards})
+    raise ConfigInvalid(
+        f"algorithm {name}: {num_unknown} of {num_steps} steps have no reward, expected one for "
+        f"each. Clone behaviour with {' or '.join(able)}, give rewards with `replaylake annotate`, "
+        "or say in SQL what an unknown one counts as (--reward 'coalesce(reward, 0)')."
     )
 
 

@@ -48,9 +48,9 @@ def test_together_as_alone(
     assert all(same(vars(a), vars(b)) for a, b in zip(alone, together, strict=True))
 
 
-def _only_joined(episode: Episode, *spaces: Space) -> Episode:
+def _only_joined(episode: Episode, *spaces: Space, rewards_optional: bool) -> Episode:
     assert not episode.episode_id
-    return checked(episode, *spaces)
+    return checked(episode, *spaces, rewards_optional=rewards_optional)
 
 
 def test_mappings(make_episode: Make) -> None:
