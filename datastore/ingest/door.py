@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from replaylake.datastore.episode import MAX_STEP, Episode, check_in_spaces, checked
 from replaylake.datastore.errors import EpisodeInvalid, SourceInvalid
-from replaylake.datastore.formats.format import Finding, Rejected
+from replaylake.datastore.formats.checks import Finding
+from replaylake.datastore.formats.format import LoggedEpisode, Rejected
 from replaylake.datastore.inference import infer_spec
+from replaylake.datastore.ingest.joined_episodes import joined
+from replaylake.datastore.ingest.misfit import form, misfit, most_common_form
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import (
-    Array,
     Box,
     Discrete,
     MultiDiscrete,
     Space,
     Values,
     as_batch,
-    concatenate,
     describe,
+    take,
+    value_shape,
 )
 
 Refusal = tuple[Rejected, Episode]
@@ -32,19 +35,30 @@ class Door:
     """Checks episodes and finds the spaces they need.
 
     `spec` is the dataset's, where it exists; `spaces` an environment's observation and action
-    space, whose bounds hold too. With neither, the narrowest that hold all episodes are found.
+    space, whose bounds hold too; `declared` those that the files state, which a new dataset gets.
+    With none of them, the narrowest that hold all episodes are found.
     """
 
-    def __init__(self, spec: DatasetSpec | None, spaces: tuple[Space, Space] | None) -> None:
+    def __init__(
+        self,
+        spec: DatasetSpec | None,
+        spaces: tuple[Space, Space] | None,
+        declared: tuple[Space, Space] | None = None,
+        *,
+        rewards_optional: bool = False,
+    ) -> None:
         self._spec = spec
         self._spaces = spaces
+        self._declared = declared
         self._found: DatasetSpec | None = None
+        self._form: Hashable = None
         self._mask_size = None if spec is None else spec.mask_size
+        self._rewards_optional = rewards_optional if spec is None else spec.rewards_optional
 
     def check(self, batch: Sequence[Episode]) -> tuple[list[Episode], list[Refusal]]:
         """Return the episodes that fit, shaped for the spaces, and those that do not.
 
-        Raises: EpisodeInvalid if episodes differ so that no one space holds them.
+        Raises: EpisodeInvalid if their action masks are of several widths.
         """
         episodes = [self.fitted(episode) for episode in batch]
         if not episodes:
@@ -52,10 +66,11 @@ class Door:
         episodes, refused = _countable(episodes)
         if episodes and self._known is None:
             self._check_masks(episodes)
-            self._learn(episodes)
+            episodes, more = self._learn(episodes)
+            refused += more
         if episodes and (spaces := self._known or self._learned) is not None:
             try:
-                self._check_one(_joined(episodes), spaces)
+                self._check_one(joined(episodes), spaces)
             except EpisodeInvalid:
                 episodes, more = self._sort_out(episodes, spaces)
                 refused += more
@@ -70,15 +85,20 @@ class Door:
         """
         if self._spec is not None:
             return self._spec
-        if self._spaces is not None:
-            return DatasetSpec(*self._spaces, self._mask_size)
+        if (stated := self._spaces or self._declared) is not None:
+            return DatasetSpec(*stated, self._mask_size, rewards_optional=self._rewards_optional)
         found = self._found
         if found is None:
             raise SourceInvalid("found no valid episode, expected at least one.")
         action = found.action_space
         if isinstance(action, Discrete) and self._mask_size is None:
             action = replace(action, n=max(action.n, num_actions or 0))
-        return DatasetSpec(found.observation_space, action, self._mask_size)
+        return DatasetSpec(
+            found.observation_space,
+            action,
+            self._mask_size,
+            rewards_optional=self._rewards_optional,
+        )
 
     def fitted(self, episode: Episode) -> Episode:
         """Give lone numbers the dim of a space of shape [1], where that is what is known."""
@@ -87,14 +107,25 @@ class Door:
         observation_space, action_space = self._known
         final = episode.final_observation
         if final is not None:
-            final = _fit(observation_space, as_batch(final))
-            final = {k: v[0] for k, v in final.items()} if isinstance(final, Mapping) else final[0]
+            final = take(_fit(observation_space, as_batch(final)), 0)
         return replace(
             episode,
             observations=_fit(observation_space, episode.observations),
             actions=_fit(action_space, episode.actions),
             final_observation=final,
         )
+
+    def refusal(self, episode: Episode) -> Rejected:
+        """Say again why an episode was refused, for whoever reads it once more."""
+        _, refused = _countable([episode])
+        if not refused and (spaces := self._known or self._learned) is not None:
+            _, refused = self._sort_out([self.fitted(episode)], spaces)
+        if not refused:
+            refused = _spaceless([episode])
+        if not refused:
+            # Wider spaces have been learned since.
+            refused = [_refusal(episode, "space", "found values that did not fit those before it")]
+        return refused[0][0]
 
     @property
     def has_environment(self) -> bool:
@@ -105,7 +136,7 @@ class Door:
     def _known(self) -> tuple[Space, Space] | None:
         if self._spec is not None:
             return self._spec.observation_space, self._spec.action_space
-        return self._spaces
+        return self._spaces or self._declared
 
     @property
     def _learned(self) -> tuple[Space, Space] | None:
@@ -113,7 +144,7 @@ class Door:
         return None if found is None else (found.observation_space, found.action_space)
 
     def _check_one(self, episode: Episode, known: tuple[Space, Space]) -> None:
-        ready = checked(episode, *known)
+        ready = checked(episode, *known, rewards_optional=self._rewards_optional)
         if self._spaces is not None:
             check_in_spaces(ready, *self._spaces)
 
@@ -129,7 +160,8 @@ class Door:
             except EpisodeInvalid as error:
                 name = episode.source_episode_id or episode.episode_id
                 message = str(error).removeprefix(f"episode {name}: ")
-                refused.append(_refusal(episode, "space", message))
+                check, num_rows = misfit(episode, self._spaces or known)
+                refused.append(_refusal(episode, check, message, num_rows))
             else:
                 accepted.append(episode)
         return accepted, refused
@@ -145,14 +177,46 @@ class Door:
                 "the rest of the dataset. Ingest into a new dataset."
             )
 
-    def _learn(self, episodes: Sequence[Episode]) -> None:
+    def _learn(self, episodes: list[Episode]) -> tuple[list[Episode], list[Refusal]]:
+        """Find spaces that hold what most of these steps are, or what those before were.
+
+        Refuses the episodes that no space holds; those that do not fit are for the caller to find.
+        """
+        refused: list[Refusal] = []
+        while episodes:
+            if self._found is None:
+                self._form = most_common_form(episodes)
+            alike = [episode for episode in episodes if form(episode) == self._form]
+            try:
+                found = self._inferred(alike) if alike else None
+            except EpisodeInvalid as error:
+                refused += (more := _spaceless(alike))
+                if not more:
+                    raise error
+                gone = {id(episode) for _, episode in more}
+                episodes = [episode for episode in episodes if id(episode) not in gone]
+                continue
+            if found is not None:
+                self._widen(found)
+            break
+        return episodes, refused
+
+    def _inferred(self, episodes: Sequence[Episode]) -> DatasetSpec:
         try:
             # One long pseudo-episode: inferring from each costs more than reading it.
-            found = infer_spec(episodes if self._mask_size else [_joined(episodes)])
+            return infer_spec(episodes if self._mask_size else [joined(episodes)])
         except EpisodeInvalid:
             # It may not join; then the episodes say why.
-            found = infer_spec(episodes)
-        self._found = found if self._found is None else _wider(self._found, found)
+            return infer_spec(episodes)
+
+    def _widen(self, found: DatasetSpec) -> None:
+        if self._found is None:
+            self._found = found
+            return
+        # Of one form, they differ by dtype at most: what came first stands, others have to fit it.
+        found = replace(found, observation_space=self._found.observation_space)
+        with suppress(EpisodeInvalid):
+            self._found = _wider(self._found, found)
 
 
 def _countable(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Refusal]]:
@@ -174,72 +238,37 @@ def _countable(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Refusal
     return accepted, refused
 
 
-def _refusal(episode: Episode, check: str, message: str) -> Refusal:
+def _refusal(episode: Episode, check: str, message: str, num_rows: int = 1) -> Refusal:
     name = episode.source_episode_id or episode.episode_id
-    return Rejected(name, len(episode), (Finding(check, message),)), episode
+    places = episode.places if isinstance(episode, LoggedEpisode) else None
+    place = "" if places is None else places.text()
+    if place:
+        message = f"{message.rstrip('.')}. Its rows begin at {place}"
+    found = (Finding(check, message, num_rows, place),)
+    return Rejected(name, len(episode), found, episode.agent_id, places=places), episode
 
 
-def _joined(episodes: Sequence[Episode]) -> Episode:
-    """Return one long pseudo-episode: numpy then checks all of them at once.
-
-    Raises: EpisodeInvalid if their arrays cannot be joined.
-    """
-    finals = [as_batch(e.final_observation) for e in episodes if e.final_observation is not None]
-    try:
-        return Episode(
-            episode_id="",
-            observations=concatenate([*(e.observations for e in episodes), *finals]),
-            actions=concatenate(
-                [*(e.actions for e in episodes), *_repeated(episodes, len(finals))]
-            ),
-            rewards=np.concatenate([*(e.rewards for e in episodes), np.zeros(len(finals))]),
-            behavior_log_probs=_joined_log_probs(episodes, len(finals)),
-            action_masks=_joined_masks(episodes, len(finals)),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise EpisodeInvalid(f"episodes of different shapes: {error}") from error
-
-
-def _joined_log_probs(episodes: Sequence[Episode], num_finals: int) -> Array | None:
-    if all(episode.behavior_log_probs is None for episode in episodes):
-        return None
-    unknown = [np.full(len(e), np.nan, np.float32) for e in episodes]
-    known = [e.behavior_log_probs for e in episodes]
-    parts = [u if k is None else k for k, u in zip(known, unknown, strict=True)]
-    return np.concatenate([*parts, np.full(num_finals, np.nan, np.float32)])
-
-
-def _joined_masks(episodes: Sequence[Episode], num_finals: int) -> Array | None:
-    masks = [episode.action_masks for episode in episodes]
-    width = max((mask.shape[1] for mask in masks if mask is not None), default=None)
-    if width is None:
-        return None
-    lengths = [*map(len, episodes), num_finals]
-    filled = [np.ones((num, width), dtype=np.bool_) for num in lengths]
-    parts = [f if m is None else m for m, f in zip([*masks, None], filled, strict=True)]
-    return np.concatenate(parts)
-
-
-def _repeated(episodes: Sequence[Episode], num: int) -> list[Values]:
-    """Return `num` copies of the first action, to go with the final observations."""
-    first = episodes[0].actions
-    return [_pick(first, np.zeros(num, np.int64))] if num else []
-
-
-def _pick(values: Values, rows: Any) -> Values:
-    if isinstance(values, Mapping):
-        return {key: _pick(sub, rows) for key, sub in values.items()}
-    picked: Values = values[rows]
-    return picked
+def _spaceless(episodes: Sequence[Episode]) -> list[Refusal]:
+    """Refuse the episodes that no space can be found for."""
+    refused = []
+    for episode in episodes:
+        try:
+            infer_spec([episode])
+        except EpisodeInvalid as error:
+            name = episode.source_episode_id or episode.episode_id
+            message = str(error).removeprefix(f"episode {name}: ")
+            refused.append(_refusal(episode, "space", message))
+    return refused
 
 
 def _fit(space: Space, values: Values) -> Values:
-    """Reshape [T] to [T, 1] for a Box of shape [1], and back for one of shape []."""
-    if isinstance(values, Mapping) or not isinstance(space, Box):
+    """Reshape [T] to [T, 1] for a Box of shape [1], and back where the space has lone numbers."""
+    if isinstance(values, Mapping) or not isinstance(space, Box | Discrete):
         return values
-    if space.shape == (1,) and values.ndim == 1:
+    shape = value_shape(space)
+    if shape == (1,) and values.ndim == 1:
         return values[:, None]
-    return values[:, 0] if space.shape == () and values.shape[1:] == (1,) else values
+    return values[:, 0] if shape == () and values.shape[1:] == (1,) else values
 
 
 def _wider(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:

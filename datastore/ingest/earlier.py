@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.formats.source import Source
+from replaylake.datastore.sources.source import Source
 
 # Hex digits of a sha256 that stand for it in ids and in the log.
 DIGITS: Final = 16

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from replaylake.datastore.formats.checks import REJECTED, Check, CheckCounts
 from replaylake.datastore.formats.format import Rejected
+from replaylake.datastore.ingest.alignment import Alignment
 
 # Enough to look at; the counts are always whole.
 _MAX_SHOWN: Final = 100
@@ -39,17 +41,12 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Reason:
-    """A door check that failed: in how many episodes, and one example."""
-
-    check: str
-    num_episodes: int
-    example: str
-
-
-@dataclass(frozen=True)
 class Receipt:
-    """What `ingest` did. `version` is None when nothing new was committed."""
+    """What `ingest` did. `version` is None when nothing new was committed.
+
+    num_quarantined: rows that came into the dataset's quarantine now. checks: what the door found
+    in the source, be it rejected, corrected or only noted.
+    """
 
     dataset: str
     version: int | None
@@ -61,10 +58,12 @@ class Receipt:
     steps: Counts
     num_shards: int
     num_bytes: int
-    reasons: tuple[Reason, ...] = ()
+    num_quarantined: int = 0
+    checks: tuple[Check, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     notes: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
+    alignment: Alignment | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; at most 100 rejected episodes are listed one by one."""
@@ -79,13 +78,11 @@ class Receipt:
             "format": self.format,
             "episodes": self.episodes.to_json(),
             "steps": self.steps.to_json(),
-            "rejections": [
-                {"check": r.check, "num_episodes": r.num_episodes, "example": r.example}
-                for r in self.reasons
-            ],
+            "checks": [check.to_json() for check in self.checks],
+            "quarantined_rows": self.num_quarantined,
             "rejected_episodes": [
                 {
-                    "episode": one.source_episode_id,
+                    "episode": one.name,
                     "num_steps": one.num_steps,
                     "reasons": [finding.message for finding in one.findings],
                 }
@@ -95,6 +92,7 @@ class Receipt:
             "bytes": self.num_bytes,
             "notes": list(self.notes),
             "renames": dict(self.renames),
+            "alignment": None if self.alignment is None else self.alignment.to_json(),
         }
 
 
@@ -105,31 +103,29 @@ class Tally:
         self.num_episodes = 0
         self.num_steps = 0
         self.shown: list[Rejected] = []
-        self._counts: dict[str, int] = {}
-        self._examples: dict[str, str] = {}
+        self._counts = CheckCounts()
 
     def add(self, rejected: Rejected) -> None:
         """Count one episode."""
         self.num_episodes += 1
         self.num_steps += rejected.num_steps
         if len(self.shown) < _MAX_SHOWN:
-            self.shown.append(rejected)
+            # Without what holds the memory that it was read with.
+            self.shown.append(replace(rejected, rows=None, places=None))
         for check in dict.fromkeys(finding.check for finding in rejected.findings):
-            self._counts[check] = self._counts.get(check, 0) + 1
-        for finding in rejected.findings:
-            example = f"episode {rejected.source_episode_id}: {finding.message}"
-            self._examples.setdefault(finding.check, example)
+            found = [finding for finding in rejected.findings if finding.check == check]
+            example = f"episode {rejected.name}: {found[0].message}"
+            num_rows = max(finding.num_rows for finding in found)
+            self._counts.add(Check(check, REJECTED, 1, num_rows, example, place=found[0].place))
 
     def join(self, other: Tally) -> None:
         """Count what another one collected too."""
         self.num_episodes += other.num_episodes
         self.num_steps += other.num_steps
         self.shown = [*self.shown, *other.shown][:_MAX_SHOWN]
-        for check, count in other._counts.items():
-            self._counts[check] = self._counts.get(check, 0) + count
-        self._examples = {**other._examples, **self._examples}
+        for check in other.checks():
+            self._counts.add(check)
 
-    def reasons(self) -> tuple[Reason, ...]:
+    def checks(self) -> tuple[Check, ...]:
         """Return each check that failed, the most frequent first."""
-        ordered = sorted(self._counts.items(), key=lambda item: -item[1])
-        return tuple(Reason(check, count, self._examples[check]) for check, count in ordered)
+        return self._counts.checks()

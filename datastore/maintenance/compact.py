@@ -104,8 +104,7 @@ def compact(
             now_ms=now_ms,
             on_progress=on_progress,
         )
-        for table in (handle.table, handle.decisions, handle.rewards)
-        if table is handle.table or table.exists()
+        for table in handle.tables()
     ]
 
 

@@ -13,6 +13,11 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.maintenance.rejected import (
+    count_rejected,
+    forget_rejected,
+    select_rejected,
+)
 from replaylake.datastore.maintenance.removal import (
     count_decisions,
     decisions_of,
@@ -41,7 +46,7 @@ class Deleted:
 
     version: the commit; None if nothing was there to delete. Counts of the episodes, their steps,
     and the decisions and rewards that they were made of, or that waited to become one of their
-    steps. steps_left: what the dataset holds afterwards.
+    steps; num_rejected: their rows in quarantine. steps_left: what the dataset holds afterwards.
     """
 
     dataset: str
@@ -51,6 +56,7 @@ class Deleted:
     num_steps: int
     num_decisions: int
     num_rewards: int
+    num_rejected: int
     steps_left: int
 
     def to_json(self) -> dict[str, Any]:
@@ -66,6 +72,7 @@ class Removed:
     num_steps: int
     num_decisions: int
     num_rewards: int
+    num_rejected: int
 
 
 def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> Deleted:
@@ -74,7 +81,9 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
     Args:
         lake: the lake.
         dataset: its name.
-        where: an SQL condition over the columns of `episodes`, as for Snapshot.replay.
+        where: an SQL condition over the columns of `episodes`, as for Snapshot.replay. It selects
+            from the quarantine too, of whose episodes the ids and num_steps are known, all else
+            NULL.
         dry_run: only count. What waits in the journals of killed servers is then not counted.
 
     What another writer appends to such an episode afterwards comes back: close it before, or delete
@@ -85,12 +94,16 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
     snapshot = handle.snapshot().table
     if not dry_run and handle.decisions.exists() and handle.rewards.exists():
         recover_feedback(handle)
-    episodes = select_episodes(snapshot, condition)
+    chosen = [select_episodes(snapshot, condition)]
+    if handle.rejected.exists():
+        chosen.append(select_rejected(handle.rejected.snapshot(), condition))
+    episodes = pa.chunked_array(chosen, pa.string()).combine_chunks().unique()
     if dry_run:
         num_steps = removal(snapshot, EPISODE_ID, episodes).num_rows
         decisions, rewards = count_decisions(handle, feedback_of(handle, snapshot, episodes))
         left = snapshot.num_rows - num_steps
-        return Deleted(dataset, True, None, len(episodes), num_steps, decisions, rewards, left)
+        counts = (num_steps, decisions, rewards, count_rejected(handle, episodes))
+        return Deleted(dataset, True, None, len(episodes), *counts, left)
     done = remove_episodes(handle, episodes, operation="DELETE", producer=f"delete/{new_ulid()}")
     return Deleted(
         dataset,
@@ -100,6 +113,7 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
         done.num_steps,
         done.num_decisions,
         done.num_rewards,
+        done.num_rejected,
         handle.table.snapshot().num_rows,
     )
 
@@ -114,8 +128,11 @@ def select_episodes(snapshot: TableSnapshot, condition: str) -> pa.Array:
 def remove_episodes(
     handle: Dataset, episodes: pa.Array, *, operation: str, producer: str
 ) -> Removed:
-    """Take episodes out of the newest version, and their decisions and rewards before them."""
-    gone = [0, 0, 0]
+    """Take episodes out of the newest version, and before them what else is theirs.
+
+    That is their decisions, rewards and rows in quarantine.
+    """
+    gone = [0, 0, 0, 0]
 
     def plan(snapshot: TableSnapshot) -> Plan:
         decisions = feedback_of(handle, snapshot, episodes)
@@ -123,11 +140,13 @@ def remove_episodes(
         gone[0], gone[1] = gone[0] + counts[0], gone[1] + counts[1]
         planned = removal(snapshot, EPISODE_ID, episodes, {"episodes_removed": len(episodes)})
         gone[2] = planned.num_rows
+        gone[3] += forget_rejected(handle, episodes, operation)
         return planned.plan
 
     sequence = handle.next_sequence(producer)
     done = rewrite(handle.table, plan, producer=producer, sequence=sequence, operation=operation)
-    return Removed(done.version if done else None, gone[2] if done else 0, gone[0], gone[1])
+    num_steps = gone[2] if done else 0
+    return Removed(done.version if done else None, num_steps, gone[0], gone[1], gone[3])
 
 
 def feedback_of(handle: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:

@@ -77,9 +77,7 @@ def kept_files(
     paths: set[str] = set()
     pins: list[Pin] = []
     broken: list[Pin] = []
-    for table in (handle.table, handle.decisions, handle.rewards):
-        if table is not handle.table and not table.exists():
-            continue
+    for table in handle.tables():
         recent, live = _recent(table, horizon_ms)
         paths |= live
         pins += recent
@@ -106,7 +104,7 @@ def kept_since(lake: Lake, dataset_name: str, kept: Kept, now_ms: int) -> set[st
     """
     handle = lake.dataset(dataset_name)
     paths: set[str] = set()
-    for table in (handle.table, handle.decisions, handle.rewards):
+    for table in handle.tables():
         if table.exists():
             paths |= _below(table, table.log.newest().files)
     for pin in set(named_pins(lake, dataset_name, now_ms)).difference(kept.pins, kept.broken):

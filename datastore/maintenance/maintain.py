@@ -167,7 +167,7 @@ class _Round:
             self._lake, handle.name, retention_s=retention.keep_versions_s, now_ms=self._now_ms
         )
         dropped = 0
-        for table in _tables(handle):
+        for table in handle.tables():
             oldest = min(pin.version for pin in kept.pins if pin.root == table.root)
             check = partial(self._check_named, kept, table.root, oldest)
             dropped += len(expire(table.log, oldest, check=check).paths)
@@ -186,7 +186,7 @@ class _Round:
 
     def _checkpoint(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
         self._on_step(handle.name, "writing a checkpoint")
-        written = [_checkpoint(table) for table in _tables(handle)]
+        written = [_checkpoint(table) for table in handle.tables()]
         return replace(done, checkpointed=any(written))
 
     def _vacuum(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
@@ -209,11 +209,6 @@ class _Round:
     def _go_on(self) -> None:
         if self._stop.is_set():
             raise Stopped
-
-
-def _tables(handle: Dataset) -> list[Table]:
-    tables = (handle.table, handle.decisions, handle.rewards)
-    return [table for table in tables if table is handle.table or table.exists()]
 
 
 def _checkpoint(table: Table) -> bool:

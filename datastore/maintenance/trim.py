@@ -19,6 +19,11 @@ from replaylake.datastore.errors import ConfigInvalid, NotFound
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.compact import OPEN_S
+from replaylake.datastore.maintenance.rejected import (
+    count_rejected,
+    forget_rejected,
+    rejected_before,
+)
 from replaylake.datastore.maintenance.removal import (
     count_decisions,
     decisions_of,
@@ -39,7 +44,8 @@ class Trimmed:
     """What trimming one dataset did, or would do; `version` is the newest afterwards.
 
     Episodes and steps that left, and the steps that are left; shards that went whole and those
-    that were written again without some rows; decisions and rewards that left with their episodes.
+    that were written again without some rows; decisions, rewards and rows of the quarantine that
+    left with their episodes, or, as too old, by themselves.
     """
 
     dataset: str
@@ -52,6 +58,7 @@ class Trimmed:
     shards_rewritten: int
     num_decisions: int
     num_rewards: int
+    num_rejected: int
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -125,6 +132,7 @@ def trim(
         shards_rewritten=run.shards_rewritten,
         num_decisions=run.num_decisions,
         num_rewards=run.num_rewards,
+        num_rejected=run.num_rejected,
     )
 
 
@@ -143,9 +151,10 @@ class _Run:
 
     def __init__(self, dataset: Dataset, limits: _Limits, dry_run: bool) -> None:
         self.num_episodes = self.num_steps = self.num_decisions = self.num_rewards = 0
-        self.shards_dropped = self.shards_rewritten = 0
+        self.shards_dropped = self.shards_rewritten = self.num_rejected = 0
         self._dataset = dataset
         self._limits = limits
+        self._is_dry = dry_run
         self._leave = count_decisions if dry_run else _forget
 
     def plan(self, snapshot: TableSnapshot) -> Plan:
@@ -155,12 +164,22 @@ class _Run:
         gone = self._leave(self._dataset, decisions)
         self.num_decisions += gone[0]
         self.num_rewards += gone[1]
+        self.num_rejected += self._leave_rejected(episodes)
         info = {"episodes_removed": len(episodes)}
         planned = removal(snapshot, EPISODE_ID, episodes, info)
         self.num_episodes, self.num_steps = len(episodes), planned.num_rows
         self.shards_dropped = len(planned.plan.dropped)
         self.shards_rewritten = len(planned.plan.changes)
         return planned.plan
+
+    def _leave_rejected(self, episodes: pa.Array) -> int:
+        keys = [episodes]
+        if self._limits.cutoff_us is not None:
+            keys.append(rejected_before(self._dataset, self._limits.cutoff_us))
+        gone = pa.chunked_array(keys, pa.string()).combine_chunks().unique()
+        if self._is_dry:
+            return count_rejected(self._dataset, gone)
+        return forget_rejected(self._dataset, gone, _OPERATION)
 
 
 def _forget(dataset: Dataset, decisions: pa.Array) -> tuple[int, int]:

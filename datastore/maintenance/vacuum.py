@@ -157,11 +157,7 @@ class _Run:
     def dataset(self, name: str, age_s: float, delete: bool) -> None:
         """Go through a dataset's shards, and those of what was served into it."""
         handle = self._lake.dataset(name)
-        tables = [
-            table
-            for table in (handle.table, handle.decisions, handle.rewards)
-            if table is handle.table or table.exists()
-        ]
+        tables = handle.tables()
         # Listed before it is asked what is kept: a file that is committed in between is kept.
         found = [
             file

@@ -19,8 +19,9 @@ from replaylake.datastore.versions.presence import check_present
 
 _LAKE_VIEWS: Final = ("commits", "datasets", "policies", "runs", "shards")
 STEP_VIEWS: Final = ("steps", "episodes", "games", "transitions")
-_FEEDBACK_VIEWS: Final = ("decisions", "rewards")
-_DATASET_VIEWS: Final = (*STEP_VIEWS, *_FEEDBACK_VIEWS)
+# Each of a table of its own.
+_PLAIN_VIEWS: Final = ("decisions", "rewards", "quarantine")
+_DATASET_VIEWS: Final = (*STEP_VIEWS, *_PLAIN_VIEWS)
 
 
 class Catalog(Protocol):
@@ -31,7 +32,7 @@ class Catalog(Protocol):
         ...
 
     def table(self, dataset: str, view: str) -> TableSnapshot | None:
-        """Return the pinned table behind a view (steps, decisions or rewards); None if none."""
+        """Return the pinned table behind a view (of steps, or one of its own); None if none."""
         ...
 
     def relation(self, name: str) -> pa.Table | None:
@@ -136,7 +137,7 @@ def plan_views(names: Iterable[tuple[str, str]], catalog: Catalog) -> Views:
         if of_steps and (steps := catalog.table(dataset, of_steps[0])) is not None:
             views.add(f"{dataset}.", of_steps, steps)
         for view in chosen:
-            if view in _FEEDBACK_VIEWS and (table := catalog.table(dataset, view)) is not None:
+            if view in _PLAIN_VIEWS and (table := catalog.table(dataset, view)) is not None:
                 views.add_plain(f"{dataset}.{view}", table)
     return views
 

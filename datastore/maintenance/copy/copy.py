@@ -126,6 +126,12 @@ def _ensure(dataset: Dataset, snapshot: Snapshot) -> None:
             f"copy {snapshot.dataset} into {dataset.name}: {found}, expected one. Copy it into "
             "another dataset with --as."
         )
+    if snapshot.spec.rewards_optional and not dataset.spec.rewards_optional:
+        raise SchemaMismatch(
+            f"copy {snapshot.dataset} into {dataset.name}: rewards may be unknown in "
+            f"{snapshot.dataset}, expected all known as in {dataset.name}. Copy it into another "
+            "dataset with --as."
+        )
     try:
         merged_schema(dataset.snapshot().table.schema, snapshot.table.schema)
     except SchemaMismatch as error:

@@ -28,6 +28,7 @@ from replaylake.datastore.maintenance.fsck.row_check import RowCheck, faults_of
 from replaylake.datastore.maintenance.fsck.shard_check import CheckedShard, check_shard
 from replaylake.datastore.maintenance.kept import kept_files
 from replaylake.datastore.query import summaries
+from replaylake.datastore.schema import EPISODE_ID
 from replaylake.datastore.sessions.decisions import DECISION_ID
 from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.table import Table
@@ -131,7 +132,7 @@ class DatasetCheck:
 
     def _tables(self, handle: Dataset) -> Iterator[Table]:
         yield handle.table
-        for table in (handle.decisions, handle.rewards):
+        for table in (handle.decisions, handle.rewards, handle.rejected):
             if self._lake.storage.names(f"{table.root}/_delta_log"):
                 yield table
 
@@ -283,8 +284,10 @@ class DatasetCheck:
 
 
 def _key(plan: _Plan, handle: Dataset) -> str | None:
-    """Return the column that has to be unique across shards; None for steps, which have runs."""
-    return None if plan.table is handle.table else DECISION_ID
+    """Return the column of ids that the checks across shards need; None for steps: their runs."""
+    if plan.table is handle.table:
+        return None
+    return EPISODE_ID if plan.table is handle.rejected else DECISION_ID
 
 
 def age_text(modified_ms: int) -> str:

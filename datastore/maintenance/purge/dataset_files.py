@@ -33,11 +33,7 @@ class DatasetFiles:
     def __init__(self, lake: Lake, handle: Dataset) -> None:
         self._storage = lake.storage
         self._name = handle.name
-        self.tables = [
-            table
-            for table in (handle.table, handle.decisions, handle.rewards)
-            if table is handle.table or table.exists()
-        ]
+        self.tables = handle.tables()
 
     def doomed(self, wanted: Wanted) -> list[str]:
         """Return the files that hold a row of it and may go: no version needs them any more."""

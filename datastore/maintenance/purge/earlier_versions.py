@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,30 +14,34 @@ from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.delete import feedback_of, select_episodes
 from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
-from replaylake.datastore.query.expressions import selected_episodes
 from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.sessions.decisions import DECISION_ID
 from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.storage import Blob
 from replaylake.datastore.table import Table, TableSnapshot
 
+# Finds the ids that a condition selects in a version.
+Select = Callable[[TableSnapshot, str], pa.Array]
 
-def select_everywhere(table: Table, condition: str) -> pa.Array:
+
+def select_everywhere(table: Table, condition: str, select: Select | None = None) -> pa.Array:
     """Return the ids of the episodes that a condition selects, in the last version that has each.
 
-    Of a version of which shards are gone, what is left counts. Cost: a scan of the newest version,
-    and one of the ids for each commit that took rows out.
+    `select` is for a table of other rows than steps. Of a version of which shards are gone, what is
+    left counts. Cost: a scan of the newest version, and one of the ids for each commit that took
+    rows out.
     """
     newest = table.snapshot()
-    chosen = [select_episodes(newest, condition)]
+    select = select or select_episodes
+    chosen = [select(newest, condition)]
     decided = _ids(newest, newest.files)
     for before, after, removed in _removals(table):
         gone = _without(_ids(before, removed), [decided, _ids(after, after.files)])
         if not len(gone):
             continue
         decided = _union([decided, gone])
-        found = selected_episodes(before, condition).column(EPISODE_ID)
-        chosen.append(found.filter(pc.is_in(found, value_set=gone)).combine_chunks())
+        found = select(before, condition)
+        chosen.append(found.filter(pc.is_in(found, value_set=gone)))
     return _union(chosen)
 
 

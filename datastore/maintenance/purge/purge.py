@@ -4,7 +4,8 @@ What goes, in this order; killed at any moment, the next purge of the dataset fi
     1. A work list with the ids is written, `_lake/purge/<dataset>/<ulid>.json`, readable by this
        user alone, and `purges` says that the purge is running. Which policies were trained on these
        episodes is found out now, by running their selections.
-    2. The episodes, their decisions and rewards leave the newest versions, as with delete.
+    2. The episodes, their decisions, rewards and rows in quarantine leave the newest versions, as
+       with delete.
     3. Every other shard with a row of theirs is deleted, whole: of an old version, in quarantine,
        left by a crash. Versions that named one can no longer be read; their tags are broken, which
        the record says before the files go. Files derived from the dataset are deleted, all of them.
@@ -41,6 +42,7 @@ from replaylake.datastore.maintenance.purge.earlier_versions import (
 )
 from replaylake.datastore.maintenance.purge.traces import Trace, Wanted
 from replaylake.datastore.maintenance.purge.trained import trained_on
+from replaylake.datastore.maintenance.rejected import select_rejected
 from replaylake.datastore.maintenance.removal import forget_decisions, removal
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression
@@ -225,6 +227,9 @@ class _Run:
     def _selected(self, condition: str) -> _Work | None:
         self._say("selecting episodes in all versions")
         episodes = select_everywhere(self._handle.table, condition)
+        if self._handle.rejected.exists():
+            others = select_everywhere(self._handle.rejected, condition, select_rejected)
+            episodes = pa.chunked_array([episodes, others]).combine_chunks().unique()
         if not len(episodes):
             return None
         decisions = feedback_everywhere(self._handle, episodes)

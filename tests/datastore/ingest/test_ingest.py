@@ -19,6 +19,7 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
     SourceInvalid,
 )
+from replaylake.datastore.formats.format import ReadOptions
 from replaylake.datastore.ingest.ingest import ingest
 from replaylake.datastore.ingest.inspection import Progress
 from replaylake.datastore.ingest.receipt import Counts
@@ -34,6 +35,9 @@ _HEADER = "episode_id,step,observation,action,reward,terminated\n"
 @pytest.fixture
 def lake(tmp_path: Path) -> Lake:
     return open_lake(tmp_path / "lake", create=True)
+
+
+_SWAPPED = {"observation": "reward", "reward": "observation"}
 
 
 def _csv(folder: Path, text: str, name: str = "log.csv") -> Path:
@@ -110,7 +114,7 @@ def test_batches_and_rows_of_one_log_give_the_same_steps(lake: Lake) -> None:
 
 
 def test_time_limits_become_truncations(lake: Lake) -> None:
-    ingest(lake, [_LARGE], "cartpole", time_limit=200)
+    ingest(lake, [_LARGE], "cartpole", options=ReadOptions(time_limit=200))
     found = lake.sql(
         "select terminated, truncated, count(*) as n, bool_and(final_observation is not null) as f "
         "from cartpole.steps where terminated or truncated group by all order by n"
@@ -131,8 +135,10 @@ def test_a_receipt_is_json_and_adds_up(lake: Lake, tmp_path: Path) -> None:
     assert body["source"]["paths"] == [str(log)]
     assert body["episodes"] == {"read": 3, "committed": 2, "rejected": 1, "already_present": 0}
     assert body["steps"] == {"read": 7, "committed": 5, "rejected": 2, "already_present": 0}
-    (rejection,) = body["rejections"]
-    assert (rejection["check"], rejection["num_episodes"]) == ("not_finite", 1)
+    rejection = body["checks"][0]
+    assert (rejection["name"], rejection["outcome"]) == ("not_finite", "rejected")
+    assert (rejection["num_episodes"], rejection["num_rows"]) == (1, 2)
+    assert body["quarantined_rows"] == 2
     assert "episode b: log.csv row 2, column 'reward'" in rejection["example"]
     assert body["rejected_episodes"][0]["episode"] == "b"
     assert body["bytes"] > 0
@@ -141,6 +147,9 @@ def test_a_receipt_is_json_and_adds_up(lake: Lake, tmp_path: Path) -> None:
     assert again.episodes == Counts(rejected=1, already_present=2)
     assert again.steps == Counts(rejected=2, already_present=5)
     assert again.version is None
+
+
+_ABORT: dict[str, Any] = {"on_invalid": "abort"}
 
 
 def _torn(folder: Path) -> Path:
@@ -156,18 +165,18 @@ def _torn(folder: Path) -> Path:
         (_torn, {}, SourceInvalid, r"torn\.parquet.*torn"),
         (
             lambda d: _csv(d, _episode("a")),
-            {"mapping": {"reward": "gain"}},
+            {"options": ReadOptions({"reward": "gain"})},
             SourceInvalid,
             "'gain'",
         ),
         (
             lambda d: _csv(d, _episode("a") + _episode("b").replace("1.0", "nan")),
-            {},
+            _ABORT,
             EpisodeInvalid,
             r"episode b: log\.csv row 2, column 'reward': found NaN.*--on-invalid reject",
         ),
-        (lambda d: _csv(d, _episode("a").replace("a,1,", "a,2,")), {}, EpisodeInvalid, "gap"),
-        (lambda d: _csv(d, _episode("a").replace("a,1,", "a,0,")), {}, EpisodeInvalid, "same step"),
+        (lambda d: _csv(d, _episode("a").replace("a,1,", "a,2,")), _ABORT, EpisodeInvalid, "gap"),
+        (lambda d: _csv(d, _episode("a").replace("a,1,", "a,0,")), _ABORT, EpisodeInvalid, "same"),
         (lambda d: d / "nowhere.csv", {}, NotFound, "nowhere"),
         (lambda d: _csv(d, ""), {}, SourceInvalid, "no rows"),
         (lambda d: _csv(d, _episode("a")), {"format": "xml"}, ConfigInvalid, "xml"),
@@ -204,16 +213,16 @@ def test_spaces_of_an_environment_are_kept_and_checked(lake: Lake, tmp_path: Pat
 
     high = _csv(tmp_path, _episode("a") + _episode("b").replace("0.5", "1.5"), "high.csv")
     with pytest.raises(EpisodeInvalid, match=r"episode b: observation at step 0: found \[1\.5\]"):
-        ingest(lake, [high], "high", **spaces)
+        ingest(lake, [high], "high", on_invalid="abort", **spaces)
     receipt = ingest(lake, [high], "high", on_invalid="reject", **spaces)
     assert receipt.episodes == Counts(committed=1, rejected=1)
 
     wrong = _csv(tmp_path, _episode("a", action=4), "wrong.csv")
     with pytest.raises(EpisodeInvalid, match="action"):
-        ingest(lake, [wrong], "wrong", **spaces)
+        ingest(lake, [wrong], "wrong", on_invalid="abort", **spaces)
     inexact = _csv(tmp_path, _episode("a").replace(",1,1.0", ",1.5,1.0"), "inexact.csv")
     with pytest.raises(EpisodeInvalid, match="action"):
-        ingest(lake, [inexact], "inexact", **spaces)
+        ingest(lake, [inexact], "inexact", on_invalid="abort", **spaces)
     assert lake.datasets() == ["good", "high"]
 
 
@@ -221,7 +230,7 @@ def test_what_does_not_fit_the_dataset_is_refused(lake: Lake, tmp_path: Path) ->
     ingest(lake, [_csv(tmp_path, _episode("a"))], "log")
     other = _csv(tmp_path, _episode("b", action=7), "other.csv")
     with pytest.raises(EpisodeInvalid, match="episode b: action at step 0: found 7"):
-        ingest(lake, [other], "log")
+        ingest(lake, [other], "log", on_invalid="abort")
     receipt = ingest(
         lake,
         [_csv(tmp_path, _episode("b", action=7) + _episode("c", 3), "more.csv")],
@@ -249,7 +258,9 @@ def test_another_reading_of_the_same_content_adds_nothing_and_says_so(
 ) -> None:
     log = _csv(tmp_path, _episode("a"))
     ingest(lake, [log], "log")
-    again = ingest(lake, [log], "log", mapping={"observation": "reward", "reward": "observation"})
+    again = ingest(
+        lake, [log], "log", options=ReadOptions({"observation": "reward", "reward": "observation"})
+    )
     assert again.steps == Counts(already_present=2)
     assert any("read before" in note for note in again.notes)
 
@@ -357,7 +368,9 @@ def test_many_short_episodes(lake: Lake, tmp_path: Path) -> None:
         }
     )
     pq.write_table(table, tmp_path / "log.parquet")
-    receipt = ingest(lake, [tmp_path / "log.parquet"], "bandit", mapping={"observation": "x,y"})
+    receipt = ingest(
+        lake, [tmp_path / "log.parquet"], "bandit", options=ReadOptions({"observation": "x,y"})
+    )
     assert receipt.episodes == Counts(committed=num)
     # One step is no time limit.
     assert receipt.notes == ()
@@ -415,7 +428,8 @@ def test_what_is_rejected_is_rejected_in_each_of_two_equal_files(
         _csv(tmp_path, _episode("x") + "y,0,0.5,1,nan,1\n", name)
     receipt = ingest(lake, [tmp_path / "a.csv", tmp_path / "b.csv"], "log", on_invalid="reject")
     assert receipt.episodes == Counts(committed=1, already_present=1, rejected=2)
-    assert [reason.num_episodes for reason in receipt.reasons] == [2]
+    assert [check.num_episodes for check in receipt.checks if check.outcome == "rejected"] == [2]
+    assert receipt.num_quarantined == 1, "the second file has nothing new"
 
 
 def test_each_commit_accounts_for_what_was_read(lake: Lake, tmp_path: Path) -> None:
@@ -497,7 +511,7 @@ def test_what_the_writer_would_refuse_is_refused_before_anything_is_made(
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps(row) + "\n")
     with pytest.raises(EpisodeInvalid, match=said):
-        ingest(lake, [log], "log")
+        ingest(lake, [log], "log", on_invalid="abort")
     assert not lake.dataset("log").exists()
 
 
@@ -513,7 +527,7 @@ def test_a_probability_a_little_over_one_is_one(lake: Lake, tmp_path: Path) -> N
 def test_a_wrong_environment_is_said_by_the_observation(lake: Lake) -> None:
     spaces = {"observation_space": Box((3,)), "action_space": Discrete(2)}
     with pytest.raises(EpisodeInvalid) as caught:
-        ingest(lake, [_LARGE], "cartpole", **spaces)
+        ingest(lake, [_LARGE], "cartpole", on_invalid="abort", **spaces)
     message = str(caught.value)
     assert "observation: found shape [4] a step, expected [3]" in message
     assert "final_observation" not in message

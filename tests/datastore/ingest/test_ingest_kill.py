@@ -17,6 +17,7 @@ from replaylake.datastore.lake import Lake, open_lake
 _NUM_EPISODES = 60
 _LENGTH = 20
 _TOTAL = _NUM_EPISODES * _LENGTH
+_NUM_REJECTED = 6
 # One commit is two episodes.
 _COMMIT_STEPS = 2 * _LENGTH
 
@@ -38,6 +39,9 @@ print("end", 0, flush=True)
 def _source(folder: Path) -> Path:
     lines = ["episode_id,step,observation,action,reward,terminated"]
     for episode in range(_NUM_EPISODES):
+        if episode % 10 == 5:
+            # One that is rejected: into quarantine, once.
+            lines += [f"bad{episode},{step},0.5,0,nan,0" for step in range(_LENGTH)]
         for step in range(_LENGTH):
             end = int(step == _LENGTH - 1)
             lines.append(f"e{episode},{step},{episode}.5,{step % 3},{step}.25,{end}")
@@ -75,6 +79,17 @@ def _check_readable(lake: Lake) -> int:
     return snapshot.num_steps
 
 
+def _num_quarantined(lake: Lake) -> int:
+    """Return the rows in quarantine: all of them once, or none."""
+    if not lake.dataset("log").exists():
+        return 0
+    columns = "count(*) as n, count(distinct (episode_id, row_number)) as d"
+    (found,) = lake.sql(f"select {columns} from log.quarantine").to_pylist()
+    assert found["n"] == found["d"]
+    assert found["n"] in (0, _NUM_REJECTED * _LENGTH)
+    return int(found["n"])
+
+
 def _check_once_and_whole(lake: Lake) -> None:
     if not lake.dataset("log").exists():
         return
@@ -95,15 +110,19 @@ def _kill_and_complete(folder: Path, num_kills: int, seed: int) -> None:
         acknowledged = _killed_ingest(lake, source, rng)
         stored = _check_readable(lake)
         assert stored >= acknowledged
+        # The last commit comes after the quarantine.
+        assert stored < _TOTAL or _num_quarantined(lake)
         _check_once_and_whole(lake)
     present = _check_readable(lake)
     receipt = ingest(lake, [source], "log", commit_steps=_COMMIT_STEPS)
-    assert receipt.steps.read == _TOTAL
+    assert receipt.steps.read == _TOTAL + _NUM_REJECTED * _LENGTH
+    assert _num_quarantined(lake) == receipt.steps.rejected == _NUM_REJECTED * _LENGTH
     assert receipt.steps.already_present == present
     assert receipt.steps.committed == _TOTAL - present
     assert _check_readable(lake) == _TOTAL
     _check_once_and_whole(lake)
-    assert ingest(lake, [source], "log").steps.already_present == _TOTAL
+    again = ingest(lake, [source], "log")
+    assert (again.steps.already_present, again.num_quarantined) == (_TOTAL, 0)
 
 
 def test_killed_ingests_lose_and_double_nothing(tmp_path: Path) -> None:
@@ -125,5 +144,6 @@ def test_two_ingests_of_one_source_at_once_commit_it_once(tmp_path: Path) -> Non
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         assert output.endswith("end 0\n")
+    assert _num_quarantined(lake) == _NUM_REJECTED * _LENGTH
     assert _check_readable(lake) == _TOTAL
     _check_once_and_whole(lake)
