@@ -129,7 +129,7 @@ class _Api:
         """Write a reward for one of our decisions; the join drops repeats."""
         serving = self._serving()
         body = await _read_body(request, serving.limits.body_bytes)
-        given = parse_feedback(body, serving.served.policy.spec.observation_space)
+        given = parse_feedback(body, serving.served.policy.spec)
         if serving.log is None:
             raise RequestRefused(
                 404, "decision_id", "a server that logs nothing", "one started with --log-to"
@@ -171,6 +171,7 @@ class _Api:
                 "head": spec.head,
                 "observation_space": to_json(spec.observation_space),
                 "action_space": to_json(spec.action_space),
+                "encoding": None if spec.encoding is None else spec.encoding.to_json(),
                 "explore": {
                     "epsilon": exploration.epsilon,
                     "temperature": exploration.temperature,
@@ -267,6 +268,10 @@ def _answer(
         answer |= {"actions": actions, "log_probs": values, "decision_ids": ids}
     else:
         answer |= {"action": actions[0], "log_prob": values[0], "decision_id": ids[0]}
+    encoding = served.policy.spec.encoding
+    if encoding is not None and encoding.action_names is not None:
+        named = [encoding.action_name(action) for action in actions]
+        answer |= {"action_names": named} if asked.is_batch else {"action_name": named[0]}
     return _json(answer)
 
 

@@ -167,4 +167,4 @@ def check_servable(config: ServeConfig) -> None:
     if config.lake is not None and config.log_to is not None:
         check_shareable(config.lake, "serve")
         dataset = open_lake(config.lake).dataset(config.log_to)
-        ensure_feedback_tables(dataset, spec.observation_space, spec.action_space)
+        ensure_feedback_tables(dataset, spec.observation_space, spec.action_space, spec.encoding)

@@ -54,7 +54,7 @@ class DecisionLog:
 
         Raises: SchemaMismatch if the dataset's spaces are not the policy's.
         """
-        ensure_feedback_tables(dataset, spec.observation_space, spec.action_space)
+        ensure_feedback_tables(dataset, spec.observation_space, spec.action_space, spec.encoding)
         self.dataset = dataset
         self.window_s = window_s
         self.takes_masks = dataset.spec.mask_size is not None

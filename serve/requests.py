@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
+from replaylake.datastore.encoding import Encoding
 from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import (
@@ -55,7 +56,10 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class ActRequest:
-    """B observations to act on; `raw` holds each as it came, for the log. Absent ids are None."""
+    """B observations to act on. Absent ids are None.
+
+    raw: each for the log: as it came, or its vector where it came as named fields.
+    """
 
     is_batch: bool
     observations: Values
@@ -107,6 +111,7 @@ def parse_act(body: bytes, spec: PolicySpec, max_batch: int) -> ActRequest:
         raise _wrong("observations", raw, f"a list of 1 to {max_batch} observations")
     elif len(raw) > max_batch:
         raise RequestRefused(413, "observations", f"{len(raw)}", f"at most {max_batch} a request")
+    raw = encoded(spec.encoding, raw, names["observation"], is_batch)
     return ActRequest(
         is_batch=is_batch,
         observations=read_values(spec.observation_space, raw, names["observation"], is_batch),
@@ -118,7 +123,7 @@ def parse_act(body: bytes, spec: PolicySpec, max_batch: int) -> ActRequest:
     )
 
 
-def parse_feedback(body: bytes, observation_space: Space) -> FeedbackRequest:
+def parse_feedback(body: bytes, spec: PolicySpec) -> FeedbackRequest:
     """Read the body of POST /feedback. Raises: RequestRefused."""
     fields = parse_json(body)
     _check_fields(fields, _FEEDBACK_FIELDS)
@@ -132,7 +137,8 @@ def parse_feedback(body: bytes, observation_space: Space) -> FeedbackRequest:
         raise _wrong("reward", reward, "a finite number")
     final = fields.get("final_observation")
     if final is not None:
-        read_values(observation_space, [final], "final_observation", False)
+        (final,) = encoded(spec.encoding, [final], "final_observation", False)
+        read_values(spec.observation_space, [final], "final_observation", False)
     return FeedbackRequest(
         decision_id=decision_id,
         reward=float(reward),
@@ -140,6 +146,27 @@ def parse_feedback(body: bytes, observation_space: Space) -> FeedbackRequest:
         truncated=bool(_optional(fields, "truncated", bool, "true or false")),
         final_observation=final,
     )
+
+
+def encoded(encoding: Encoding | None, raw: list[Any], field: str, is_batch: bool) -> list[Any]:
+    """Return observations with the vectors of those that came as named fields.
+
+    Raises: RequestRefused naming the field that is unknown, absent or of the wrong type.
+    """
+    if encoding is None or not encoding.fields or dict not in set(map(type, raw)):
+        return raw
+    vectors = []
+    for i, value in enumerate(raw):
+        if type(value) is not dict:
+            vectors.append(value)
+            continue
+        place = f"{field}[{i}]" if is_batch else field
+        if (fault := encoding.find_fault(value)) is not None:
+            name, found, expected = fault
+            said = "nothing" if found is None else _found(found)
+            raise RequestRefused(422, _short(f"{place}.{name}"), said, _short(expected))
+        vectors.append(encoding.encode_one(value).tolist())
+    return vectors
 
 
 def read_values(space: Space, raw: list[Any], field: str, is_batch: bool) -> Values:

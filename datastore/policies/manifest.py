@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from replaylake.datastore.encoding import from_json as encoding_from_json
 from replaylake.datastore.errors import (
     FormatTooNew,
     NotFound,
@@ -175,13 +176,16 @@ def _spec_to_json(spec: PolicySpec) -> dict[str, Any]:
         "action_space": to_json(spec.action_space),
         "head": spec.head,
         "noise_size": spec.noise_size,
+        **({} if spec.encoding is None else {"encoding": spec.encoding.to_json()}),
     }
 
 
 def _spec_from_json(data: Mapping[str, Any]) -> PolicySpec:
+    encoding = data.get("encoding")
     return PolicySpec(
         from_json(data["observation_space"]),
         from_json(data["action_space"]),
         data["head"],
         int(data["noise_size"]),
+        None if encoding is None else encoding_from_json(encoding),
     )

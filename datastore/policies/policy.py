@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from replaylake.datastore.encoding import Encoding
 from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
 from replaylake.datastore.spaces import Array, Box, Discrete, Space, Values, describe
 
@@ -42,12 +43,16 @@ class PolicySpec:
         deterministic       actions [N, D] in the environment's units
         sampled             actions [N, D]; the graph's second input is noise [N, noise_size]
         uniform             none, and no graph: any action, with its density; cannot be exported
+
+    encoding says what the elements of an observation are and what actions are called, as the
+    dataset had it that the policy learned from; None where nothing was encoded.
     """
 
     observation_space: Space
     action_space: Space
     head: str
     noise_size: int = 0
+    encoding: Encoding | None = None
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:

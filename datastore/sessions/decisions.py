@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.compatibility import compatible
+from replaylake.datastore.compatibility import compatible, encoding_difference
 from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.encoding import Encoding
 from replaylake.datastore.errors import AlreadyExists, EpisodeInvalid, SchemaMismatch
 from replaylake.datastore.schema import (
     ACTION,
@@ -92,18 +93,34 @@ def rewards_schema(observation_space: Space) -> pa.Schema:
     )
 
 
-def ensure_feedback_tables(dataset: Dataset, observation_space: Space, action_space: Space) -> None:
+def ensure_feedback_tables(
+    dataset: Dataset,
+    observation_space: Space,
+    action_space: Space,
+    encoding: Encoding | None = None,
+) -> None:
     """Create the dataset and its two feedback tables where they are absent.
 
-    Raises: SchemaMismatch if the dataset exists with other spaces: its episodes could not be joined
-    by those that this policy makes.
+    Raises: SchemaMismatch if the dataset exists with other spaces, or another encoding: its
+    episodes could not be joined by those that this policy makes.
     """
     if not dataset.exists():
         with suppress(AlreadyExists):  # another worker did, this moment
-            dataset.create(observation_space, action_space, mask_size=num_actions(action_space))
+            dataset.create(
+                observation_space,
+                action_space,
+                mask_size=num_actions(action_space),
+                encoding=encoding,
+            )
     spec = dataset.spec
     _check_same(dataset.name, "observation", spec.observation_space, observation_space)
     _check_same(dataset.name, "action", spec.action_space, action_space)
+    differs = encoding_difference(spec.encoding, encoding)
+    if differs is not None:
+        raise SchemaMismatch(
+            f"dataset {dataset.name!r} and the policy: {differs}, expected one encoding. Log to "
+            "another dataset."
+        )
     for table, schema in (
         (dataset.decisions, decisions_schema(spec.observation_space, spec.action_space)),
         (dataset.rewards, rewards_schema(spec.observation_space)),

@@ -1,0 +1,207 @@
+"""Named fields at /act: encoded as ingest encodes the same row, through training and packaging."""
+
+import json
+
+import numpy as np
+import pytest
+
+from replaylake.datastore.encoding import Encoding
+from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.formats.format import ReadOptions
+from replaylake.datastore.ingest.ingest import ingest
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.policies.package import load_policy
+from replaylake.datastore.sessions.sessionise import sessionise
+from replaylake.offline.train import TrainConfig, train
+from replaylake.serve.app import create_app
+from replaylake.serve.config import ServeConfig, check_servable, load_serving
+
+_DEVICES = ("ios", "web", "", "android")
+_MAP = {"observation": "user_*,member,device,hour", "action": "item", "reward": "click"}
+
+
+def _rows() -> list[dict]:
+    """Eight decisions; each fourth has no device."""
+    return [
+        {
+            "user_age": 20 + 3 * i,
+            "user_score": 0.1 * i,
+            "member": i % 2 == 0,
+            "device": _DEVICES[i % 4],
+            "hour": f"2026-01-{10 + i:02d}T{(5 * i) % 24:02d}:{7 * i:02d}:00Z",
+            "item": ("hat", "shoes", "scarf")[i % 3],
+            "click": i % 2,
+        }
+        for i in range(8)
+    ]
+
+
+def _named(row: dict) -> dict:
+    """Return the fields that /act takes."""
+    fields = ("user_age", "user_score", "member", "device", "hour")
+    return {name: row[name] for name in fields if row[name] != ""}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Return a lake with a dataset from a CSV, and a policy that learned from it."""
+    folder = tmp_path_factory.mktemp("named")
+    lake = open_lake(folder / "lake", create=True)
+    rows = _rows()
+    lines = [",".join(rows[0]), *(",".join(str(v) for v in row.values()) for row in rows)]
+    (folder / "log.csv").write_text("\n".join(lines) + "\n")
+    options = ReadOptions(mapping=_MAP, fill={"device": "none"}, timezone="Europe/Berlin")
+    ingest(lake, [folder / "log.csv"], "shop", format="bandit", options=options)
+    config = TrainConfig(algorithm="bc", updates=3, batch_size=4, options={"hidden_sizes": [4]})
+    return lake, train(lake, ["shop"], config, policy_name="clone").policy
+
+
+@pytest.fixture
+def client(app_client, made):
+    lake, trained = made
+    config = ServeConfig(
+        package=trained.path,
+        policy=trained.name,
+        version=trained.version,
+        lake=lake.path,
+        log_to="served",
+    )
+    with app_client(create_app(lambda: load_serving(config))) as client:
+        yield client
+
+
+def _logged(lake) -> list[list[float]]:
+    rows = lake.sql("select observation from shop.steps order by user_age").column(0)
+    return rows.to_pylist()
+
+
+def test_the_encoding_travels_in_the_package(made):
+    lake, trained = made
+    encoding = lake.dataset("shop").spec.encoding
+    assert isinstance(encoding, Encoding)
+    assert encoding.action_names == ("hat", "scarf", "shoes")
+    assert load_policy(trained.path).spec.encoding == encoding
+    body = json.loads((trained.path / "manifest.json").read_text())
+    assert body["policy"]["encoding"] == encoding.to_json()
+
+
+def test_named_fields_are_the_logged_vectors(client, made):
+    lake, _ = made
+    vectors = _logged(lake)
+    for row, vector in zip(_rows(), vectors, strict=True):
+        named = client.post("/act", json={"observation": _named(row)}).json()
+        plain = client.post("/act", json={"observation": vector}).json()
+        assert named["action"] == plain["action"]
+        assert named["action_name"] == ("hat", "scarf", "shoes")[named["action"]]
+    encoding = lake.dataset("shop").spec.encoding
+    encoded = np.stack([encoding.encode_one(_named(row)) for row in _rows()])
+    assert np.array_equal(encoded, np.array(vectors, np.float32))
+
+
+def test_a_batch_of_both_kinds(client, made):
+    vectors = _logged(made[0])
+    observations = [_named(_rows()[0]), vectors[1], _named(_rows()[2])]
+    answer = client.post("/act", json={"observations": observations}).json()
+    plain = client.post("/act", json={"observations": vectors[:3]}).json()
+    assert answer["actions"] == plain["actions"]
+    assert len(answer["action_names"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "found", "expected"),
+    [
+        ({"age": 3}, "age", "3", "only the fields user_age"),
+        ({"user_age": None}, "user_age", "nothing", "a number"),
+        ({"user_age": "31"}, "user_age", '"31"', "a number"),
+        ({"member": 1}, "member", "1", "true or false"),
+        ({"device": ["ios"]}, "device", "a list of 1", "text"),
+        ({"hour": "2026-01-31 12:00"}, "hour", '"2026-01-31 12:00"', "a time with a zone"),
+    ],
+)
+def test_a_wrong_field_is_422_and_named(client, changed, field, found, expected):
+    observation = {**_named(_rows()[0]), **changed}
+    for body, place in (
+        ({"observation": observation}, f"observation.{field}"),
+        ({"observations": [_named(_rows()[1]), observation]}, f"observations[1].{field}"),
+    ):
+        response = client.post("/act", json=body)
+        assert response.status_code == 422, response.text
+        error = response.json()["error"]
+        assert error["field"] == place
+        assert error["found"] == found
+        assert expected in error["expected"]
+
+
+def test_a_plain_vector_of_the_wrong_length_is_refused(client):
+    response = client.post("/act", json={"observation": [1.0, 2.0]})
+    assert response.json()["error"]["field"] == "observation"
+
+
+def test_the_policy_says_its_fields(client, made):
+    body = client.get("/policy").json()
+    assert body["encoding"] == made[0].dataset("shop").spec.encoding.to_json()
+
+
+def test_served_decisions_hold_the_vector_and_train_beside_the_log(app_client, made):
+    lake, trained = made
+    config = ServeConfig(
+        package=trained.path, policy="clone", version=1, lake=lake.path, log_to="loop"
+    )
+    row = _rows()[4]
+    with app_client(create_app(lambda: load_serving(config))) as client:
+        answer = client.post("/act", json={"observation": _named(row)}).json()
+        feedback = {
+            "decision_id": answer["decision_id"],
+            "reward": 1.0,
+            "truncated": True,
+            "final_observation": _named(_rows()[5]),
+        }
+        assert client.post("/feedback", json=feedback).status_code == 200
+        wrong = {**feedback, "final_observation": {"user_age": 1}}
+        error = client.post("/feedback", json=wrong).json()["error"]
+        assert error["field"] == "final_observation.user_score"
+    sessionise(lake, "loop")
+    steps = lake.sql("select observation, final_observation from loop.steps").to_pylist()
+    vectors = _logged(lake)
+    assert steps == [{"observation": vectors[4], "final_observation": vectors[5]}]
+    assert lake.dataset("loop").spec.encoding == lake.dataset("shop").spec.encoding
+    options = TrainConfig(algorithm="bc", updates=1, batch_size=4, options={"hidden_sizes": [4]})
+    both = train(lake, ["shop", "loop"], options, policy_name="both")
+    assert both.num_steps == 9
+
+
+def test_a_dataset_that_serving_makes_has_the_encoding(made):
+    lake, trained = made
+    config = ServeConfig(
+        package=trained.path, policy="clone", version=1, lake=lake.path, log_to="fresh"
+    )
+    check_servable(config)
+    assert lake.dataset("fresh").spec.encoding == lake.dataset("shop").spec.encoding
+
+
+def test_datasets_of_other_encodings_are_not_trained_together(made, tmp_path):
+    lake, trained = made
+    lines = ["user_age,device,item,click", "31,ios,hat,1", "45,web,shoes,0"]
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    mapping = {**_MAP, "observation": "user_age,device"}
+    ingest(lake, [tmp_path / "log.csv"], "small", format="bandit",
+           options=ReadOptions(mapping=mapping))  # fmt: skip
+    other = {"observation": "user_*,device", "action": "item", "reward": "click"}
+    rows = ["user_a,user_b,user_c,device,item,click"]
+    rows += [f"1,2,3,{d},{i},1" for d, i in (("ios", "hat"), ("web", "shoes"), ("tv", "scarf"))]
+    rows += [f"1,2,3,{device},hat,0" for device in "abcde"]
+    (tmp_path / "same_width.csv").write_text("\n".join(rows) + "\n")
+    ingest(lake, [tmp_path / "same_width.csv"], "same_width", format="bandit",
+           options=ReadOptions(mapping=other))  # fmt: skip
+    config = TrainConfig(algorithm="bc", updates=1)
+    with pytest.raises(SchemaMismatch, match="observation space"):
+        train(lake, ["shop", "small"], config, policy_name="none")
+    # Three numbers, eight devices and the other ones: as many elements as in `shop`.
+    assert lake.dataset("same_width").spec.encoding.width == 12
+    with pytest.raises(SchemaMismatch, match="encoded from differ"):
+        train(lake, ["shop", "same_width"], config, policy_name="none")
+    serving = ServeConfig(
+        package=trained.path, policy="clone", version=1, lake=lake.path, log_to="same_width"
+    )
+    with pytest.raises(SchemaMismatch, match="encoded from differ"):
+        load_serving(serving)
