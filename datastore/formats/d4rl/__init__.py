@@ -1,0 +1,1 @@
+"""D4RL: datasets of HDF5 arrays with a row a step."""
