@@ -1,0 +1,1 @@
+"""npz: archives of numpy arrays, read without unpickling."""

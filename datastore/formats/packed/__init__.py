@@ -1,0 +1,1 @@
+"""Packed values: pickles and msgpack that RLlib writes, read without executing anything."""

@@ -1,0 +1,1 @@
+"""RLlib: columns, sample batches and episodes of its offline data."""
