@@ -1,0 +1,1 @@
+"""LeRobot: folders of Parquet and metadata, with videos as references."""

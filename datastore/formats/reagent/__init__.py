@@ -1,0 +1,1 @@
+"""ReAgent: logs of sparse features."""

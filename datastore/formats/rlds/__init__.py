@@ -1,0 +1,1 @@
+"""RLDS: episodes in TFDS's folders of TFRecords, read without TensorFlow."""
