@@ -1,0 +1,1 @@
+"""Transcripts: dialogues of chat and tool use, one row a generated turn."""
