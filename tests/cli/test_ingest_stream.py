@@ -1,0 +1,136 @@
+"""`ingest --follow` as a process of its own: fed through a pipe, killed, interrupted, fed again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaylake.datastore.lake import open_lake
+
+_LENGTH = 20
+
+
+def _lines(num_episodes: int) -> list[bytes]:
+    return [
+        json.dumps(
+            {
+                "episode_id": f"e{episode}",
+                "step": step,
+                "observation": [episode / 7, step / 3],
+                "action": step % 3,
+                "reward": 1.0,
+                "terminated": step == _LENGTH - 1,
+            }
+        ).encode()
+        + b"\n"
+        for episode in range(num_episodes)
+        for step in range(_LENGTH)
+    ]
+
+
+def _started(lake: Path, source: str, *flags: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "replaylake.cli.main", "ingest", source, "--dataset", "live"]
+    command += ["--follow", "--lake", str(lake), "--json", *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def _wait_for_steps(lake: Path, least: int) -> None:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        opened = open_lake(lake, create=True).dataset("live")
+        if opened.exists() and opened.snapshot().num_steps >= least:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"expected {least} steps in {lake}")
+
+
+def _counts(lake: Path) -> dict[str, Any]:
+    found: dict[str, Any] = (
+        open_lake(lake)
+        .sql(
+            "SELECT count(*) AS steps, count(DISTINCT (episode_id, step)) AS distinct_steps, "
+            "count(*) FILTER (terminated) AS ended FROM live.steps"
+        )
+        .to_pylist()[0]
+    )
+    return found
+
+
+def test_killed_and_fed_again_from_the_start_it_has_each_step_once(tmp_path: Path) -> None:
+    lake = tmp_path / "lake"
+    lines = _lines(30)
+    killed = _started(lake, "-", "--flush-every", "0.1s")
+    assert killed.stdin is not None
+    for start in range(0, 400, 50):
+        killed.stdin.write(b"".join(lines[start : start + 50]))
+        killed.stdin.flush()
+        time.sleep(0.02)
+    _wait_for_steps(lake, 50)
+    killed.kill()
+    killed.communicate()
+    present = _counts(lake)["steps"]
+    assert present >= 50
+    again = _started(lake, "-", "--flush-every", "0.1s")
+    out, err = again.communicate(b"".join(lines), timeout=60)
+    assert again.returncode == 0, err
+    receipt = json.loads(out)
+    assert receipt["lines"] == {
+        "read": 600,
+        "committed": 600 - present,
+        "rejected": 0,
+        "already_present": present,
+    }
+    assert _counts(lake) == {"steps": 600, "distinct_steps": 600, "ended": 30}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_stop_it_commits_what_it_holds(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "app.jsonl"
+    lines = _lines(3)
+    path.write_bytes(b"".join(lines[:10]))
+    running = _started(tmp_path / "lake", str(path), "--flush-every", "0.2s", "--stream", "app")
+    _wait_for_steps(tmp_path / "lake", 10)
+    with path.open("ab") as stream:
+        stream.write(b"".join(lines[10:]) + b"not json\n" + b'{"torn')
+    _wait_for_steps(tmp_path / "lake", 60)
+    running.send_signal(number)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 0, err
+    assert json.loads(out)["lines"] == {
+        "read": 61,
+        "committed": 60,
+        "rejected": 1,
+        "already_present": 0,
+    }
+    assert b"rejected: malformed: app.jsonl line 61: found 'not json'" in err
+
+
+def test_lines_on_standard_input_without_follow_are_a_source(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "replaylake.cli.main",
+        "ingest",
+        "-",
+        "--dataset",
+        "live",
+        "--json",
+    ]
+    command += ["--lake", str(tmp_path / "lake")]
+    lines = b"".join(_lines(2))
+    for expected in ("committed", "already_present"):
+        ran = subprocess.run(command, input=lines, stdout=subprocess.PIPE, check=True, timeout=60)
+        assert json.loads(ran.stdout)["steps"][expected] == 40
+    ran = subprocess.run(
+        [*command, "--flush-every", "1s"], input=lines, stderr=subprocess.PIPE, check=False
+    )
+    assert ran.returncode == 2
+    assert b"without --follow" in ran.stderr
