@@ -42,6 +42,7 @@ __all__ = [
     "delete",
     "diff",
     "evaluate",
+    "export",
     "fsck",
     "ingest",
     "load_policy",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from replaylake.datastore.dataset import Dataset, EpisodeWriter
     from replaylake.datastore.episode import Episode
     from replaylake.datastore.errors import ReplayLakeError
+    from replaylake.datastore.export.export import export
     from replaylake.datastore.ingest.ingest import ingest
     from replaylake.datastore.labels.annotate import annotate
     from replaylake.datastore.lake import Lake
@@ -139,6 +141,7 @@ _HOMES = {
     "delete": ("datastore.maintenance.delete", "delete"),
     "diff": ("datastore.versions.diff", "diff"),
     "evaluate": ("offline.evaluate", "evaluate"),
+    "export": ("datastore.export.export", "export"),
     "fsck": ("datastore.maintenance.fsck.fsck", "fsck"),
     "ingest": ("datastore.ingest.ingest", "ingest"),
     "load_policy": ("datastore.policies.package", "load_policy"),

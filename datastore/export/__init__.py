@@ -1,0 +1,1 @@
+"""Export: snapshots and selections written out in other people's formats."""
