@@ -1,0 +1,219 @@
+"""Plots: a profile as pictures, each an SVG that stands in the page itself. Matplotlib's home."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from replaylake.datastore.errors import ExtraMissing
+
+if TYPE_CHECKING:
+    from replaylake.datastore.profile.column_statistics import Dimension, Histogram
+    from replaylake.datastore.profile.profile import PolicyShare
+    from replaylake.datastore.profile.vectors import Counted
+
+try:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as _error:
+    raise ExtraMissing(
+        "show --report: found no matplotlib, expected it for the pictures. Install "
+        "replaylake[plot]."
+    ) from _error
+
+_INK: Final = "#1f3a5f"
+_FILL: Final = "#5b8db8"
+_LIMIT: Final = "#b5482f"
+_GRID: Final = "#e3e6ea"
+_COLUMNS: Final = 4
+# Characters of names that fit beside one another under a picture.
+_MAX_LEVEL: Final = 44
+# So few whole numbers are bars of their own, each with its count.
+_MAX_WHOLE: Final = 12
+# Texts stay texts, and the same data gives the same bytes. Any: matplotlib's stubs want literals.
+_STYLE: Final[Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "replaylake",
+    "font.family": "sans-serif",
+    "font.size": 8.5,
+    "axes.edgecolor": "#9aa3ad",
+    "axes.labelcolor": "#333",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": "#555",
+    "ytick.color": "#555",
+}
+
+
+def distribution(found: Histogram | None, label: str, unit: str = "episodes") -> str | None:
+    """Draw one histogram; None where there is nothing to draw."""
+    if found is None:
+        return None
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(4.6, 2.3), layout="constrained")
+        axes = figure.add_subplot()
+        _bars(axes, found, is_labelled=True)
+        axes.set_xlabel(label)
+        axes.set_ylabel(unit)
+        return _svg(figure)
+
+
+def dimensions(found: Sequence[Dimension]) -> str | None:
+    """Draw a histogram of each number, with its bounds in the space as dashed lines."""
+    drawn = [one for one in found if one.histogram is not None]
+    if not drawn:
+        return None
+    num_rows = -(-len(drawn) // _COLUMNS)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(9.4, 1.75 * num_rows), layout="constrained")
+        grid = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
+        for axes, one in zip(grid, drawn, strict=False):
+            assert one.histogram is not None
+            _bars(axes, one.histogram)
+            axes.set_title(_short(one.name), fontsize=8.5, loc="left", color="#222")
+            axes.set_yticks([])
+            for bound in (one.low, one.high):
+                if bound is not None and _is_near(bound, one):
+                    axes.axvline(bound, color=_LIMIT, linestyle="--", linewidth=1)
+            if len(one.histogram.counts) > _MAX_WHOLE:
+                axes.locator_params(axis="x", nbins=4)
+        for axes in grid[len(drawn) :]:
+            axes.set_visible(False)
+        return _svg(figure)
+
+
+def counts(found: Counted) -> str:
+    """Draw how often each value of a discrete space occurs, at most 60 of them one by one."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(4.6, 2.3), layout="constrained")
+        axes = figure.add_subplot()
+        places = range(found.start, found.start + len(found.counts))
+        axes.bar(places, found.counts, width=0.8 if len(found.counts) <= 60 else 1.0, color=_FILL)
+        if len(found.names) and len(found.counts) <= 20:
+            axes.set_xticks(list(places), [_short(name, 16) for name in found.names])
+            if max(map(len, found.names)) * len(found.names) > _MAX_LEVEL:
+                axes.tick_params(axis="x", labelrotation=60)
+        elif len(found.counts) <= 20:
+            axes.set_xticks(list(places))
+        axes.set_xlabel(_short(found.name))
+        axes.set_ylabel("steps")
+        _calm(axes)
+        return _svg(figure)
+
+
+def ends(terminated: int, truncated: int, still_open: int) -> str:
+    """Draw how episodes end, as one bar each."""
+    names = ["terminated", "truncated", "open"]
+    values = [terminated, truncated, still_open]
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(4.6, 1.5), layout="constrained")
+        axes = figure.add_subplot()
+        bars = axes.barh(names, values, color=[_INK, _FILL, "#c9d3dd"], height=0.62)
+        axes.bar_label(bars, [f"{value:,}" for value in values], padding=4, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("episodes")
+        axes.margins(x=0.16)
+        _calm(axes)
+        return _svg(figure)
+
+
+def observation_map(grid: Sequence[Sequence[int]]) -> str:
+    """Draw where observations lie, on the two axes along which they vary most; darker is more."""
+    import numpy as np
+
+    cells = np.asarray(grid, dtype=float).T
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(3.4, 3.1), layout="constrained")
+        axes = figure.add_subplot()
+        shown = np.ma.masked_equal(np.log1p(cells), 0)
+        axes.imshow(shown, origin="lower", cmap="Blues", vmin=-0.8, interpolation="nearest")
+        axes.set_xlabel("first principal component")
+        axes.set_ylabel("second")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return _svg(figure)
+
+
+def policies(found: Sequence[PolicyShare], by_timestamp: bool) -> str:
+    """Draw which policy version wrote how much, over time or over the order of rows."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(9.4, 2.4), layout="constrained")
+        axes = figure.add_subplot()
+        colours = mpl.colormaps["viridis"].resampled(max(2, len(found)))
+        for number, one in enumerate(found):
+            below = [sum(p.by_period[i] for p in found[:number]) for i in range(len(one.by_period))]
+            axes.bar(
+                range(len(one.by_period)),
+                one.by_period,
+                bottom=below,
+                width=1.0,
+                linewidth=0,
+                antialiased=False,
+                color=colours(number),
+                label=_short(policy_name(one), 34),
+            )
+        axes.set_xlabel("time" if by_timestamp else "rows, in the order they were committed")
+        axes.set_ylabel("steps")
+        axes.set_xticks([])
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+        _calm(axes)
+        return _svg(figure)
+
+
+def policy_name(one: PolicyShare) -> str:
+    """Return how a policy version is called on the page."""
+    if one.policy is None:
+        return "not recorded"
+    return one.policy if one.version is None else f"{one.policy}:{one.version}"
+
+
+def _bars(axes: Any, found: Histogram, *, is_labelled: bool = False) -> None:
+    if len(found.counts) == 1:
+        # A lone value: a bar as wide as its bin would be all there is, or nothing at all.
+        middle = (found.edges[0] + found.edges[1]) / 2
+        axes.bar([f"{middle:g}"], found.counts, width=0.2, color=_FILL)
+        axes.set_xlim(-1, 1)
+    elif len(found.counts) <= _MAX_WHOLE and all(_is_half(edge) for edge in found.edges):
+        places = [round(edge + 0.5) for edge in found.edges[:-1]]
+        bars = axes.bar(places, found.counts, width=0.8, color=_FILL)
+        axes.set_xticks(places)
+        if is_labelled:
+            axes.bar_label(bars, [f"{n:,}" for n in found.counts], padding=2, fontsize=8)
+            axes.margins(y=0.12)
+    else:
+        widths = [b - a for a, b in zip(found.edges[:-1], found.edges[1:], strict=True)]
+        axes.bar(found.edges[:-1], found.counts, width=widths, align="edge", color=_FILL)
+    _calm(axes)
+
+
+def _calm(axes: Any) -> None:
+    axes.grid(axis="y", color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=2)
+
+
+def _is_half(edge: float) -> bool:
+    """Whether it lies between two neighbouring whole numbers, as the bins of whole numbers do."""
+    return abs(edge) < 1e15 and (edge - 0.5).is_integer()
+
+
+def _is_near(bound: float, one: Dimension) -> bool:
+    """Whether a bound can be drawn without pressing the data into a corner."""
+    width = max(one.maximum - one.minimum, 1e-12)
+    return one.minimum - 2 * width <= bound <= one.maximum + 2 * width
+
+
+def _short(name: str, num: int = 28) -> str:
+    # Matplotlib reads $...$ as mathematics, and a name may hold anything.
+    text = "".join(c if c.isprintable() else "?" for c in name).replace("$", r"\$")
+    return text if len(text) <= num else text[: num - 3] + "..."
+
+
+def _svg(figure: Figure) -> str:
+    sink = io.StringIO()
+    figure.savefig(sink, format="svg", metadata={"Date": None, "Creator": None})
+    text = sink.getvalue()
+    # What comes before is for a file of its own.
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', "", text[text.index("<svg") :], count=1)

@@ -1,0 +1,1 @@
+"""Profile: what a snapshot holds, in numbers that pictures are drawn from."""
