@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +16,11 @@ from replaylake.cli.options import (
     LakeOption,
 )
 from replaylake.cli.report import Report, count, number_text, size, table_lines
+from replaylake.datastore.errors import StorageFailed
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake import Lake
+    from replaylake.datastore.profile.profile import Profile
 
 _COLUMNS = ("dataset", "version", "num_steps", "num_shards", "num_bytes")
 
@@ -45,6 +51,14 @@ def show(
             metavar="NAME[@VERSION]", show_default=False, help="A dataset, at a version or newest."
         ),
     ],
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Write one HTML page with pictures of what is in it; --json: its numbers too.",
+        ),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -56,13 +70,39 @@ def show(
     Example:
       replaylake show cartpole
       replaylake show cartpole@3 --json
+      replaylake show cartpole --report report.html
     """
     from replaylake.datastore.lake import open_lake
 
     report = Report(as_json)
-    with report.waiting(f"reading {name}"):
-        body = open_lake(lake).snapshot(name).describe()
-    report.answer(body, _shown(body))
+    opened = open_lake(lake)
+    if page is None:
+        with report.waiting(f"reading {name}"):
+            body = opened.snapshot(name).describe()
+        report.answer(body, _shown(body))
+        return
+    found = _write_page(opened, name, page, report)
+    body = {**found.summary, "report": str(page), "profile": found.to_json()}
+    report.answer(body, [*_shown(found.summary), f"  report       {page}"])
+
+
+def _write_page(opened: Lake, name: str, page: Path, report: Report) -> Profile:
+    from replaylake.cli.page import html
+    from replaylake.datastore.profile.profile import profile
+
+    snapshot = opened.snapshot(name)
+    with report.progress("profiled", "steps") as progress:
+        found = profile(snapshot, opened.dataset(snapshot.dataset).history(), progress)
+    temporary = page.with_name(f".{page.name}.part")
+    try:
+        temporary.write_text(html(found), encoding="utf-8")
+        temporary.replace(page)
+    except OSError as error:
+        raise StorageFailed(
+            f"{page}: could not be written ({error.strerror}). Give --report a file in a folder "
+            "that exists."
+        ) from error
+    return found
 
 
 def _shown(body: Mapping[str, Any]) -> Iterator[str]:
@@ -72,11 +112,7 @@ def _shown(body: Mapping[str, Any]) -> Iterator[str]:
         f"{count(body['num_shards'], 'shard')}, {size(body['num_bytes'])}"
     )
     if body["num_episodes"]:
-        yield (
-            f"  return       mean {number_text(body['mean_return'])}, "
-            f"from {number_text(body['min_return'])} to {number_text(body['max_return'])}; "
-            f"mean length {number_text(body['mean_num_steps'])}"
-        )
+        yield f"  return       {_returns(body)}; mean length {number_text(body['mean_num_steps'])}"
         yield (
             f"  ends         {body['num_terminated']:,} terminated, {body['num_truncated']:,} "
             f"truncated, {body['num_incomplete']:,} open"
@@ -89,6 +125,17 @@ def _shown(body: Mapping[str, Any]) -> Iterator[str]:
     yield "  columns"
     for column, kind in body["columns"].items():
         yield f"    {column.ljust(width)}  {_short_type(kind)}"
+
+
+def _returns(body: Mapping[str, Any]) -> str:
+    num_known, num_episodes = body["num_returns"], body["num_episodes"]
+    if not num_known:
+        return "unknown"
+    least, greatest = number_text(body["min_return"]), number_text(body["max_return"])
+    text = f"mean {number_text(body['mean_return'])}, from {least} to {greatest}"
+    if num_known == num_episodes:
+        return text
+    return f"{text} (known for {num_known:,} of {count(num_episodes, 'episode')})"
 
 
 def _short_type(kind: str) -> str:

@@ -84,6 +84,8 @@ def _purge(report: Report, lake: Lake, dataset: str, where: str, yes: bool) -> N
 def _deleted(done: Deleted) -> Iterator[str]:
     feedback = f"{count(done.num_decisions, 'decision')}, {count(done.num_rewards, 'reward')}"
     what = f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')}, {feedback}"
+    if done.num_rejected:
+        what = f"{what}, {count(done.num_rejected, 'row')} in quarantine"
     left = f"{count(done.steps_left, 'step')} left"
     if done.num_episodes == 0:
         yield f"{done.dataset}: nothing to delete"
@@ -91,7 +93,8 @@ def _deleted(done: Deleted) -> Iterator[str]:
         yield f"{done.dataset}: would delete {what}; {left}"
         yield f"  {NOTHING_CHANGED}"
     else:
-        yield f"{done.dataset}@{done.version}: deleted {what}; {left}"
+        at = "" if done.version is None else f"@{done.version}"
+        yield f"{done.dataset}{at}: deleted {what}; {left}"
         yield "  earlier versions keep them until vacuum; --purge takes them out of those too"
 
 

@@ -18,7 +18,7 @@ from importlib import metadata
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from replaylake.cli import (
     algorithms,
@@ -29,6 +29,8 @@ from replaylake.cli import (
     delete,
     diff,
     evaluate,
+    export,
+    formats,
     fsck,
     history,
     ingest,
@@ -47,7 +49,7 @@ from replaylake.cli import (
     vacuum,
 )
 from replaylake.cli.options import Invocation
-from replaylake.cli.report import only_answers_on_stdout, print_json
+from replaylake.cli.report import only_answers_on_stdout, print_json, shown
 from replaylake.datastore.errors import ExtraMissing, ReplayLakeError
 from replaylake.datastore.version import VERSION
 
@@ -57,6 +59,7 @@ _INTERRUPTED: Final = 130
 GROUPS: Final = {
     "Put episodes in": ("ingest", "rollout", "sessionise", "annotate"),
     "Look at them": ("list", "show", "sql", "history", "diff", "tag", "lineage"),
+    "Take them elsewhere": ("export", "formats"),
     "Learn and serve": ("train", "algorithms", "evaluate", "policies", "package", "serve"),
     "Keep the lake": (
         "maintain",
@@ -86,6 +89,27 @@ class _Commands(TyperGroup):
                 )
 
 
+class _Command(TyperCommand):
+    """A command whose options stand under the headings that they name, the others first."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                heading = getattr(parameter, "rich_help_panel", None)
+                kind = "Arguments" if is_argument else heading or "Options"
+                groups.setdefault(kind, []).append(record)
+        # Lake, --json and the like are of every command: what is this one's own comes first.
+        common = groups.pop("Options")
+        ordered = {**groups, ("Of every command" if len(groups) > 1 else "Options"): common}
+        for heading, records in ordered.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
 # Plain help: rich's panels cost 0.1 s of start-up and say no more.
 _SETTINGS: Final[dict[str, Any]] = {"rich_markup_mode": None, "no_args_is_help": True}
 app = typer.Typer(
@@ -94,7 +118,7 @@ app = typer.Typer(
     cls=_Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
     **_SETTINGS,
 )
 _train = typer.Typer(help="Train a policy.", **_SETTINGS)
@@ -111,7 +135,8 @@ def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> N
             function(**arguments)
 
     text = inspect.getdoc(function) or ""
-    group.command(name, help=text.replace("\nExample:\n", "\n\b\nExample:\n"))(command)
+    text = text.replace("\nExample:\n", "\n\b\nExample:\n")
+    group.command(name, help=text, cls=_Command)(command)
 
 
 _register(app, "ingest", ingest.ingest)
@@ -128,6 +153,8 @@ _register(_tag, "set", tag.set_tag)
 _register(_tag, "list", tag.list_tags)
 _register(_tag, "remove", tag.remove_tag)
 _register(app, "lineage", lineage.lineage)
+_register(app, "export", export.export)
+_register(app, "formats", formats.formats)
 app.add_typer(_train, name="train")
 _register(_train, "offline", train.offline)
 _register(app, "algorithms", algorithms.list_algorithms)
@@ -209,9 +236,10 @@ def _fail(error: Exception, invocation: Invocation) -> int:
             f"{type(error).__name__}: {message}. This is a fault in ReplayLake or a library below "
             "it: run again with --debug for the traceback."
         )
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {shown(message)}", file=sys.stderr)
     if invocation.as_json:
-        print_json({"error": {"kind": type(error).__name__, "message": message}})
+        details = getattr(error, "details", {})
+        print_json({"error": {"kind": type(error).__name__, "message": message, **details}})
     return 1
 
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from decimal import Decimal
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import Any, Final, TextIO
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from replaylake.cli.progress import ProgressReport, WaitingReport
 
-# Nothing is said of what takes less; then no more often than this where the output is no terminal.
-_LINE_INTERVAL_S: Final = 2.0
-_BAR_DELAY_S: Final = 0.5
 _MAX_TEXT: Final = 100
 _MAX_VECTOR: Final = 44
-
+# What a terminal obeys instead of showing it: control characters (C0 but tab and newline, DEL, C1),
+# marks that turn the direction of text, and halves of surrogate pairs, which no stream encodes.
+_NOT_SHOWN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 _answers: ContextVar[TextIO | None] = ContextVar("answers", default=None)
 
@@ -54,11 +52,11 @@ class Report:
             print_json(body)
         else:
             for line in lines:
-                print(line, file=answer_stream())
+                print(shown(line), file=answer_stream())
 
     def say(self, text: str) -> None:
         """Print talk on stderr."""
-        print(text, file=sys.stderr, flush=True)
+        print(shown(text), file=sys.stderr, flush=True)
 
     def progress(self, verb: str, unit: str) -> ProgressReport:
         """Return a context manager to be called with (done, total) as work goes on."""
@@ -69,95 +67,16 @@ class Report:
         return WaitingReport(what)
 
 
-class ProgressReport:
-    """A bar on a terminal; elsewhere plain lines such as `read 120/200 files`."""
-
-    def __init__(self, verb: str, unit: str) -> None:
-        self.verb = verb
-        self._unit = unit
-        self._began = self._said = time.monotonic()
-        self._is_terminal = sys.stderr.isatty()
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        self._last = ""
-
-    def __enter__(self) -> ProgressReport:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        elif self._last and self._said > self._began:
-            self._print()
-
-    def __call__(self, done: int, total: int | None, note: str = "") -> None:
-        """Say how far it is, if it is time to."""
-        if self._is_terminal:
-            self._draw(done, total, note)
-            return
-        of = f"{done:,}" if total is None else f"{done:,}/{total:,}"
-        self._last = " ".join(filter(None, [self.verb, of, self._unit, note and f" {note}"]))
-        if time.monotonic() - self._said >= _LINE_INTERVAL_S:
-            self._print()
-
-    def _print(self) -> None:
-        self._said = time.monotonic()
-        print(self._last, file=sys.stderr, flush=True)
-        self._last = ""
-
-    def _draw(self, done: int, total: int | None, note: str) -> None:
-        if self._bar is None:
-            if time.monotonic() - self._began < _BAR_DELAY_S:
-                return
-            self._bar, self._task = _open_bar(self.verb, self._unit)
-        if self._task is not None:
-            self._bar.update(self._task, completed=done, total=total, note=note)
-
-
-class WaitingReport:
-    """Says every two seconds what is being waited for; on a terminal in one line, then cleared."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._say, name="waiting", daemon=True)
-
-    def __enter__(self) -> WaitingReport:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Fall silent; again if need be."""
-        self._ended.set()
-        self._thread.join()
-
-    def _say(self) -> None:
-        began = time.monotonic()
-        is_terminal = sys.stderr.isatty()
-        said = ""
-        while not self._ended.wait(_LINE_INTERVAL_S):
-            said = f"{self._what}, {time.monotonic() - began:.0f} s"
-            print(said, end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
-        if said and is_terminal:
-            print(" " * len(said), end="\r", file=sys.stderr, flush=True)
+def shown(text: str) -> str:
+    """Return a text that does nothing to a terminal: what it obeys is named, as Python does."""
+    return _NOT_SHOWN.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 def print_json(body: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout; a number that JSON lacks (NaN, infinity) becomes null."""
     text = json.dumps(_plain(body), ensure_ascii=False, allow_nan=False)
+    # In JSON these stand in strings alone, where \\u names the same characters.
+    text = _NOT_SHOWN.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
     print(text, file=answer_stream())
 
 
@@ -261,28 +180,6 @@ def duration(seconds: float) -> str:
         if seconds and seconds % length == 0:
             return f"{seconds / length:,.0f}{unit}"
     return f"{seconds:g}s"
-
-
-def _open_bar(verb: str, unit: str) -> tuple[Progress, TaskID]:
-    # rich takes 60 ms to import, and most commands never draw a bar.
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-    from rich.table import Column
-
-    bar = Progress(
-        TextColumn(verb, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        TextColumn(unit, table_column=Column(no_wrap=True)),
-        Remaining(table_column=Column(no_wrap=True)),
-        # Last and cut short: on a narrow terminal the count and the time matter more.
-        TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    bar.start()
-    return bar, bar.add_task(verb, total=None, note="")
 
 
 def _cut(text: str, length: int) -> str:

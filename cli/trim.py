@@ -87,5 +87,8 @@ def _lines(done: Trimmed) -> Iterator[str]:
             f"  {count(done.num_decisions, 'decision')} and {count(done.num_rewards, 'reward')} "
             f"{'go' if done.dry_run else 'removed'} with them"
         )
-    if done.dry_run and done.num_episodes:
+    if done.num_rejected:
+        gone = "would leave" if done.dry_run else "left"
+        yield f"  {count(done.num_rejected, 'row')} {gone} the quarantine"
+    if done.dry_run and (done.num_episodes or done.num_rejected):
         yield f"  {NOTHING_CHANGED}"

@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from replaylake.datastore.formats.format import ReadOptions
+from replaylake.datastore.ingest.ingest import ingest
+from replaylake.datastore.lake import open_lake
+
 MAP = ("--map", "observation=x,y")
 Tree = Callable[[], dict[str, bytes]]
 
@@ -49,16 +53,34 @@ def test_the_rllib_log_that_ships(run: Any, cartpole: Path) -> None:
     assert (shown["num_episodes"], shown["num_steps"], shown["mean_return"]) == (21, 4137, 197.0)
 
 
-def test_an_invalid_episode_can_be_left_out(run: Any, log: Path) -> None:
+def test_an_invalid_episode_is_quarantined(run: Any, log: Path) -> None:
     log.write_text(log.read_text().replace(",10.0,", ",nan,"))
-    ran = run("ingest", log, "--dataset", "d", *MAP, "--on-invalid", "reject", "--json")
-    receipt = ran.json
+    receipt = run("ingest", log, "--dataset", "d", *MAP, "--json").json
     assert receipt["episodes"] == {"read": 2, "committed": 1, "rejected": 1, "already_present": 0}
-    (rejection,) = receipt["rejections"]
-    assert rejection["num_episodes"] == 1
-    said = run("ingest", log, "--dataset", "e", *MAP, "--on-invalid", "reject").out
-    assert "rejected 1 episode for " in said
-    assert "rejected 1 and 1" in said
+    check = receipt["checks"][0]
+    assert (check["name"], check["outcome"], check["num_episodes"]) == ("not_finite", "rejected", 1)
+    assert receipt["quarantined_rows"] == 1
+    ran = run("ingest", log, "--dataset", "e", *MAP)
+    assert ran.code == 0
+    assert "rejected 1 and 1" in ran.out
+    lines = ran.out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.split()[:2] == ["check", "outcome"])
+    assert lines[at + 1].split()[:4] == ["not_finite", "rejected", "1", "1"]
+    (said,) = [line for line in lines if "1 episode was quarantined: SELECT" in line]
+    rows = run("sql", said.partition(": ")[2], "--json").json["rows"]
+    assert rows[0]["file"] == log.name
+    assert "column 'r" in rows[0]["reasons"][0]
+
+
+def test_a_source_without_a_valid_episode(run: Any, tree: Tree, lake: Path, log: Path) -> None:
+    header, *rows = log.read_text().splitlines()
+    at = header.split(",").index("reward")
+    cells = [row.split(",") for row in rows]
+    bad = [",".join([*row[:at], "nan", *row[at + 1 :]]) for row in cells]
+    log.write_text("\n".join([header, *bad]) + "\n")
+    ran = refused(run, tree, lake, log, "--dataset", "d", *MAP)
+    ran.failed("no valid episode", "not_finite in 2")
+    assert ran.out.splitlines()[1].split()[:3] == ["not_finite", "rejected", "2"]
 
 
 def test_a_time_limit_is_a_truncation(run: Any, log: Path) -> None:
@@ -110,7 +132,8 @@ def test_a_reward_that_is_no_number(
 ) -> None:
     bad = log.with_name("bad.csv")
     bad.write_text(log.read_text().replace(",2.0,", f",{reward},"))
-    refused(run, tree, lake, bad, "--dataset", target, *MAP).failed("reward")
+    arguments = (bad, "--dataset", target, *MAP, "--on-invalid", "abort")
+    refused(run, tree, lake, *arguments).failed("reward")
 
 
 def test_a_value_outside_the_environment(
@@ -125,7 +148,6 @@ def test_a_value_outside_the_environment(
     ("arguments", "said"),
     [
         (("--dataset", "Bad-Name"), "Bad-Name"),
-        (("--dataset", "new", "--format", "xlsx"), "xlsx"),
         (("--dataset", "new", "--env", "CartPoll-v1"), "CartPole-v1"),
     ],
 )
@@ -133,3 +155,102 @@ def test_names_that_are_not_known(
     run: Any, tree: Tree, lake: Path, log: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     refused(run, tree, lake, log, *arguments).failed(said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--format", "xlsx"), "'xlsx'"),
+        (("--action-scale", "0"), "0.0"),
+        (("--action-scale", "2", "--action-low", "-1", "--action-high", "1"), "one or the other"),
+        (("--timezone", "Mars/Base"), "'Mars/Base'"),
+        (("--map", "reward=reward,step"), "2 columns"),
+        (("--map", "reward="), "'reward='"),
+        (("--flush-every", "3s"), "--follow"),
+        (("--follow", "--gaps", "split"), "split"),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_wrong_usage(
+    run: Any, tree: Tree, log: Path, flags: tuple[str, ...], said: str
+) -> None:
+    ran = run("ingest", log, "--dataset", "d", *MAP, *flags)
+    assert (ran.code, ran.out) == (2, ""), ran
+    assert said in ran.err.splitlines()[-1]
+    assert tree() == {}
+
+
+def test_a_name_that_is_nearly_right_is_suggested(run: Any, log: Path) -> None:
+    run("ingest", log, "--dataset", "d", *MAP, "--map", "reward=rewrad").failed(
+        "Did you mean 'reward'?"
+    )
+    run("ingest", log, "--dataset", "d", *MAP, "--fill", "rewrad=0").failed(
+        "Did you mean 'reward'?"
+    )
+    ran = run("ingest", log, "--dataset", "d", *MAP, "--map", "acton=action")
+    assert "--map action=action" in ran.err.splitlines()[0]
+
+
+def test_nothing_valid_is_one_json_object(run: Any, log: Path) -> None:
+    log.write_text(log.read_text().replace(",0.5,", ",nan,").replace(",2.5,", ",nan,"))
+    ran = run("ingest", log, "--dataset", "d", *MAP, "--json")
+    error = ran.json["error"]
+    assert (ran.code, error["kind"]) == (1, "NothingValid")
+    assert [check["name"] for check in error["checks"]] == ["not_finite"]
+
+
+def test_what_is_long_is_short_in_the_receipt(run: Any, log: Path, tmp_path: Path) -> None:
+    header, *rows = log.read_text().splitlines()
+    extra = [f"user-item {i}" for i in range(34)]
+    log = tmp_path / f"{'part-00011-' * 12}.csv"
+    lines = [f"{row},{','.join('1' * 34)}" for row in rows]
+    log.write_text("\n".join([",".join([header, *extra]), *lines]).replace(",2.5,", ",nan,") + "\n")
+    ran = run("ingest", log, "--dataset", "d", *MAP)
+    assert ran.code == 0, ran
+    assert "  34 columns renamed, such as 'user-item 0' -> user_item_0; --json lists all" in ran.out
+    (example,) = [line for line in ran.out.splitlines() if line.startswith("    such as")]
+    assert "row 2, column 'x': found NaN or infinity" in example
+    assert len(example) < 160
+
+
+def test_control_characters_of_a_log_do_not_reach_the_terminal(run: Any, tmp_path: Path) -> None:
+    hostile = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e"
+    log = tmp_path / f"a\x1b[31m\n{hostile}.csv"
+    log.write_text(
+        f'episode_id,step,obs,action,reward,terminated,"{hostile}"\n'
+        f'"{hostile}",0,0.5,0,1,0,1\n"{hostile}",2,0.5,0,1,1,1\nok,0,0.1,1,1,1,1\n'
+    )
+    for ran in (
+        run("ingest", log, "--dataset", "d"),
+        run("ingest", log, "--dataset", "e", "--map", "reward=nothing"),
+        run("ingest", log, "--dataset", "f", "--json"),
+        run("sql", "select file, reasons from d.quarantine"),
+    ):
+        said = (ran.out + ran.err).replace("\n", "")
+        assert said
+        assert said.isprintable(), ran
+
+
+def test_help_has_its_options_under_headings(run: Any) -> None:
+    text = run("ingest", "--help").out
+    headings = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    assert headings == [
+        "Arguments:",
+        "Source:",
+        "Columns:",
+        "Episodes:",
+        "Units and environment:",
+        "Stream:",
+        "Of every command:",
+    ]
+
+
+def test_progress_has_each_stage(lake: Path, log: Path) -> None:
+    seen: list[Any] = []
+    options = ReadOptions(mapping={"observation": "x,y"})
+    ingest(open_lake(lake, create=True), [log], "d", options=options, on_progress=seen.append)
+    assert list(dict.fromkeys(one.stage for one in seen)) == ["hash", "read", "check", "commit"]
+    num_bytes = log.stat().st_size
+    for stage, rows in (("hash", 0), ("read", 3)):
+        last = [one for one in seen if one.stage == stage][-1]
+        assert (last.num_steps, last.num_bytes, last.total_bytes) == (rows, num_bytes, num_bytes)
+    assert [(one.num_steps, one.total_steps) for one in seen if one.stage == "check"] == [(3, 3)]

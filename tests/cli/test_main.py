@@ -50,6 +50,8 @@ COMMANDS = [
     "maintain",
     "fsck",
     "copy",
+    "export",
+    "formats",
 ]
 HEAVY = {
     "bentoml",

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.cli import report
+from replaylake.cli import progress as progress_module
+from replaylake.cli.progress import ProgressReport, WaitingReport, amount, time_left
 from replaylake.cli.report import (
-    ProgressReport,
     Report,
-    WaitingReport,
     cell_text,
     count,
     fitting,
@@ -115,7 +114,7 @@ def test_progress_says_nothing_of_what_is_quick(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(report, "time", clock)
+    monkeypatch.setattr(progress_module, "time", clock)
     with ProgressReport("read", "files") as progress:
         for done in range(20):
             clock.now += 0.09
@@ -127,7 +126,7 @@ def test_progress_is_a_line_every_two_seconds_and_the_last_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(report, "time", clock)
+    monkeypatch.setattr(progress_module, "time", clock)
     with ProgressReport("read", "files") as progress:
         for done in range(1, 51):
             clock.now += 0.125
@@ -135,10 +134,10 @@ def test_progress_is_a_line_every_two_seconds_and_the_last_one(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
-        "read 16/50 files  3 episodes",
-        "read 32/50 files  3 episodes",
-        "read 48/50 files  3 episodes",
-        "read 50/50 files  3 episodes",
+        "read 16/50 files, 8 files/s, 4 s left  3 episodes",
+        "read 32/50 files, 8 files/s, 2 s left  3 episodes",
+        "read 48/50 files, 8 files/s, 1 s left  3 episodes",
+        "read 50/50 files, 8 files/s  3 episodes",
     ]
 
 
@@ -150,7 +149,7 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     terminal: Any = Terminal()
     clock = Clock()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(report, "time", clock)
+    monkeypatch.setattr(progress_module, "time", clock)
     monkeypatch.setattr("sys.stderr", terminal)
     with ProgressReport("read", "files") as progress:
         progress(1, 50)
@@ -160,10 +159,55 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "25/50" in terminal.getvalue()
 
 
+def test_each_stage_has_its_own_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "time", clock)
+    with ProgressReport("read", "steps") as progress:
+        progress.stage("hashed", "bytes")
+        clock.now += 10
+        progress(2_000_000_000, 20_000_000_000)
+        progress.stage("read", "rows")
+        clock.now += 4
+        progress(1_200_000, None, share=0.25)
+    assert capsys.readouterr().err.splitlines() == [
+        "hashed 2.0/20.0 GB, 200.0 MB/s, 1 min 30 s left",
+        "read 1,200,000 rows, 300,000 rows/s, 12 s left",
+    ]
+
+
+def test_amounts_and_times() -> None:
+    assert amount(4137, "steps") == "4,137 steps"
+    assert amount(5, "", 10) == "5/10"
+    assert amount(1_500_000, "bytes", 30_000_000) == "1.5/30.0 MB"
+    assert [time_left(s) for s in (0.1, 59.4, 200, 7500)] == [
+        "1 s",
+        "59 s",
+        "3 min 20 s",
+        "2 h 5 min",
+    ]
+
+
+def test_what_a_terminal_would_obey_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b[31m\x07\x9b2J\u202eb\ud800"
+    report = Report(as_json=False)
+    report.answer({}, [hostile, "two\nlines, Zoë, 名"])
+    report.say(hostile)
+    captured = capsys.readouterr()
+    named = "a\\x1b[31m\\x07\\x9b2J\\u202eb\\ud800"
+    assert captured.out == f"{named}\ntwo\nlines, Zoë, 名\n"
+    assert captured.err == f"{named}\n"
+    Report(as_json=True).answer({"x": hostile}, [])
+    text = capsys.readouterr().out
+    assert text.strip().isprintable()
+    assert json.loads(text)["x"].replace("\\ud800", "\ud800") == hostile
+
+
 def test_waiting_is_said_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "_LINE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(progress_module, "_LINE_INTERVAL_S", 0.02)
     with WaitingReport("running the query") as waiting:
         time.sleep(0.3)
         waiting.end()
