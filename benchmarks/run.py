@@ -43,6 +43,7 @@ WORKLOADS: Final = (
     Workload("log"),
     Workload("sql"),
     Workload("memory", ("ours",)),
+    Workload("ingest", ("ours", "by_hand")),
     Workload(
         "sampling",
         ("ours", "by_hand", "cpprb", "tianshou", "sb3", "torchrl", "d3rlpy", "rllib"),
@@ -55,7 +56,9 @@ Figures = dict[tuple[str, str], dict[str, list[float]]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="workloads, by commas: append,load,log,sql,memory,sampling")
+    parser.add_argument(
+        "--only", help="workloads, by commas: append,load,log,sql,memory,ingest,sampling"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--folder", type=Path, help="where to write; must be a real disk")
     options = parser.parse_args()

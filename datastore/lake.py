@@ -18,6 +18,7 @@ from replaylake.datastore.names import parse_snapshot
 from replaylake.datastore.policies.registry import LAKE_ROOT, Registry
 from replaylake.datastore.query import query, relations
 from replaylake.datastore.query.untrusted import QueryLimits, UntrustedResult, run_untrusted
+from replaylake.datastore.rejected import rejected_rows
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.storage import LocalStorage, Storage
 from replaylake.datastore.table import TableSnapshot
@@ -124,9 +125,9 @@ class Lake:
     ) -> pa.Table:
         """Run one SELECT over the views of datasets and of the lake, and return its rows.
 
-        A dataset has `<dataset>.steps`, `.episodes`, `.games`, `.transitions`, `.decisions` and
-        `.rewards`; the lake has `commits`, `datasets`, `policies`, `runs` and `shards`. `$name` in
-        the text takes its value from `parameters`.
+        A dataset has `<dataset>.steps`, `.episodes`, `.games`, `.transitions`, `.quarantine`,
+        `.decisions` and `.rewards`; the lake has `commits`, `datasets`, `policies`, `runs` and
+        `shards`. `$name` in the text takes its value from `parameters`.
 
         Args:
             text: the SELECT.
@@ -186,7 +187,8 @@ class Lake:
                     f"`replaylake serve POLICY --log-to {dataset}` does."
                 )
             return log.snapshot()
-        return handle.snapshot().table
+        steps = handle.snapshot().table
+        return rejected_rows(handle.rejected) if view == "quarantine" else steps
 
     def relation(self, name: str) -> pa.Table | None:
         """Return a lake-wide relation, for query.run."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from replaylake.datastore.arrow_values import is_list
 from replaylake.datastore.errors import ReplayLakeError, ShardCorrupt
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.names import new_ulid
@@ -304,9 +305,7 @@ def _leaves(path: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
     elif pa.types.is_map(kind):
         yield from _leaves(f"{path}.key_value.key", kind.key_type)
         yield from _leaves(f"{path}.key_value.value", kind.item_type)
-    elif (
-        pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    ):
+    elif is_list(kind):
         yield from _leaves(f"{path}.list.element", kind.value_type)
     elif pa.types.is_dictionary(kind):
         yield path, kind.value_type

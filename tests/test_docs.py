@@ -53,6 +53,7 @@ def _documented(view):
         "cartpole.episodes",
         "cartpole.games",
         "cartpole.transitions",
+        "cartpole.quarantine",
         "datasets",
         "commits",
         "shards",

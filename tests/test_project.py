@@ -27,11 +27,10 @@ ONE_HOME = {
     "d3rlpy": "replaylake.offline.d3rlpy.**",
     "duckdb": "replaylake.datastore.**",
     "gymnasium": "replaylake.offline.environments",
-    "h5py": "replaylake.datastore.formats.*",
-    "lz4": "replaylake.datastore.formats.*",
+    "h5py": "replaylake.datastore.formats.hdf5.files",
+    "lz4": "replaylake.datastore.formats.packed.packed",
     "matplotlib": "replaylake.cli.**",
-    "minari": "replaylake.datastore.formats.*",
-    "msgpack": "replaylake.datastore.formats.*",
+    "msgpack": "replaylake.datastore.formats.packed.packed",
     "numba": "replaylake.datastore.replay.kernels.compiled",
     "obstore": "replaylake.datastore.remote.object_storage",
     "onnx": "replaylake.offline.export",
@@ -77,8 +76,12 @@ def test_every_folder_with_modules_is_a_package() -> None:
 
 
 def test_the_stages_have_import_contracts() -> None:
-    (layers, inside_replay) = [c for c in CONTRACTS if c["type"] == "layers"]
-    assert inside_replay["containers"] == ["replaylake.datastore.replay"]
+    (layers, *inside) = [c for c in CONTRACTS if c["type"] == "layers"]
+    assert [c["containers"] for c in inside] == [
+        ["replaylake.datastore.replay"],
+        ["replaylake.datastore.formats"],
+        ["replaylake.datastore"],
+    ]
     named = re.findall(r"replaylake\.(\w+)", " ".join(layers["layers"]))
     assert sorted(named) == STAGES
     (serving,) = [c for c in CONTRACTS if c.get("source_modules") == ["replaylake.serve"]]

@@ -13,6 +13,9 @@ import pytest
 
 from replaylake.cli.report import table_lines
 from replaylake.datastore.episode import Episode
+from replaylake.datastore.formats.checks import Finding, Places
+from replaylake.datastore.formats.format import Rejected
+from replaylake.datastore.ingest.quarantine import quarantine
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.policies.manifest import GRAPH, MANIFEST, manifest_bytes
 from replaylake.datastore.policies.policy import PolicySpec
@@ -61,6 +64,7 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
         left_out=LeftOut(num_rejected=1, num_rejected_steps=2),
     )
     lake.tags.set("cartpole", "paper", 1)
+    quarantine(cartpole, _refused(), producer="ingest/1f", sequence=0)
     cartpole.append(
         [_episode("b1", [1, 1, 1, 1, 1], 2, 2), _episode("b2", [1], 2, 2)],
         producer="rollout/b",
@@ -82,6 +86,20 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
     )
     _register(lake, folder)
     return lake
+
+
+def _refused() -> list[Rejected]:
+    def places(first: int, num: int) -> Places:
+        rows = np.arange(first, first + num)
+        return Places(rows, lambda found: (["log.csv"] * len(found), found.tolist()))
+
+    payoffs = pa.table({"user": ["u7", "u7"], "payoff": [1.0, float("nan")]})
+    finding = Finding("not_finite", "log.csv row 5, column 'payoff': found NaN or infinity")
+    faults = (Finding("gap", "log.csv row 12"), Finding("shape", "log.csv row 12"))
+    return [
+        Rejected("u7", 2, (finding,), rows=payoffs, places=places(4, 2)),
+        Rejected("u9", 1, faults, rows=payoffs.slice(0, 1), places=places(12, 1)),
+    ]
 
 
 def _register(lake: Lake, folder: Path) -> None:
