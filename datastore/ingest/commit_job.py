@@ -223,25 +223,23 @@ class CommitJob:
             return
 
     def _refuse_mixture(self, last: Mapping[str, Any]) -> None:
-        """Refuse to continue under other options: what one rejects, the other may commit."""
-        if not is_complete(last) and last.get("read_as") != self._options:
-            raise SourceInvalid(
-                f"an earlier ingest of these files into {self._dataset.name!r} was cut short "
-                f"(version {last['version']}) and read them as {last.get('read_as')}, found "
-                f"{self._options}, expected the same. Run it again as it was, or ingest into a new "
-                "dataset."
-            )
+        """Refuse the same files under other options: what one rejects, the other may commit."""
+        before = {name: value for name, value in last.get("read_as", {}).items() if value}
+        if before == self._options:
+            return
+        end = "has them" if is_complete(last) else "was cut short"
+        raise SourceInvalid(
+            f"an earlier ingest of these files into {self._dataset.name!r} {end} (version "
+            f"{last['version']}) and read them as {before}, found {self._options}, expected the "
+            "same, as episodes would be there twice or be called present that are not. Run it as "
+            "it was, or ingest into a new dataset."
+        )
 
     def _note_earlier(self, last: Mapping[str, Any]) -> None:
         if is_complete(last):
             self.notes.append("already ingested: the dataset has this content, nothing was added")
         else:
             self.notes.append("an earlier ingest of this content was cut short: continued")
-        if last.get("read_as") != self._options:
-            self.notes.append(
-                f"this content is in the dataset as it was read before ({last.get('read_as')}); to "
-                "read it in another way, ingest it into a new dataset"
-            )
 
 
 def _key(episode: Episode) -> tuple[str, str]:

@@ -253,16 +253,14 @@ def test_files_of_an_earlier_ingest_are_not_doubled(lake: Lake, tmp_path: Path) 
     assert lake.dataset("log").snapshot().num_steps == 4
 
 
-def test_another_reading_of_the_same_content_adds_nothing_and_says_so(
-    lake: Lake, tmp_path: Path
-) -> None:
+def test_another_reading_of_the_same_content_is_refused_by_name(lake: Lake, tmp_path: Path) -> None:
     log = _csv(tmp_path, _episode("a"))
     ingest(lake, [log], "log")
-    again = ingest(
-        lake, [log], "log", options=ReadOptions({"observation": "reward", "reward": "observation"})
-    )
-    assert again.steps == Counts(already_present=2)
-    assert any("read before" in note for note in again.notes)
+    swapped = ReadOptions({"observation": "reward", "reward": "observation"})
+    with pytest.raises(SourceInvalid, match=r"'log' has them \(version 1\).*new dataset"):
+        ingest(lake, [log], "log", options=swapped)
+    assert lake.dataset("log").snapshot().version == 1
+    assert ingest(lake, [log], "log").steps == Counts(already_present=2)
 
 
 def test_commits_come_in_chunks_of_whole_episodes(lake: Lake, tmp_path: Path) -> None:
