@@ -16,7 +16,6 @@ from replaylake.cli.options import (
     LakeOption,
 )
 from replaylake.cli.report import Report, count, number_text, size, table_lines
-from replaylake.datastore.errors import StorageFailed
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake import Lake
@@ -89,19 +88,13 @@ def show(
 def _write_page(opened: Lake, name: str, page: Path, report: Report) -> Profile:
     from replaylake.cli.page import html
     from replaylake.datastore.profile.profile import profile
+    from replaylake.datastore.storage import written_whole
 
     snapshot = opened.snapshot(name)
     with report.progress("profiled", "steps") as progress:
         found = profile(snapshot, opened.dataset(snapshot.dataset).history(), progress)
-    temporary = page.with_name(f".{page.name}.part")
-    try:
-        temporary.write_text(html(found), encoding="utf-8")
-        temporary.replace(page)
-    except OSError as error:
-        raise StorageFailed(
-            f"{page}: could not be written ({error.strerror}). Give --report a file in a folder "
-            "that exists."
-        ) from error
+    with written_whole(page) as stream:
+        stream.write(html(found).encode())
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from replaylake.datastore.errors import NameRefused, StorageFailed
 from replaylake.datastore.names import new_ulid
@@ -279,6 +279,28 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     fsync_folder(folder.parent)
+
+
+@contextmanager
+def written_whole(target: Path) -> Iterator[BinaryIO]:
+    """Write a file of the user's beside its name and rename it: it is there whole, or as it was.
+
+    Raises: StorageFailed.
+    """
+    temporary = target.with_name(f".{target.name}.{new_ulid()}")
+    try:
+        with temporary.open("xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise StorageFailed(
+            f"{target}: {error.strerror or error}. Nothing was written there; choose a path in "
+            "a folder that exists, or make room."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import SourceInvalid, SpaceUnsupported
 from replaylake.datastore.formats.format import Reading, ReadOptions, Written
-from replaylake.datastore.formats.hdf5.files import Hdf5File, is_hdf5, shorten
+from replaylake.datastore.formats.hdf5.files import Hdf5File, is_hdf5
 from replaylake.datastore.formats.hdf5.own_columns import label_columns, with_own_names
 from replaylake.datastore.formats.hdf5.row_tables import TIMEOUTS, RowTables
 from replaylake.datastore.formats.hdf5.writer import Hdf5Writer
@@ -36,6 +36,7 @@ from replaylake.datastore.formats.tabular.infos import (
 from replaylake.datastore.formats.tabular.reading import Declared, TabularReading
 from replaylake.datastore.formats.tabular.tables import Chunk, ChunkSchema, Tables
 from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.sources.refusal import listed
 from replaylake.datastore.sources.source import SourceFile
 from replaylake.datastore.spaces import Box, Discrete, Tuple, Values, as_batch
 from replaylake.datastore.spaces import describe as describe_space
@@ -108,7 +109,7 @@ class D3rlpyFormat:
             found = opened.names()
         if not is_earlier and not {*found} >= _MARKS:
             raise SourceInvalid(
-                f"{files[0].name}: found {shorten(found)}, expected {', '.join(sorted(_MARKS))} "
+                f"{files[0].name}: found {listed(found)}, expected {', '.join(sorted(_MARKS))} "
                 f"of d3rlpy 2, or {_ENDS} of version 1. Name another format with --format."
             )
         if is_earlier:
@@ -157,7 +158,7 @@ class D3rlpyFormat:
         if num_open:
             notes.append(f"{num_open} episodes without an end: d3rlpy takes them for cut off")
         if lost:
-            notes.append(f"left out, not one number or text a step: {shorten(sorted(lost))}")
+            notes.append(f"left out, not one number or text a step: {listed(sorted(lost))}")
         return Written(num_episodes, num_steps, tuple(notes))
 
 

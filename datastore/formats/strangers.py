@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from replaylake.datastore.errors import ReplayLakeError
-from replaylake.datastore.formats.hdf5.files import Hdf5File, shorten
+from replaylake.datastore.formats.hdf5.files import Hdf5File
 from replaylake.datastore.formats.npz.arrays import npz_arrays
+from replaylake.datastore.sources.refusal import listed
 from replaylake.datastore.sources.source import SourceFile
 
 _PICKLE: Final = (
@@ -33,9 +34,9 @@ def advice(file: SourceFile, kind: str) -> str | None:
                 paths = opened.arrays()
             layouts = [said for start, said in _LAYOUTS.items() if _begins(paths, start)]
             do = layouts[0] if layouts else _MAP.format("d4rl")
-            return f"found HDF5 with the datasets {shorten(paths) or 'none'}. {do}"
+            return f"found HDF5 with the datasets {listed(paths) or 'none'}. {do}"
         if kind == "npz":
-            names = shorten([*npz_arrays(file)])
+            names = listed([*npz_arrays(file)])
             return f"found npz with the arrays {names or 'none'}. {_MAP.format('npz')}"
     except ReplayLakeError:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta
@@ -18,8 +17,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from replaylake.datastore.errors import ConfigInvalid, QueryFailed, StorageFailed
-from replaylake.datastore.names import new_ulid
+from replaylake.datastore.errors import ConfigInvalid, QueryFailed
+from replaylake.datastore.storage import written_whole
 
 ResultFormat = Literal["csv", "json", "jsonl", "parquet"]
 RESULT_FORMATS: Final[tuple[str, ...]] = get_args(ResultFormat)
@@ -51,20 +50,8 @@ def write_result(
     if not isinstance(target, Path):
         _write(table, form, target, also or {})
         return
-    temporary = target.with_name(f".{target.name}.{new_ulid()}")
-    try:
-        with temporary.open("xb") as stream:
-            _write(table, form, stream, also or {})
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    except OSError as error:
-        raise StorageFailed(
-            f"{target}: {error.strerror or error}. Nothing was written there; choose another path "
-            "or make room."
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(target) as stream:
+        _write(table, form, stream, also or {})
 
 
 def _write(table: pa.Table, form: str, stream: BinaryIO, also: Mapping[str, Any]) -> None:

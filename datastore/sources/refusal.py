@@ -1,6 +1,8 @@
-"""Refusal: what is said of a file that could not be read as the one that was hashed."""
+"""Refusal: what is said of files and columns that are not as they should be."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from replaylake.datastore.errors import SourceInvalid
 
@@ -19,3 +21,9 @@ def changed(name: str) -> SourceInvalid:
     return SourceInvalid(
         f"{name}: changed while it was being read. Ingest it again once it is complete."
     )
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Return names as a list for a message, so many of them at most."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

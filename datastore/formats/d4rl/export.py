@@ -11,12 +11,12 @@ import numpy as np
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.datastore.formats.format import Written
-from replaylake.datastore.formats.hdf5.files import shorten
 from replaylake.datastore.formats.hdf5.own_columns import label_columns
 from replaylake.datastore.formats.hdf5.row_tables import NEXT, TIMEOUTS
 from replaylake.datastore.formats.hdf5.writer import Hdf5Writer
 from replaylake.datastore.formats.tabular.infos import infos_of, known_rewards
 from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.sources.refusal import listed
 from replaylake.datastore.spaces import Dict, Text, Tuple, describe
 
 LOG_PROBS: Final = "infos/action_log_probs"
@@ -103,7 +103,7 @@ class _Writing:
             )
         lost = sorted(self._lost | {path for path in partial if path != NEXT})
         if lost:
-            notes.append(f"left out, as some step has none or D4RL no place: {shorten(lost)}")
+            notes.append(f"left out, as some step has none or D4RL no place: {listed(lost)}")
         return tuple(notes)
 
 

@@ -9,7 +9,7 @@ would load as plugins are refused. Nothing is unpickled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
@@ -264,12 +264,6 @@ class Hdf5File:
                 f"{min(filters - _FILTERS)}, expected gzip, lzf, szip or none: others are plugins, "
                 "which are not loaded. Repack it, for one with h5repack -f GZIP=1."
             )
-
-
-def shorten(names: Sequence[str]) -> str:
-    """Return names as a list for a note, the first ten of them."""
-    shown = ", ".join(names[:10])
-    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
 
 
 def _kind_of(dataset: Any) -> tuple[str, np.dtype[Any]]:

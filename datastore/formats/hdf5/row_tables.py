@@ -15,7 +15,6 @@ from replaylake.datastore.formats.hdf5.files import (
     TEXT,
     Hdf5Array,
     Hdf5File,
-    shorten,
 )
 from replaylake.datastore.formats.tabular.episode_rows import CHUNK_BYTES, EPISODE_ID, column_of
 from replaylake.datastore.formats.tabular.infos import (
@@ -23,6 +22,7 @@ from replaylake.datastore.formats.tabular.infos import (
 )
 from replaylake.datastore.formats.tabular.tables import Chunk, ChunkSchema, Tables
 from replaylake.datastore.schema import TIMESTAMP_TYPE
+from replaylake.datastore.sources.refusal import listed
 from replaylake.datastore.sources.source import SourceFile
 from replaylake.datastore.spaces import Array
 
@@ -111,7 +111,7 @@ def contents_of(opened: Hdf5File, file: SourceFile, required: Sequence[str] = RE
         is_vector = ours in ("observation", "action")
         if name not in paths and not (is_vector and {*",*?["} & {*name}):
             raise SourceInvalid(
-                f"{file.name}: found the datasets {shorten(paths)}, expected {name}. Name it with "
+                f"{file.name}: found the datasets {listed(paths)}, expected {name}. Name it with "
                 f"--map {ours}=DATASET, or the format with --format if it is of another one."
             )
     arrays = {path: opened.array(path) for path in paths}
@@ -128,7 +128,7 @@ def contents_of(opened: Hdf5File, file: SourceFile, required: Sequence[str] = RE
             )
         else:
             lost.append(f"{path} {array.kind}{list(array.shape)}")
-    notes = (f"left out, not one number or text a step: {shorten(lost)}",) if lost else ()
+    notes = (f"left out, not one number or text a step: {listed(lost)}",) if lost else ()
     return Contents(columns, num_rows, notes)
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import SpaceUnsupported, StorageFailed
 from replaylake.datastore.formats.format import Written
-from replaylake.datastore.formats.hdf5.files import shorten
 from replaylake.datastore.formats.hdf5.own_columns import label_columns
 from replaylake.datastore.formats.hdf5.writer import Hdf5Writer
 from replaylake.datastore.formats.minari.spaces import json_of
 from replaylake.datastore.formats.tabular.infos import infos_of, known_rewards
 from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.sources.refusal import listed
 from replaylake.datastore.spaces import Dict, Space, Tuple, Values, as_batch, children, concatenate
 
 MAIN_FILE: Final = "main_data.hdf5"
@@ -68,7 +68,7 @@ def write_minari(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> 
         "Minari has no agents or step numbers: episodes are numbered",
     ]
     if lost := sorted(writing.lost | partial):
-        notes.append(f"left out, as some step has none or Minari no place: {shorten(lost)}")
+        notes.append(f"left out, as some step has none or Minari no place: {listed(lost)}")
     return Written(writing.num_episodes, writing.num_steps, tuple(notes))
 
 

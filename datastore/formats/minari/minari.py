@@ -11,7 +11,7 @@ from typing import Any, Final
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import SourceInvalid
 from replaylake.datastore.formats.format import Reading, ReadOptions, Written
-from replaylake.datastore.formats.hdf5.files import Hdf5File, is_hdf5, shorten
+from replaylake.datastore.formats.hdf5.files import Hdf5File, is_hdf5
 from replaylake.datastore.formats.hdf5.own_columns import with_own_names
 from replaylake.datastore.formats.minari.arrow import ArrowEpisode, EpisodeFolders
 from replaylake.datastore.formats.minari.export import MAIN_FILE, METADATA, write_minari
@@ -21,6 +21,7 @@ from replaylake.datastore.formats.minari.storage import Spaces
 from replaylake.datastore.formats.tabular.infos import INFOS, declared_fields
 from replaylake.datastore.formats.tabular.reading import Declared, TabularReading
 from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.sources.refusal import listed
 from replaylake.datastore.sources.source import SourceFile
 
 _LARGEST_METADATA: Final = 64 << 20
@@ -116,7 +117,7 @@ def _find(files: Sequence[SourceFile]) -> Found:
     if len(top) != 1:
         named = [folder.removesuffix("/data") or "." for folder in sorted(folders)]
         raise SourceInvalid(
-            f"{files[0].name}: found {len(top)} Minari datasets ({shorten(named)}), expected one. "
+            f"{files[0].name}: found {len(top)} Minari datasets ({listed(named)}), expected one. "
             "Ingest the folder of each by itself."
         )
     inside = folders[_folder_of(top[0])]

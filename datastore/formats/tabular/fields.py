@@ -12,6 +12,7 @@ from typing import Final
 from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
 from replaylake.datastore.names import is_column_name
 from replaylake.datastore.schema import STANDARD_COLUMNS
+from replaylake.datastore.sources.refusal import listed
 
 # What a misspelt name is compared with.
 _MAX_COMPARED: Final = 1000
@@ -287,5 +288,4 @@ def meant(name: str, names: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:20])
-    return f"{shown} and {len(names) - 20} more" if len(names) > 20 else shown
+    return listed([*map(repr, names)], 20)

@@ -5,7 +5,6 @@ Nothing in them is run: calls of tools are kept as text.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import SourceInvalid, StorageFailed
+from replaylake.datastore.errors import SourceInvalid
 from replaylake.datastore.formats.format import Reading, ReadOptions, Written
 from replaylake.datastore.formats.tabular.reading import Declared, TabularReading
 from replaylake.datastore.formats.tabular.tables import Chunk, Tables
@@ -113,23 +112,16 @@ class TranscriptsFormat:
     def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
         """Write a line for each dialogue; the episodes of its agents come one after the other.
 
-        Raises: SpaceUnsupported for steps that are no transcripts, StorageFailed.
+        Raises: SpaceUnsupported for steps that are no transcripts.
         """
         num_episodes = num_steps = num_later = 0
-        try:
-            with path.open("x", encoding="utf-8", newline="\n") as file:
-                for _, several in groupby(episodes, lambda episode: episode.episode_id):
-                    agents = list(several)
-                    file.write(dumped(record_of(agents)) + "\n")
-                    num_episodes += len(agents)
-                    num_steps += sum(map(len, agents))
-                    num_later += sum(episode.first_step > 0 for episode in agents)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise StorageFailed(
-                f"{path}: {error.strerror or error}. Choose another path, or make room."
-            ) from error
+        with path.open("x", encoding="utf-8", newline="\n") as file:
+            for _, several in groupby(episodes, lambda episode: episode.episode_id):
+                agents = list(several)
+                file.write(dumped(record_of(agents)) + "\n")
+                num_episodes += len(agents)
+                num_steps += sum(map(len, agents))
+                num_later += sum(episode.first_step > 0 for episode in agents)
         notes = (f"{num_later} begin within a dialogue: what was said before is left out",)
         return Written(num_episodes, num_steps, notes if num_later else ())
 
