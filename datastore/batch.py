@@ -38,6 +38,9 @@ class Batch(Generic[ArrayT]):
     there. Samplers draw such steps only for cloning.
     indices int64 [B], always numpy: the sampler's own numbers of the rows, for update_priorities.
     mask bool [B, T], of sequences only: the steps to learn from, neither padding nor burn-in.
+    returns: float32 [B], the discounted sum of the rewards from the step to the end of what is
+    logged of its episode; next_actions [B, *act]: the action of the step that follows, its own
+    where there is none. Both None unless the item asked for them.
     columns: further columns [B, ...] that the view was asked for, by name; None without any.
     """
 
@@ -55,6 +58,8 @@ class Batch(Generic[ArrayT]):
     indices: Array | None = None
     mask: ArrayT | None = None
     columns: Mapping[str, ArrayT] | None = None
+    returns: ArrayT | None = None
+    next_actions: ArrayT | Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)

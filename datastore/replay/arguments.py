@@ -29,7 +29,8 @@ def whole_number(
         number = int(value)
         if least <= number <= most:
             return number
-    reach = f"of {least} or more" if most >= _MOST else f"from {least} to {most}"
+    is_too_large = isinstance(value, Integral) and int(value) > _MOST
+    reach = f"from {least} to {most}" if is_too_large or most < _MOST else f"of {least} or more"
     raise ConfigInvalid(_refusal(what, value, f"a whole number {reach}", advice))
 
 

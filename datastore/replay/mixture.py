@@ -21,6 +21,8 @@ from replaylake.datastore.replay.selectors.prioritized import PrioritizedSampler
 from replaylake.datastore.spaces import Array
 
 _NAME: Final = "mixture"
+# Fields that an item gives only where it is asked to.
+_ASKED_FOR: Final = frozenset({"returns", "next_actions"})
 
 
 def mixture(
@@ -250,6 +252,12 @@ def _concatenated(name: str, values: list[Any], batches: list[Batch[Array]]) -> 
     known = [value for value in values if value is not None]
     if not known:
         return None
+    if len(known) < len(values) and name in _ASKED_FOR:
+        raise SchemaMismatch(
+            f"mixture: found {name} in batches of {len(known)} of {len(values)} samplers, expected "
+            "all or none. Give all samplers the same kind of item, Transitions(..., "
+            f"{name}=True)."
+        )
     if isinstance(known[0], Mapping):
         return {
             key: _concatenated(f"{name}.{key}", [value[key] for value in known], batches)

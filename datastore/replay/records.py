@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore import schema
+from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.kernels.kernels import gather
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
+from replaylake.datastore.replay.returns import returns_to_go
 from replaylake.datastore.spaces import Array
 
 # Records after the last one, so that a window that starts at any step lies inside of the array.
@@ -103,6 +105,8 @@ class Records:
         self.has_links = has_links
         self.runs: Runs | None = None
         self.fields = _fields(layout)
+        # By discount: see returns.
+        self._returns: dict[float, NDArray[np.float32]] = {}
 
     @property
     def rows(self) -> NDArray[np.void]:
@@ -192,6 +196,22 @@ class Records:
         found: NDArray[np.bool_] = self.runs.starts[run] == positions
         found &= (self.runs.offsets[run] == 0) & (self.runs.first_steps[run] == 0)
         return found
+
+    def returns(self, discount: float) -> NDArray[np.float32]:
+        """Return what each step earned from there on, discounted: float32 [num_records + PADDING].
+
+        To the end of its chain; see returns_to_go. Summed up once a discount, and kept: 4 bytes a
+        record. Raises: ConfigInvalid in a view that grows, where no end is known.
+        """
+        if self.runs is None:
+            raise ConfigInvalid(
+                "returns: found a view that grows, expected one of a snapshot: there the rewards "
+                "to come are not known yet. Use dataset.snapshot().replay(...)."
+            )
+        if discount not in self._returns:
+            rewards: Any = self.rows[schema.REWARD]
+            self._returns[discount] = returns_to_go(rewards, self.runs, discount)
+        return self._returns[discount]
 
     def _linked(self, tails: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where the episode goes on after some tails, or -1."""

@@ -38,6 +38,20 @@ def num_unknown_rewards(packed: Packed) -> int:
     return sum(int(np.isnan(rewards[positions]).sum()) for positions in _pieces(packed.steps))
 
 
+def num_unknown_log_probs(packed: Packed) -> int:
+    """Return of how many steps that may be sampled no behavior log-probability is known."""
+    log_probs = packed.records.rows[schema.BEHAVIOR_LOG_PROB]
+    return sum(
+        int((~np.isfinite(log_probs[positions])).sum()) for positions in _pieces(packed.steps)
+    )
+
+
+def num_not_terminated(packed: Packed) -> int:
+    """Return how many of the steps that may be sampled did not end their episode by the task."""
+    terminated = packed.records.rows[schema.TERMINATED]
+    return sum(int((~terminated[positions]).sum()) for positions in _pieces(packed.steps))
+
+
 def check_finite(packed: Packed, expression: str) -> None:
     """Refuse NULL, NaN and infinities that a reward expression gave. Raises: SchemaMismatch."""
     rewards = packed.records.rows[schema.REWARD]

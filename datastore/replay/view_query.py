@@ -28,6 +28,8 @@ _TABLES: Final = {
     "where_steps": "steps",
     "reward": "steps",
     "weight": "steps` and `episodes",
+    "target-prob": "steps",
+    "behavior-prob": "steps",
 }
 
 

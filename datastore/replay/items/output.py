@@ -47,6 +47,8 @@ class WindowOutput:
         discounts: NDArray[np.float32],
         rewards: NDArray[np.float32] | None = None,
         mask: NDArray[np.bool_] | None = None,
+        returns: NDArray[np.float32] | None = None,
+        with_next_actions: bool = False,
     ) -> Batch[Array]:
         """Return a batch of views of steps [...] and of the records [...] that follow them.
 
@@ -69,4 +71,6 @@ class WindowOutput:
             indices=self.indices,
             mask=mask,
             columns=columns,
+            returns=returns,
+            next_actions=self.layout.actions(following) if with_next_actions else None,
         )

@@ -9,11 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore import schema
+from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.arguments import discount_of, whole_number
 from replaylake.datastore.replay.items.output import WindowOutput
 from replaylake.datastore.replay.kernels.kernels import n_steps
+from replaylake.datastore.replay.layout import KEY, STEPS_LEFT
 from replaylake.datastore.replay.protocols import Selected
 from replaylake.datastore.replay.records import PADDING, Packed, Records
+from replaylake.datastore.spaces import leaves
 
 # A window of n + 1 records lies inside of the array wherever it starts.
 _MOST_STEPS: Final = PADDING - 1
@@ -33,6 +36,12 @@ class Transitions:
     step, m is one less: its own observation is known. only_bootstrappable leaves out steps without
     a successor; cloning does not need one.
 
+    returns: the batch has, as returns, the discounted sum of the rewards from each step to the end
+    of what is logged of its episode without a gap, whatever n_step is. A time limit adds nothing:
+    they are Monte-Carlo returns of what was seen. next_actions: it has the action of the step that
+    follows, of single steps only; its own where none follows. In a view that grows there is
+    neither.
+
     Where frames are stacked, observations and next_observations [B, frame_stack, *obs] of
     single steps overlap in memory: what is written to one shows in the other.
     """
@@ -40,18 +49,28 @@ class Transitions:
     discount: float = 0.99
     n_step: int = 1
     only_bootstrappable: bool = True
+    returns: bool = False
+    next_actions: bool = False
 
     def __post_init__(self) -> None:
         discount_of("transitions", self.discount)
         advice = "For returns of whole episodes sample Episodes."
         whole_number("transitions: n_step", self.n_step, least=1, most=_MOST_STEPS, advice=advice)
+        if self.next_actions and self.n_step > 1:
+            raise ConfigInvalid(
+                f"transitions: found next_actions with n_step {self.n_step}, expected n_step 1: "
+                "what was done after the last of n steps is not looked up. Leave one of both out."
+            )
 
     def starts(self, packed: Packed) -> NDArray[np.int64]:
         """Return the steps that may be sampled."""
         return packed.bootstrappable if self.only_bootstrappable else packed.steps
 
     def assembler(self, records: Records) -> TransitionAssembler:
-        """Return what copies them."""
+        """Return what copies them.
+
+        Raises: ConfigInvalid for returns or next_actions in a view that grows.
+        """
         return TransitionAssembler(records, self)
 
 
@@ -62,15 +81,18 @@ class TransitionOutput(WindowOutput):
     steps it is two, the step's stack and the last one, which may be any number of steps apart.
     """
 
-    def __init__(self, records: Records, num: int, n_step: int) -> None:
+    def __init__(self, records: Records, num: int, item: Transitions) -> None:
         stack = records.layout.frame_stack
-        super().__init__(records, num, _num_records(stack, n_step))
+        super().__init__(records, num, _num_records(stack, item.n_step))
         self.steps = self.rows[:, stack - 1]
         self.terminated: Any = self.steps[schema.TERMINATED]
         self.discounts: NDArray[np.float32] = np.empty(num, np.float32)
         self.rewards: NDArray[np.float32] | None = None
-        if n_step > 1:
+        if item.n_step > 1:
             self.rewards = np.empty(num, np.float32)
+        self.returns: NDArray[np.float32] | None = None
+        if item.returns:
+            self.returns = np.empty(num, np.float32)
         single = stack == 1
         self.batch = self.shown(
             self.steps,
@@ -79,7 +101,25 @@ class TransitionOutput(WindowOutput):
             self.layout.observations(self.rows[:, -1] if single else self.rows[:, -stack:]),
             discounts=self.discounts,
             rewards=self.rewards,
+            returns=self.returns,
+            with_next_actions=item.next_actions,
         )
+
+    def find_next_actions(self, records: Records) -> None:
+        """Put into each row's last record, where that is a tail, the action that follows.
+
+        That of the run that the tail leads to, or the row's own where it leads nowhere.
+        """
+        rows: Any = self.rows
+        tails = np.flatnonzero(rows[STEPS_LEFT][:, -1] == 0)
+        if not len(tails):
+            return
+        heads = rows[KEY][tails, -1, 0].astype(np.int64) - 1
+        goes_on = heads >= 0
+        for name, _ in leaves(self.layout.spec.action_space, schema.ACTION):
+            rows[name][tails, -1] = self.steps[name][tails]
+            if goes_on.any():
+                rows[name][tails[goes_on], -1] = records.take(name, heads[goes_on])
 
 
 class TransitionAssembler:
@@ -88,6 +128,13 @@ class TransitionAssembler:
     def __init__(self, records: Records, item: Transitions) -> None:
         self.records = records
         self._item = item
+        if item.next_actions and records.runs is None:
+            raise ConfigInvalid(
+                "transitions: found next_actions in a view that grows, expected one of a snapshot: "
+                "there the step that follows may not have come yet. Use "
+                "dataset.snapshot().replay(...)."
+            )
+        self._returns = records.returns(item.discount) if item.returns else None
         layout = records.layout
         self._stack = layout.frame_stack
         self._discounted: NDArray[np.float64] = np.array(
@@ -107,7 +154,7 @@ class TransitionAssembler:
         that reach over a link, and all of them in a view that grows, are copied twice.
         """
         if out is None:
-            out = TransitionOutput(self.records, len(positions), self._item.n_step)
+            out = TransitionOutput(self.records, len(positions), self._item)
         if out.rewards is None:
             first = positions if self._stack == 1 else positions - (self._stack - 1)
             self.records.windows(first, self._stack + 1, out.words)
@@ -115,6 +162,10 @@ class TransitionAssembler:
             out.discounts[out.terminated] = 0.0
         else:
             self._fill_n_steps(positions, out, out.rewards)
+        if self._returns is not None and out.returns is not None:
+            self._returns.take(positions, out=out.returns, mode="clip")
+        if self._item.next_actions:
+            out.find_next_actions(self.records)
         out.number(selected)
         return out
 

@@ -68,7 +68,7 @@ def test_batch_sizes_and_seeds(view: ReplayView, kind: str) -> None:
     make = _samplers(view).get(kind, lambda batch_size, seed: view.in_order(batch_size))
     for batch_size in NO_COUNTS:
         with pytest.raises(
-            ConfigInvalid, match=r"found batch size .*, expected a whole number of 1"
+            ConfigInvalid, match=r"found batch size .*, expected a whole number (of 1 or|from 1 to)"
         ):
             make(batch_size, seed=0)
     if kind != "in_order":

@@ -192,3 +192,17 @@ def test_items_of_one_sampler_need_not_be_those_of_another(views: Any) -> None:
     ]
     batch = mixture(samplers, [1, 1], batch_size=8, seed=0).sample()
     assert batch.discounts[-4:].tolist() == [np.float32(0.9)] * 4
+
+
+def test_returns_are_of_all_samplers_or_of_none(views: Any) -> None:
+    item = Transitions(1.0, returns=True, next_actions=True)
+    both = mixture([view.uniform(1, item, seed=0) for view in views], [1, 1], batch_size=8, seed=1)
+    batch = both.sample()
+    # Of 40 steps that earn 1 more each time, to 40 or 140: both episodes end with the last.
+    last = np.where(batch.rewards > 100, 140, 40)
+    num_left = last - batch.rewards + 1
+    np.testing.assert_allclose(batch.returns, num_left * (batch.rewards + last) / 2)
+    assert batch.next_actions.dtype == batch.actions.dtype
+    samplers = [views[0].uniform(1, item, seed=0), views[1].uniform(1, seed=0)]
+    with pytest.raises(SchemaMismatch, match=r"found returns in batches of 1 of 2 samplers"):
+        mixture(samplers, [1, 1], batch_size=8, seed=1).sample()

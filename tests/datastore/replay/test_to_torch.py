@@ -159,6 +159,9 @@ def make_samplers(view: ReplayView) -> dict[str, Callable[[int], Any]]:
         "uniform": lambda seed: view.uniform(32, seed=seed),
         "large": lambda seed: view.uniform(1500, seed=seed),
         "n_step": lambda seed: view.uniform(256, Transitions(0.9, n_step=3), seed=seed),
+        "returns": lambda seed: view.uniform(
+            256, Transitions(0.9, returns=True, next_actions=True), seed=seed
+        ),
         "sequences": lambda seed: view.uniform(32, Sequences(5), seed=seed),
         "episodes": lambda seed: view.uniform(4, Episodes(only_complete=False), seed=seed),
         "shuffled": lambda seed: view.shuffled(32, seed=seed),
@@ -173,6 +176,7 @@ KINDS = [
     "uniform",
     "large",
     "n_step",
+    "returns",
     "sequences",
     "episodes",
     "shuffled",

@@ -150,3 +150,69 @@ def test_every_row_is_the_episode_s(
             frames = chain.frames(at, frame_stack)
             assert getattr(batch, field)[i].tolist() == (frames if frame_stack > 1 else frames[0])
         assert batch.actions[i] == 1000 * episode + step
+
+
+def test_returns_and_next_actions_of_every_kind_of_end(pack_pieces: Pack) -> None:
+    ends = ["terminated", "truncated", "cut"]
+    log = pack_pieces([(e, 0, 3, end) for e, end in enumerate(ends)])
+    item = Transitions(0.5, only_bootstrappable=False, returns=True, next_actions=True)
+    batch, steps = rows_of(log, item)
+    assert dict(zip(steps, batch.next_actions.tolist(), strict=True)) == {
+        (0, 0): 1,
+        (0, 1): 2,
+        (0, 2): 2,
+        (1, 0): 1001,
+        (1, 1): 1002,
+        (1, 2): 1002,
+        (2, 0): 2001,
+        (2, 1): 2002,
+        (2, 2): 2002,
+    }
+    assert dict(zip(steps, batch.returns.tolist(), strict=True)) == {
+        (0, 0): 1 + 1 + 0.75,
+        (0, 1): 2 + 1.5,
+        (0, 2): 3,
+        (1, 0): 1.5 + 1.25 + 0.875,
+        (1, 1): 2.5 + 1.75,
+        (1, 2): 3.5,
+        (2, 0): 2 + 1.5 + 1,
+        (2, 1): 3 + 2,
+        (2, 2): 4,
+    }
+    assert batch.returns.dtype == np.float32
+    assert batch.next_actions.dtype == batch.actions.dtype
+    # What stands in for a next action is nowhere else.
+    plain, _ = rows_of(log, Transitions(0.5, only_bootstrappable=False))
+    assert plain.returns is None
+    assert plain.next_actions is None
+    for name in ("observations", "actions", "next_observations", "next_action_masks"):
+        assert getattr(batch, name).tolist() == getattr(plain, name).tolist()
+
+
+@pytest.mark.parametrize("frame_stack", [1, 3])
+def test_returns_and_next_actions_cross_from_piece_to_piece(
+    pack_pieces: Pack, frame_stack: int
+) -> None:
+    log = pack_pieces([(0, 0, 2, "open"), (0, 2, 1, "open"), (0, 4, 2, "truncated")], frame_stack)
+    batch, steps = rows_of(log, Transitions(1.0, returns=True, next_actions=True))
+    assert steps == [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5)]
+    assert batch.returns.tolist() == [6, 5, 3, 11, 6]
+    assert batch.next_actions.tolist() == [1, 2, 2, 5, 5]
+
+
+def test_returns_do_not_depend_on_n_step(pack_pieces: Pack) -> None:
+    log = pack_pieces([(0, 0, 3, "open"), (0, 3, 2, "terminated")])
+    batch, _ = rows_of(log, Transitions(0.5, n_step=3, returns=True))
+    single, _ = rows_of(log, Transitions(0.5, returns=True))
+    assert batch.returns.tolist() == single.returns.tolist()
+
+
+def test_returns_are_summed_up_once_a_discount(pack_pieces: Pack) -> None:
+    records = pack_pieces([(0, 0, 3, "terminated")]).packed.records
+    assert records.returns(0.5) is records.returns(0.5)
+    assert records.returns(1.0)[0] == 6
+
+
+def test_next_actions_of_several_steps_are_refused() -> None:
+    with pytest.raises(ConfigInvalid, match="next_actions with n_step 2, expected n_step 1"):
+        Transitions(n_step=2, next_actions=True)

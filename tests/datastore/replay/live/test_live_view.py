@@ -329,3 +329,12 @@ def test_it_stays_in_its_process(lake: Lake, make_episode: Make) -> None:
         pickle.dumps(view)
     with pytest.raises(ConfigInvalid, match="version 'x'"):
         view.wait_for("x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asked", ["returns", "next_actions"])
+def test_what_is_still_to_come_is_not_told(dataset: Dataset, asked: str) -> None:
+    with (
+        dataset.follow() as view,
+        pytest.raises(ConfigInvalid, match=f"{asked}: found a view|found {asked} in a view"),
+    ):
+        view.uniform(4, Transitions(**{asked: True}), seed=0)
