@@ -11,9 +11,11 @@ from typing import Any, Final
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from replaylake.datastore import schema
+from replaylake.datastore.arrow_values import is_list, numbers, whole
 from replaylake.datastore.errors import QueryRefused
 from replaylake.datastore.query.connections import connect, session
 from replaylake.datastore.query.statements import check_select, execute, literal, parse, walk
@@ -67,7 +69,7 @@ def selected_episodes(snapshot: TableSnapshot, where: str) -> pa.Table:
 
     Raises: QueryFailed if DuckDB refuses it.
     """
-    with _locked(snapshot) as connection:
+    with reproducible_views(snapshot) as connection:
         return execute(
             connection,
             f"SELECT {schema.EPISODE_ID}, {schema.AGENT_ID} FROM episodes WHERE ({where})",
@@ -80,6 +82,32 @@ def evaluated_rewards(snapshot: TableSnapshot, reward: str) -> pa.Table:
     Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one number a row.
     """
     return _one_a_step(snapshot, f"CAST(({reward}) AS DOUBLE) AS reward", f"reward {reward}")
+
+
+def evaluated_columns(snapshot: TableSnapshot, expression: str, name: str) -> NDArray[np.float64]:
+    """Evaluate an expression over the columns of `steps` that is a number a row, or a list of them.
+
+    Returns float64 [num_rows], or [num_rows, K] of lists, for the rows of all files, in file and
+    row order; NaN where it is NULL. Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is
+    not one value a row, or lists of several lengths.
+    """
+    with reproducible_views(snapshot) as connection:
+        kind = execute(connection, f"SELECT ({expression}) AS value FROM steps LIMIT 0")
+    if not is_list(kind["value"].type):
+        column = _one_a_step(snapshot, f"CAST(({expression}) AS DOUBLE) AS value", name)
+        return numbers(column["value"]).astype(np.float64)
+    lists = _one_a_step(snapshot, f"CAST(({expression}) AS DOUBLE[]) AS value", name)
+    column = whole(lists["value"])
+    known = numbers(pc.is_valid(column))
+    sizes = pc.unique(pc.list_value_length(column.drop_null())).to_pylist()
+    if len(sizes) > 1:
+        raise QueryRefused(
+            f"{name} {expression}: found lists of {', '.join(map(str, sizes[:4]))} numbers, "
+            "expected as many in each row. NULL stands for a list that is missing."
+        )
+    values = np.full((len(column), sizes[0] if sizes else 0), np.nan)
+    values[known] = numbers(pc.list_flatten(column)).reshape(-1, values.shape[1])
+    return values
 
 
 def selected_steps(snapshot: TableSnapshot, where_steps: str) -> NDArray[np.bool_]:
@@ -98,7 +126,7 @@ def selected_steps(snapshot: TableSnapshot, where_steps: str) -> NDArray[np.bool
 
 
 def _one_a_step(snapshot: TableSnapshot, selected: str, name: str) -> pa.Table:
-    with _locked(snapshot) as connection:
+    with reproducible_views(snapshot) as connection:
         rows = execute(connection, f"SELECT {selected} FROM steps")
     if rows.num_rows != snapshot.num_rows:
         raise QueryRefused(
@@ -115,7 +143,7 @@ def evaluated_weights(snapshot: TableSnapshot, weight: str, where: str | None = 
     the columns of `steps` and of the step's row in `episodes`; a name that both have is the step's.
     Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one value a step.
     """
-    with _locked(snapshot) as connection:
+    with reproducible_views(snapshot) as connection:
         names = execute(connection, "SELECT * FROM episodes LIMIT 0").column_names
         own = {name.lower() for name in snapshot.schema.names}
         of_episode = "".join(f', "{name}"' for name in names if name.lower() not in own)
@@ -138,7 +166,7 @@ def evaluated_weights(snapshot: TableSnapshot, weight: str, where: str | None = 
 
 
 @contextmanager
-def _locked(snapshot: TableSnapshot) -> Iterator[duckdb.DuckDBPyConnection]:
+def reproducible_views(snapshot: TableSnapshot) -> Iterator[duckdb.DuckDBPyConnection]:
     """Lend views that read nothing but the snapshot's files, and always in the same order.
 
     The last instance is kept for the next use: `where` and `reward` come one after the other. Its

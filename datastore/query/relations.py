@@ -1,4 +1,7 @@
-"""Lake-wide relations: what SQL sees as `commits`, `datasets`, `policies`, `runs` and `shards`."""
+"""Lake-wide relations: what SQL sees as `commits`, `datasets`, `policies`, `runs`, `shards`.
+
+`metrics` is read where it is written, in runs/metrics.py.
+"""
 
 from __future__ import annotations
 
