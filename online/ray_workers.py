@@ -5,27 +5,13 @@ Ray is imported when the workers are made, because it takes a second and most ru
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
-from replaylake.datastore.errors import ExtraMissing, ReplayLakeError, RolloutFailed
+from replaylake.datastore.errors import ReplayLakeError, RolloutFailed
+from replaylake.offline import local_ray
 from replaylake.online.shipment import Order, Shipment, ShippingWorker
-
-# What a Ray of our own is started with, unless the user's environment says otherwise. It stays set:
-# Ray reads it once a process, so a second run would start its processes with other settings.
-_ENVIRONMENT: Final = {
-    # Named for the systems where it is off by default; off, every Ray process binds to loopback.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray's choice from its next version on; said here, it does not warn.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-# Ray would write a token of its own into the home folder; this one ends with the process.
-_TOKEN: Final = "RAY_AUTH_TOKEN"
 
 
 class RayWorkers:
@@ -118,13 +104,7 @@ class RayWorkers:
 
 def import_ray() -> Any:
     """Return the module, its environment set before it is first read. Raises: ExtraMissing."""
-    for name, value in {**_ENVIRONMENT, _TOKEN: secrets.token_hex(32)}.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ExtraMissing(
-            "rollout workers: found no ray, expected it for --workers 1 or more. Install "
-            "replaylake[online], or use --env-runner local."
-        ) from error
-    return ray
+    return local_ray.import_ray(
+        "rollout workers: found no ray, expected it for --workers 1 or more, and none for "
+        "--env-runner local"
+    )

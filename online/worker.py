@@ -20,10 +20,10 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, RolloutFailed
 from replaylake.datastore.policies.package import load_policy
 from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.policies.streams import EpisodeStreams
 from replaylake.datastore.policies.uniform import UniformPolicy
 from replaylake.datastore.spaces import Array, Discrete, as_batch, concatenate, take
 from replaylake.offline.environments import action_mask, from_gymnasium, make
-from replaylake.online.streams import EpisodeStreams
 
 RANDOM: Final = "random"
 # Further columns of each step: which worker collected it, and what its episode's reset was given.

@@ -16,7 +16,7 @@ from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S, ensure_feedback_tables
 from replaylake.datastore.sessions.journal import JournalConfig
-from replaylake.datastore.spaces import Discrete, describe
+from replaylake.datastore.spaces import Box, describe
 from replaylake.serve.feedback import DecisionLog
 from replaylake.serve.serving import Limits, Served, Serving
 
@@ -121,10 +121,11 @@ class ServeConfig:
 
 def check_exploration(exploration: Exploration, spec: PolicySpec) -> None:
     """Refuse what the head cannot do, rather than serve without it. Raises: SpaceUnsupported."""
-    if exploration.epsilon and not isinstance(spec.action_space, Discrete):
+    if exploration.epsilon and isinstance(spec.action_space, Box):
         raise SpaceUnsupported(
-            f"--explore epsilon: found actions {describe(spec.action_space)}, expected Discrete. "
-            "Explore with a temperature, or serve without."
+            f"--explore epsilon: found actions {describe(spec.action_space)}, expected countable "
+            "ones: Discrete, MultiDiscrete or MultiBinary. Explore with a temperature, or serve "
+            "without."
         )
     if exploration.temperature and spec.head in ("deterministic", "sampled"):
         raise SpaceUnsupported(

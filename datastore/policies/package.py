@@ -30,6 +30,12 @@ from replaylake.datastore.errors import (
     StorageFailed,
 )
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.policies.heads import act_from_head
+from replaylake.datastore.policies.log_probs import (
+    action_probs_of,
+    check_has_density,
+    log_probs_of,
+)
 from replaylake.datastore.policies.manifest import (
     GRAPH,
     LEARNER,
@@ -38,7 +44,7 @@ from replaylake.datastore.policies.manifest import (
     manifest_bytes,
     read_checked,
 )
-from replaylake.datastore.policies.policy import HEAD_OUTPUTS, Act, PolicySpec, act_from_head
+from replaylake.datastore.policies.policy import HEAD_OUTPUTS, Act, PolicySpec
 from replaylake.datastore.spaces import (
     Array,
     Space,
@@ -125,6 +131,50 @@ class PackagedPolicy:
             self._spec,
             self._graph.run(inputs),
             rng,
+            deterministic=deterministic,
+            temperature=temperature,
+            epsilon=epsilon,
+            mask=action_mask,
+        )
+
+    def action_probs(
+        self,
+        observations: Values,
+        state: Any = None,
+        *,
+        deterministic: bool = True,
+        temperature: float = 1.0,
+        epsilon: float = 0.0,
+        action_mask: Array | None = None,
+    ) -> Array:
+        """Return the probability of each action; see Policy.action_probs."""
+        return action_probs_of(
+            self.spec,
+            self._graph.run(graph_inputs(self._spec, observations)),
+            deterministic=deterministic,
+            temperature=temperature,
+            epsilon=epsilon,
+            mask=action_mask,
+        )
+
+    def log_probs(
+        self,
+        observations: Values,
+        actions: Values,
+        state: Any = None,
+        *,
+        deterministic: bool = True,
+        temperature: float = 1.0,
+        epsilon: float = 0.0,
+        action_mask: Array | None = None,
+    ) -> Array:
+        """Return log-probabilities of given actions; see Policy.log_probs."""
+        # Before the graph is run, whose noise nobody has drawn.
+        check_has_density(self.spec, deterministic=deterministic, temperature=temperature)
+        return log_probs_of(
+            self.spec,
+            self._graph.run(graph_inputs(self._spec, observations)),
+            actions,
             deterministic=deterministic,
             temperature=temperature,
             epsilon=epsilon,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import CommitConflict, NotFound
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import LogState
@@ -93,13 +93,16 @@ class Registry:
         run_id: str,
         lineage: Mapping[str, Any],
         run: Mapping[str, Any] | None = None,
+        replaces: Mapping[str, Any] | None = None,
     ) -> PolicyRef:
         """Copy a policy package into the lake as the next version of `name`, durably.
 
         The package is checked, and the copy's manifest says that name and version. With `run`, the
-        run's record is committed in the same moment, `policy` and `policy_version` added.
+        run's record is committed in the same moment, `policy` and `policy_version` added; with
+        `replaces`, only if that is its record then.
 
-        Raises: NameRefused, StorageFailed; NotFound, PackageInvalid or FormatTooNew if `package` is
+        Raises: NameRefused, StorageFailed; CommitConflict where the record is another, and the copy
+        is left to vacuum; NotFound, PackageInvalid or FormatTooNew if `package` is
         not one, before anything is copied.
         """
         check_policy_name(name)
@@ -123,6 +126,9 @@ class Registry:
             version = mine[0] if mine else max(versions, default=0) + 1
             key = f"policy/{name}/{version}"
             entries: dict[str, str | None] = {key: json.dumps(body)}
+            expected: dict[str, str | None] = {key: None}
+            if replaces is not None:
+                expected[_run_key(run_id)] = _run_text(run_id, replaces)
             if run is not None:
                 made = {"policy": name, "policy_version": version}
                 entries[_run_key(run_id)] = _run_text(run_id, {**run, **made})
@@ -133,10 +139,10 @@ class Registry:
                 0,
                 "REGISTER POLICY",
                 entries=entries,
-                expected={key: None},
+                expected=expected,
             )
 
-        self._log.commit(build)
+        self._commit_run(run_id, build)
         return PolicyRef(name, version, folder, "version", self._storage)
 
     def resolve(self, text: str) -> PolicyRef:
@@ -240,8 +246,9 @@ class Registry:
         entries = {key: _run_text(run_id, body)}
         expected = {} if replaces is None else {key: _run_text(run_id, replaces)}
         producer = f"run/{new_ulid()}"
-        self._log.commit(
-            lambda state: Intent(producer, 0, "RECORD RUN", entries=entries, expected=expected)
+        self._commit_run(
+            run_id,
+            lambda state: Intent(producer, 0, "RECORD RUN", entries=entries, expected=expected),
         )
 
     def runs(self) -> _Rows:
@@ -249,6 +256,15 @@ class Registry:
         entries = self._log.newest().entries.items()
         runs = [json.loads(text) for key, text in entries if key.startswith("run/")]
         return sorted(runs, key=lambda run: (run.get("started_ms") or 0, run["run_id"]))
+
+    def _commit_run(self, run_id: str, build: Callable[[LogState], Intent]) -> None:
+        try:
+            self._log.commit(build)
+        except CommitConflict as error:
+            raise CommitConflict(
+                f"run {run_id}: found that another process has changed its record, expected it as "
+                "it was read. Leave the run to the other; `replaylake runs show` says how it is."
+            ) from error
 
     def _aliased(self, state: LogState, name: str, alias: str) -> int:
         version = _alias(state, name, alias)

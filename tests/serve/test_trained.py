@@ -9,9 +9,11 @@ import pytest
 from replaylake.datastore.ingest.ingest import ingest
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.package import load_learner_weights
+from replaylake.offline.algorithms.catalog import make_learner
+from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.graph import TorchPolicy
 from replaylake.offline.learner import torch_threads
-from replaylake.offline.train import TrainConfig, make_learner, train
+from replaylake.offline.train import TrainConfig, train
 
 _LOG = Path(__file__).parents[2] / "examples" / "data" / "rllib_cartpole" / "cartpole-v1_large"
 
@@ -31,7 +33,7 @@ def test_logged_observations_get_over_http_the_actions_of_the_learner(kit, tmp_p
         seed=config.seed + 1,  # other weights until the trained ones are loaded
         discount=config.discount,
         device="cpu",
-        logged_actions=None,
+        facts=DatasetFacts(),
     )
     observations = np.asarray(
         lake.sql("select observation from cartpole.steps order by episode_id, step limit 1000")

@@ -4,15 +4,10 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
-from replaylake.datastore.policies.policy import (
-    HEAD_OUTPUTS,
-    HEADS,
-    Act,
-    PolicySpec,
-    act_from_head,
-)
+from replaylake.datastore.policies.heads import act_from_head
+from replaylake.datastore.policies.policy import HEAD_OUTPUTS, HEADS, Act, PolicySpec
 from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete
 
 OBSERVATION = Box((1,))
 # The 0.999 quantiles of chi-square, by degrees of freedom: one run in a thousand fails by chance,
@@ -344,10 +339,13 @@ def test_the_random_policy_says_that_it_is_uniform_and_has_no_graph(space):
 @pytest.mark.parametrize("head", HEADS[:-1])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_graph_that_does_not_answer_with_numbers_is_refused(head, number, deterministic):
-    spec = discrete(head) if head in ("categorical", "q_values") else continuous(head)
-    size = 3 if isinstance(spec.action_space, Discrete) else 1
+    if head == "multi_categorical":
+        spec = PolicySpec(OBSERVATION, MultiDiscrete((3,)), head)
+    else:
+        is_discrete = head in ("categorical", "q_values")
+        spec = discrete(head) if is_discrete else continuous(head, size=3)
     for broken in HEAD_OUTPUTS[head]:
-        parameters = {name: np.zeros((4, size), np.float32) for name in HEAD_OUTPUTS[head]}
+        parameters = {name: np.zeros((4, 3), np.float32) for name in HEAD_OUTPUTS[head]}
         parameters[broken][2, 0] = number
         with pytest.raises(EpisodeInvalid, match=f"{broken}.*not finite for observation 2"):
             act_from_head(spec, parameters, np.random.default_rng(0), deterministic=deterministic)

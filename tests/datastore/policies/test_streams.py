@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.online.streams import EpisodeStreams
+from replaylake.datastore.policies.streams import EpisodeStreams
 
 
 def _streams():
