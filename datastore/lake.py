@@ -19,6 +19,7 @@ from replaylake.datastore.policies.registry import LAKE_ROOT, Registry
 from replaylake.datastore.query import query, relations
 from replaylake.datastore.query.untrusted import QueryLimits, UntrustedResult, run_untrusted
 from replaylake.datastore.rejected import rejected_rows
+from replaylake.datastore.runs.metrics import read_metrics
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.storage import LocalStorage, Storage
 from replaylake.datastore.table import TableSnapshot
@@ -126,8 +127,8 @@ class Lake:
         """Run one SELECT over the views of datasets and of the lake, and return its rows.
 
         A dataset has `<dataset>.steps`, `.episodes`, `.games`, `.transitions`, `.quarantine`,
-        `.decisions` and `.rewards`; the lake has `commits`, `datasets`, `policies`, `runs` and
-        `shards`. `$name` in the text takes its value from `parameters`.
+        `.decisions` and `.rewards`; the lake has `commits`, `datasets`, `metrics`, `policies`,
+        `runs` and `shards`. `$name` in the text takes its value from `parameters`.
 
         Args:
             text: the SELECT.
@@ -196,6 +197,8 @@ class Lake:
             return relations.policies(self.registry)
         if name == "runs":
             return relations.runs(self.registry)
+        if name == "metrics":
+            return read_metrics(self._storage)
         if name == "commits":
             return relations.commits(map(self.dataset, self.datasets()))
         snapshots = {dataset: self.dataset(dataset).snapshot() for dataset in self.datasets()}

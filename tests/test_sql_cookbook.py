@@ -19,6 +19,7 @@ from replaylake.datastore.ingest.quarantine import quarantine
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.policies.manifest import GRAPH, MANIFEST, manifest_bytes
 from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.runs.metrics import MetricsLog
 from replaylake.datastore.spaces import Box, Discrete
 from replaylake.datastore.writer.accounting import LeftOut
 
@@ -111,6 +112,22 @@ def _register(lake: Lake, folder: Path) -> None:
         (package / name).write_bytes(data)
     lineage = {"algorithm": "bc", "datasets": [{"dataset": "cartpole", "version": 1}]}
     lake.registry.register("clone", package, run_id="r1", lineage=lineage)
+    _record_runs(lake)
+
+
+def _record_runs(lake: Lake) -> None:
+    for run_id, algorithm, status, version in [
+        ("r1", "bc", "done", 1),
+        ("r2", "cql", "running", 2),
+    ]:
+        datasets = [{"dataset": "cartpole", "version": version}]
+        record = {"algorithm": algorithm, "status": status, "datasets": datasets}
+        lake.registry.record_run(run_id, record)
+    with MetricsLog(lake.storage, "r1") as log:
+        log.add(100, {"policy_loss": 0.5, "evaluation/return": 150.0}, 0.0)
+        log.add(200, {"policy_loss": 0.3, "evaluation/return": 187.0}, 1.0)
+    with MetricsLog(lake.storage, "r2") as log:
+        log.add(100, {"policy_loss": 1.1}, 0.0)
 
 
 @pytest.fixture

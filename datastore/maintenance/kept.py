@@ -1,30 +1,34 @@
 """Kept: the versions of a dataset that someone may still read, and the files that they name.
 
-Kept are: the newest version; every tagged one; every one that a policy was trained on, or a run in
-progress reads; and every one whose successor was committed less than the retention ago. Vacuum
-deletes no file of these, fsck calls none of them an orphan, and purge goes through all of them.
+Kept are: the newest version; every tagged one; every one that a policy was trained on, or a run
+reads that goes on or was interrupted; and every one whose successor was committed less than the
+retention ago. Vacuum deletes no file of these, fsck calls none of them an orphan, and purge goes
+through all of them.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Final
+from typing import Any, Final
 
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.folder import FETCHED_AT_ONCE
+from replaylake.datastore.runs.lease import is_at_work, last_heartbeat
 from replaylake.datastore.table import Table
 
 # Seven days: longer than any query, training run or long weekend away from a failed job.
 DEFAULT_RETENTION_S: Final = 7 * 86_400.0
 
-# A run that was killed stays `running` for good: after this it pins nothing any more.
+# A run that was killed stays `running` for good: so long after it was last alive it pins nothing
+# any more, and is not expected to go on.
 _RUN_MS: Final = 30 * 86_400_000
+_GOES_ON: Final = ("running", "interrupted")
 _COMMIT_NAME: Final = re.compile(r"(\d{20})\.json")
 
 
@@ -122,7 +126,7 @@ def _trained_on(lake: Lake, dataset: str, now_ms: int) -> Iterator[Pin]:
     """Yield the versions that policies name, and runs whose policy is still to come."""
     # Runs first: one that ends in between has its policy in the same commit, which is then listed.
     for run in lake.registry.runs():
-        if run.get("status") == "running" and (run.get("started_ms") or 0) > now_ms - _RUN_MS:
+        if run.get("status") in _GOES_ON and not _is_left(lake, run, now_ms):
             for selection in run.get("datasets") or ():
                 if selection["dataset"] == dataset:
                     yield Pin(dataset, int(selection["version"]), "run", run["run_id"])
@@ -130,6 +134,24 @@ def _trained_on(lake: Lake, dataset: str, now_ms: int) -> Iterator[Pin]:
         for selection in lineage.get("datasets", ()):
             if selection["dataset"] == dataset:
                 yield Pin(dataset, int(selection["version"]), "policy", f"{policy}:{version}")
+
+
+def needs_checkpoints(lake: Lake, run: Mapping[str, Any], now_ms: int) -> bool:
+    """Return whether someone may go on with a run, by its record. Cost: a look at its heartbeat."""
+    return run.get("status") != "done" and not _is_left(lake, run, now_ms)
+
+
+def _is_left(lake: Lake, run: Mapping[str, Any], now_ms: int) -> bool:
+    """Return whether nobody is at work on a run, nor was for long."""
+    told = [run.get("started_ms"), run.get("ended_ms")]
+    told += [again.get("at_ms") for again in run.get("resumed") or ()]
+    if max((at_ms or 0 for at_ms in told), default=0) > now_ms - _RUN_MS:
+        return False
+    # One that goes on for longer says so elsewhere.
+    heartbeat = last_heartbeat(lake.storage, run["run_id"])
+    if heartbeat is not None and heartbeat.at_ms > now_ms - _RUN_MS:
+        return False
+    return not is_at_work(lake.storage, run["run_id"])
 
 
 def _recent(table: Table, horizon_ms: int) -> tuple[list[Pin], set[str]]:

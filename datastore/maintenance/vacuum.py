@@ -2,9 +2,10 @@
 
 Those are shards that no kept version names (kept.py), what crashes left in the folder of temporary
 files, and policy packages that were copied in but never registered; each older than a limit, since
-a younger one may belong to a commit that is being made. And this machine's cached replay views, of
-whatever age, once a shard that they were decoded from is gone: what was deleted is in them, too.
-Files of other kinds or names are not ours to touch, links are not followed.
+a younger one may belong to a commit that is being made. And the checkpoints of training runs that
+are done, or that nobody was at work on for a month; their metrics stay. And this machine's cached
+replay views, of whatever age, once a shard that they were decoded from is gone: what was deleted is
+in them, too. Files of other kinds or names are not ours to touch, links are not followed.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import CommitConflict, ConfigInvalid, NotFound
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S, Pin, kept_files, kept_since
+from replaylake.datastore.maintenance.kept import (
+    DEFAULT_RETENTION_S,
+    Pin,
+    kept_files,
+    kept_since,
+    needs_checkpoints,
+)
 from replaylake.datastore.maintenance.retention import MIN_KEEP_S, retention_of
 from replaylake.datastore.policies.registry import LAKE_ROOT
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
 from replaylake.datastore.replay.cache.view_cache import ViewCache
+from replaylake.datastore.runs.lease import RunLease
 from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.storage import LocalStorage, Storage, StoredFile
 
@@ -30,6 +39,9 @@ _ULID: Final = "[0-9a-hjkmnp-tv-z]{26}"
 _SHARD: Final = re.compile(rf"{_ULID}\.parquet")
 _TEMPORARY: Final = re.compile(_ULID)
 _PACKAGE: Final = re.compile(rf"(.+/{_ULID})/[^/]+")
+_CHECKPOINT: Final = re.compile(
+    rf"{LAKE_ROOT}/runs/([^/]+)/checkpoints/(?:\d{{12}}\.json|{_ULID}\.safetensors)"
+)
 _AT_ONCE: Final = 1000
 
 # Called with (files deleted, files to delete).
@@ -38,7 +50,7 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Garbage:
-    """A file that nothing needs: a shard, a temporary, a policy package's, a cached view's folder.
+    """A file that nothing needs: a shard, temporary, policy package's or checkpoint's, a view.
 
     path: in the lake; of a view of a remote lake, on this machine.
     """
@@ -121,7 +133,7 @@ def vacuum(
 
 
 def vacuum_leftovers(lake: Lake, *, now_ms: int | None = None) -> Vacuumed:
-    """Delete what crashes left of the lake itself: temporary files, packages never registered."""
+    """Delete what is left of the lake itself: temporary files, packages, runs' checkpoints."""
     run = _Run(lake, time.time_ns() // 1_000_000 if now_ms is None else now_ms, None)
     run.leftovers(DEFAULT_RETENTION_S, delete=True)
     return run.result(deleted=True)
@@ -200,6 +212,25 @@ class _Run:
         for folder, files in packages.items():
             if folder not in registered and all(self._is_older(file, age_s) for file in files):
                 self._take("policy", files, delete)
+
+        self._checkpoints(delete)
+
+    def _checkpoints(self, delete: bool) -> None:
+        """Go through the checkpoints of runs that nobody goes on with."""
+        found: dict[str, list[StoredFile]] = {}
+        for file in self._files(f"{LAKE_ROOT}/runs"):
+            if match := _CHECKPOINT.fullmatch(file.path):
+                found.setdefault(match.group(1), []).append(file)
+        for run in self._lake.registry.runs() if found else ():
+            run_id = run["run_id"]
+            if run_id not in found or needs_checkpoints(self._lake, run, self._now_ms):
+                continue
+            if not delete:
+                self._take("checkpoint", found[run_id], delete)
+                continue
+            # Whoever has just begun to go on with it keeps them.
+            with suppress(CommitConflict), RunLease(self._storage, run_id):
+                self._take("checkpoint", found[run_id], delete)
 
     def _take(
         self,

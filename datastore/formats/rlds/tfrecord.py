@@ -101,13 +101,13 @@ def _record(stream: BinaryIO, header: bytes, crc32c: Callable[[bytes], int]) -> 
     if len(header) < _HEADER_BYTES:
         raise _Torn(f"{len(header)} bytes of a header of {_HEADER_BYTES}")
     length, length_crc = struct.unpack("<QI", header)
-    if _masked(crc32c(header[:8])) != length_crc:
+    if masked(crc32c(header[:8])) != length_crc:
         raise _Torn("a length whose checksum differs")
     data = _read(stream, length)
     if len(data) < length:
         raise _Torn(f"{len(data):,} of {length:,} bytes")
     (data_crc,) = struct.unpack("<I", _read(stream, _CRC_BYTES).ljust(_CRC_BYTES, b"\0"))
-    if _masked(crc32c(data)) != data_crc:
+    if masked(crc32c(data)) != data_crc:
         raise _Torn("data whose checksum differs")
     return data
 
@@ -121,7 +121,8 @@ def _read(stream: BinaryIO, length: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _masked(crc: int) -> int:
+def masked(crc: int) -> int:
+    """Return a CRC-32C as TFRecords store it: a checksum of data that holds checksums is poor."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & _CRC_MAX
 
 

@@ -23,6 +23,7 @@ from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding
 from replaylake.datastore.maintenance.fsck.quarantine import Repair
 from replaylake.datastore.policies.package import check_package
 from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.runs.metrics import damaged_pieces
 
 DEFAULT_ORPHAN_AGE_S: Final = 7 * 86_400.0
 # A writer puts its shards down before it commits them: a younger file may be about to be linked.
@@ -124,7 +125,10 @@ def _all_datasets(lake: Lake) -> list[str]:
 
 
 def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int) -> int:
-    """Check the lake's log, its policies and what crashes left; return how many policies."""
+    """Check the lake's log, its policies, its runs' metrics and what crashes left.
+
+    Returns how many policies there are.
+    """
     storage = lake.storage
     checked = check.log_of(LAKE_ROOT)
     for file in storage.files(f"{LAKE_ROOT}/tmp"):
@@ -132,6 +136,8 @@ def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int) -> int:
             age = age_text(file.modified_ms)
             message = f"was left by a writer that did not end, {age}. `vacuum` removes it."
             check.add(NOTE, "temporary", file.path, message)
+    for path, reason in damaged_pieces(storage):
+        check.add(ERROR, "metrics", path, reason)
     if checked.state is None:
         return 0
     policies = lake.registry.list()

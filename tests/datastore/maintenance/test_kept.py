@@ -13,6 +13,7 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.kept import Kept, kept_files
+from replaylake.datastore.runs.lease import RunLease
 from replaylake.datastore.storage import LocalStorage, StoredFile
 
 Make = Callable[..., Episode]
@@ -84,6 +85,34 @@ def test_a_run_pins_what_it_reads_until_it_has_ended_or_was_killed(compacted: La
     assert (1, "run", "r") not in reasons(kept_files(compacted, "d", now_ms=in_days(40)))
     compacted.registry.record_run("r", {**run, "status": "failed"})
     assert (1, "run", "r") not in reasons(kept_files(compacted, "d", now_ms=in_days(20)))
+
+
+def test_a_run_that_was_interrupted_pins_what_it_goes_on_with(compacted: Lake) -> None:
+    run = {
+        "status": "interrupted",
+        "started_ms": in_days(-50),
+        "ended_ms": in_days(0),
+        "datasets": [{"dataset": "d", "version": 1}],
+    }
+    compacted.registry.record_run("r", run)
+    assert (1, "run", "r") in reasons(kept_files(compacted, "d", now_ms=in_days(20)))
+    assert (1, "run", "r") not in reasons(kept_files(compacted, "d", now_ms=in_days(40)))
+
+
+def test_a_run_that_is_alive_pins_for_as_long_as_it_takes(compacted: Lake) -> None:
+    run = {
+        "status": "running",
+        "started_ms": in_days(-50),
+        "datasets": [{"dataset": "d", "version": 1}],
+    }
+    compacted.registry.record_run("r", run)
+    assert (1, "run", "r") not in reasons(kept_files(compacted, "d"))
+    with RunLease(compacted.storage, "r"):
+        assert (1, "run", "r") in reasons(kept_files(compacted, "d"))
+        assert (1, "run", "r") in reasons(kept_files(compacted, "d", now_ms=in_days(90)))
+    resumed = [{"at_ms": in_days(-10), "update": 7}]
+    compacted.registry.record_run("r", {**run, "resumed": resumed})
+    assert (1, "run", "r") in reasons(kept_files(compacted, "d"))
 
 
 def test_a_commit_that_a_slow_clock_stamped_is_as_young_as_those_before(compacted: Lake) -> None:

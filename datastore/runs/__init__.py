@@ -1,0 +1,1 @@
+"""What runs keep in the lake while they go on: their metrics and their checkpoints."""
