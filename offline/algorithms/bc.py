@@ -11,17 +11,27 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from replaylake.datastore.batch import Batch
 from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.policies.multi_categorical import element_sizes
 from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Array, Box, Discrete, Space, describe
-from replaylake.offline.action_scaling import ActionScaling, ScaledToEnvironment, action_scaling
-from replaylake.offline.algorithm import Algorithm, Losses, Networks, PolicyModule, adam
-from replaylake.offline.graph import PolicyGraph
-from replaylake.offline.losses import categorical_nll, gaussian_nll, squared_error
-from replaylake.offline.networks import (
+from replaylake.datastore.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space, describe
+from replaylake.offline.action_scaling import action_scaling
+from replaylake.offline.adam import adam
+from replaylake.offline.algorithm import Algorithm, Losses, Networks, tensor, weighted_mean
+from replaylake.offline.algorithms.box_actions import deterministic_graph, gaussian_graph
+from replaylake.offline.algorithms.discrete_actions import action_indices
+from replaylake.offline.algorithms.network_options import check_network
+from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.losses.likelihood import (
+    categorical_nll,
+    gaussian_nll,
+    multi_categorical_nll,
+    squared_error,
+)
+from replaylake.offline.networks.actors import (
+    NO_FACTS,
     CategoricalNetwork,
     DeterministicNetwork,
     GaussianNetwork,
@@ -44,51 +54,58 @@ class BCConfig:
     beta: float = 0.5
 
     def __post_init__(self) -> None:
-        expect(self.learning_rate > 0, "bc: learning_rate", self.learning_rate, "more than 0")
+        check_network("bc", self)
         expect(0 <= self.beta <= 1, "bc: beta", self.beta, "0 to 1")
-        positive = all(size > 0 for size in self.hidden_sizes)
-        expect(positive, "bc: hidden_sizes", self.hidden_sizes, "positive sizes")
 
 
 def bc(
     observation_space: Space,
     action_space: Space,
     config: BCConfig,
-    logged_actions: tuple[Array, Array] | None = None,
+    facts: DatasetFacts = NO_FACTS,
 ) -> Algorithm:
-    """Return behaviour cloning for Discrete or float Box actions.
+    """Return behaviour cloning for any actions but text.
 
     Args:
-        observation_space: any but images and text.
-        action_space: Discrete: cross-entropy, honouring action masks. Box: gaussian likelihood or
-            squared error of normalised actions.
+        observation_space: any but text.
+        action_space: Discrete: cross-entropy, honouring action masks. MultiDiscrete, MultiBinary:
+            the sum of the elements' cross-entropies. Box: gaussian likelihood or squared error of
+            normalised actions.
         config: its options.
-        logged_actions: least and greatest logged action, to normalise an unbounded Box by.
+        facts: what actions and observations are normalised by.
 
     Raises: SpaceUnsupported for other spaces.
     """
     if isinstance(action_space, Discrete):
-        return _discrete(observation_space, action_space, config)
+        return _discrete(observation_space, action_space, config, facts)
+    if isinstance(action_space, MultiDiscrete | MultiBinary):
+        return _multi_discrete(observation_space, action_space, config, facts)
     if isinstance(action_space, Box):
-        scaling = action_scaling(action_space, logged_actions)
         if config.head == "gaussian":
-            return _gaussian(observation_space, action_space, config, scaling)
-        return _deterministic(observation_space, action_space, config, scaling)
+            return _gaussian(observation_space, action_space, config, facts)
+        return _deterministic(observation_space, action_space, config, facts)
     raise SpaceUnsupported(
-        f"bc: found action space {describe(action_space)}, expected Discrete or a float Box."
+        f"bc: found action space {describe(action_space)}, expected Discrete, "
+        "MultiDiscrete, MultiBinary or a float Box."
     )
 
 
-def _discrete(observation_space: Space, action_space: Discrete, config: BCConfig) -> Algorithm:
-    def losses(networks: Networks, targets: Networks, batch: Batch, rng: torch.Generator) -> Losses:
+def _discrete(
+    observation_space: Space, action_space: Discrete, config: BCConfig, facts: DatasetFacts
+) -> Algorithm:
+    def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         logits_tm1 = networks["policy"](batch.observations)
-        a_tm1 = _tensor(batch.actions) - action_space.start
+        a_tm1 = action_indices(batch, action_space)
         nll_tm1 = categorical_nll(logits_tm1, a_tm1, batch.action_masks)
         return _weighted(nll_tm1, batch)
 
     def networks() -> Networks:
         return Networks(
-            {"policy": CategoricalNetwork(observation_space, action_space.n, config.hidden_sizes)}
+            {
+                "policy": CategoricalNetwork(
+                    observation_space, action_space.n, config.hidden_sizes, facts
+                )
+            }
         )
 
     return Algorithm(
@@ -101,26 +118,56 @@ def _discrete(observation_space: Space, action_space: Discrete, config: BCConfig
     )
 
 
-def _gaussian(
-    observation_space: Space, action_space: Box, config: BCConfig, scaling: ActionScaling
+def _multi_discrete(
+    observation_space: Space,
+    action_space: MultiDiscrete | MultiBinary,
+    config: BCConfig,
+    facts: DatasetFacts,
 ) -> Algorithm:
+    sizes = element_sizes(action_space)
+
+    def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
+        logits_tm1 = networks["policy"](batch.observations)
+        nll_tm1 = multi_categorical_nll(logits_tm1, tensor(batch.actions), sizes)
+        return _weighted(nll_tm1, batch)
+
+    def networks() -> Networks:
+        network = CategoricalNetwork(observation_space, sum(sizes), config.hidden_sizes, facts)
+        return Networks({"policy": network})
+
+    return Algorithm(
+        spec=PolicySpec(observation_space, action_space, "multi_categorical"),
+        losses=losses,
+        networks=networks,
+        optimizer=adam(config.learning_rate),
+        needs_bootstrap=False,
+        config={**to_options(config), "head": "multi_categorical"},
+    )
+
+
+def _gaussian(
+    observation_space: Space, action_space: Box, config: BCConfig, facts: DatasetFacts
+) -> Algorithm:
+    scaling = action_scaling(action_space, facts.action_range)
     spec = PolicySpec(observation_space, action_space, "gaussian")
 
-    def losses(networks: Networks, targets: Networks, batch: Batch, rng: torch.Generator) -> Losses:
+    def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         means_tm1, log_stds_tm1 = networks["policy"](batch.observations)
-        a_tm1 = scaling.normalise(_tensor(batch.actions))
+        a_tm1 = scaling.normalise(tensor(batch.actions))
         return _weighted(gaussian_nll(means_tm1, log_stds_tm1, a_tm1, config.beta), batch)
 
     def networks() -> Networks:
         size = len(scaling.center)
-        return Networks({"policy": GaussianNetwork(observation_space, size, config.hidden_sizes)})
+        return Networks(
+            {"policy": GaussianNetwork(observation_space, size, config.hidden_sizes, facts)}
+        )
 
     return Algorithm(
         spec=spec,
         losses=losses,
         networks=networks,
         optimizer=adam(config.learning_rate),
-        policy=lambda nets: PolicyGraph(_GaussianGraph(nets["policy"], spec, scaling), spec),
+        policy=lambda nets: gaussian_graph(nets["policy"], spec, scaling),
         needs_bootstrap=False,
         config=_resolved(config, Box),
         normalisation={"actions": scaling.to_json()},
@@ -128,20 +175,21 @@ def _gaussian(
 
 
 def _deterministic(
-    observation_space: Space, action_space: Box, config: BCConfig, scaling: ActionScaling
+    observation_space: Space, action_space: Box, config: BCConfig, facts: DatasetFacts
 ) -> Algorithm:
+    scaling = action_scaling(action_space, facts.action_range)
     spec = PolicySpec(observation_space, action_space, "deterministic")
 
-    def losses(networks: Networks, targets: Networks, batch: Batch, rng: torch.Generator) -> Losses:
+    def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         predicted_tm1 = networks["policy"](batch.observations)
         return _weighted(
-            squared_error(predicted_tm1, scaling.normalise(_tensor(batch.actions))), batch
+            squared_error(predicted_tm1, scaling.normalise(tensor(batch.actions))), batch
         )
 
     def networks() -> Networks:
         size = len(scaling.center)
         return Networks(
-            {"policy": DeterministicNetwork(observation_space, size, config.hidden_sizes)}
+            {"policy": DeterministicNetwork(observation_space, size, config.hidden_sizes, facts)}
         )
 
     return Algorithm(
@@ -149,39 +197,16 @@ def _deterministic(
         losses=losses,
         networks=networks,
         optimizer=adam(config.learning_rate),
-        policy=lambda nets: PolicyGraph(_DeterministicGraph(nets["policy"], spec, scaling), spec),
+        policy=lambda nets: deterministic_graph(nets["policy"], spec, scaling),
         needs_bootstrap=False,
         config=_resolved(config, Box),
         normalisation={"actions": scaling.to_json()},
     )
 
 
-class _GaussianGraph(PolicyModule):
-    """The gaussian network, its outputs in the environment's units."""
-
-    def __init__(self, network: nn.Module, spec: PolicySpec, scaling: ActionScaling) -> None:
-        super().__init__(network, spec)
-        self._scaled = ScaledToEnvironment(scaling)
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        means, log_stds = super().forward(*inputs)
-        return self._scaled(means), self._scaled.log_stds(log_stds)
-
-
-class _DeterministicGraph(PolicyModule):
-    """The deterministic network, its output in the environment's units."""
-
-    def __init__(self, network: nn.Module, spec: PolicySpec, scaling: ActionScaling) -> None:
-        super().__init__(network, spec)
-        self._scaled = ScaledToEnvironment(scaling)
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self._scaled(actions) for actions in super().forward(*inputs))
-
-
 def _weighted(loss_tm1: torch.Tensor, batch: Batch) -> Losses:
     """Average over the batch with the sampler's importance weights."""
-    return Losses({"policy": (_tensor(batch.weights) * loss_tm1).mean()})
+    return Losses({"policy": weighted_mean(loss_tm1, batch)})
 
 
 def _resolved(config: BCConfig, kind: type[Discrete | Box]) -> dict[str, Any]:
@@ -189,9 +214,3 @@ def _resolved(config: BCConfig, kind: type[Discrete | Box]) -> dict[str, Any]:
     if kind is Discrete:
         options["head"] = "categorical"
     return options
-
-
-def _tensor(values: Any) -> torch.Tensor:
-    """Say for the type checker that a Batch from to_torch holds tensors."""
-    tensor: torch.Tensor = values
-    return tensor

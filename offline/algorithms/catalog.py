@@ -1,71 +1,40 @@
 """Catalog: every algorithm by name, ours first, d3rlpy's behind it.
 
 A name is lower snake case (`bc`, `cql`, `iql`); discrete or continuous follows from the action
-space. `d3rlpy:bc` asks for d3rlpy's where we have our own too.
+space. `d3rlpy:bc` asks for d3rlpy's where we have our own too; `my_module:my_function` for one of
+the user's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Final
 
 import torch
 
 from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
-from replaylake.datastore.spaces import Array, Box, Discrete, Space, describe, value_dtype
-from replaylake.offline.algorithm import Algorithm
-from replaylake.offline.algorithms.bc import BCConfig, bc
+from replaylake.datastore.spaces import (
+    Box,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Space,
+    describe,
+    value_dtype,
+)
+from replaylake.offline.algorithms.info import AlgorithmInfo
+from replaylake.offline.algorithms.own import OwnAlgorithm, own_algorithm
+from replaylake.offline.algorithms.table import OURS, OurAlgorithm
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
-from replaylake.offline.d3rlpy.learner import check_options as check_d3rlpy_options
+from replaylake.offline.d3rlpy.options import check_options as check_d3rlpy_options
 from replaylake.offline.d3rlpy.table import TABLE, D3rlpyAlgorithm
+from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.learner import GradientLearner, Learner
+from replaylake.offline.networks.actors import NO_FACTS
 from replaylake.offline.options import check_keys, from_options, near_matches
 
 _D3RLPY: Final = "d3rlpy:"
-
-
-class AlgorithmFunction(Protocol):
-    """A function in `algorithms/`: spaces and options to an Algorithm."""
-
-    def __call__(
-        self,
-        observation_space: Space,
-        action_space: Space,
-        config: Any,
-        logged_actions: tuple[Array, Array] | None = None,
-    ) -> Algorithm:
-        """Return the algorithm. Raises: SpaceUnsupported."""
-        ...
-
-
-@dataclass(frozen=True)
-class AlgorithmInfo:
-    """A line of the list: name, `discrete` or `continuous`, `replaylake` or `d3rlpy`, ..."""
-
-    name: str
-    actions: str
-    provider: str
-    head: str
-    kind: str
-    paper: str
-
-    @property
-    def uses_rewards(self) -> bool:
-        """Whether it learns from rewards: cloning does not."""
-        return self.kind != "imitation"
-
-    @property
-    def honours_masks(self) -> bool:
-        """Whether it keeps to action masks; d3rlpy has none, and only discrete actions have any."""
-        return self.provider == "replaylake" and self.actions == "discrete"
-
-
-_FUNCTIONS: Final[Mapping[str, tuple[AlgorithmFunction, type]]] = {"bc": (bc, BCConfig)}
-_OURS: Final = (
-    AlgorithmInfo("bc", "discrete", "replaylake", "categorical", "imitation", "Pomerleau 1989"),
-    AlgorithmInfo("bc", "continuous", "replaylake", "gaussian", "imitation", "Seitzer et al. 2022"),
-)
 
 
 def algorithms() -> list[AlgorithmInfo]:
@@ -74,25 +43,57 @@ def algorithms() -> list[AlgorithmInfo]:
         AlgorithmInfo(row.name, row.actions, "d3rlpy", row.head, row.kind, row.paper)
         for row in TABLE
     ]
-    return [*_OURS, *sorted(theirs, key=lambda info: (info.name, info.actions))]
+    ours = [
+        AlgorithmInfo(row.name, row.actions, "replaylake", row.head, row.kind, row.paper)
+        for row in OURS
+    ]
+    return [*ours, *sorted(theirs, key=lambda info: (info.name, info.actions))]
+
+
+def reference(info: AlgorithmInfo) -> str:
+    """Return what `--algorithm` takes for it: `d3rlpy:bc` where we have a `bc` too."""
+    ours = {row.name for row in OURS if row.actions == info.actions}
+    is_hidden = info.provider == "d3rlpy" and info.name in ours
+    return f"{_D3RLPY}{info.name}" if is_hidden else info.name
+
+
+def algorithms_named(name: str) -> list[AlgorithmInfo]:
+    """Return those of a name, one for each kind of actions; of a bare name, ours and d3rlpy's.
+
+    Raises: NotFound with the near matches and the list; ConfigInvalid for a function that makes no
+    algorithm.
+    """
+    if _is_own(name):
+        own_algorithm(name)
+        return [_own_info(name, "any")]
+    is_theirs, plain = name.startswith(_D3RLPY), name.removeprefix(_D3RLPY)
+    named = [
+        info
+        for info in algorithms()
+        if info.name == plain and not (is_theirs and info.provider != "d3rlpy")
+    ]
+    if not named:
+        names = sorted({info.name for info in algorithms()})
+        near = near_matches(plain, names)
+        # Where none is near, all of them have just been named.
+        there_are = "" if near.startswith("one of ") else f"There are: {', '.join(names)}; "
+        raise NotFound(
+            f"algorithm {name!r}: not known, expected {near}. {there_are}"
+            f"{_D3RLPY}NAME asks for d3rlpy's, MODULE:FUNCTION for one of your own."
+        )
+    return named
 
 
 def check_algorithm(name: str, action_space: Space) -> AlgorithmInfo:
     """Return what is known of the algorithm for these actions.
 
-    Raises: NotFound with the near matches and the list; SpaceUnsupported naming those that can.
+    Raises: NotFound with the near matches and the list; SpaceUnsupported naming those that can;
+    ConfigInvalid for a function that makes no algorithm.
     """
-    provider, plain = (
-        ("d3rlpy", name.removeprefix(_D3RLPY)) if name.startswith(_D3RLPY) else ("", name)
-    )
-    named = [i for i in algorithms() if i.name == plain and provider in ("", i.provider)]
-    if not named:
-        names = sorted({info.name for info in algorithms()})
-        raise NotFound(
-            f"algorithm {name!r}: not known, expected {near_matches(plain, names)}. "
-            f"There are: {', '.join(names)}; {_D3RLPY}NAME asks for d3rlpy's."
-        )
+    named = algorithms_named(name)
     kind = _actions_kind(action_space)
+    if _is_own(name):
+        return _own_info(name, kind)
     fitting = [info for info in named if info.actions == kind]
     if not fitting:
         able = sorted({info.name for info in algorithms() if info.actions == kind})
@@ -114,10 +115,9 @@ def check_options(
     """
     info = check_algorithm(name, action_space)
     if info.provider == "d3rlpy":
-        check_d3rlpy_options(_row(info), options, others)
+        check_d3rlpy_options(d3rlpy_row(info), options, others)
     else:
-        _, config_class = _FUNCTIONS[info.name]
-        known = [field.name for field in fields(config_class)]
+        known = [field.name for field in fields(our_row(info).config_class)]
         check_keys(options, known, f"algorithm {name}", others)
 
 
@@ -152,6 +152,33 @@ def check_rewards(name: str, action_space: Space, num_unknown: int, num_steps: i
     )
 
 
+def check_priorities(name: str, action_space: Space) -> None:
+    """Refuse one without priorities to sample by. Raises: ConfigInvalid, as check_algorithm."""
+    info = check_algorithm(name, action_space)
+    if info.gives_priorities:
+        return
+    fitting = [i for i in algorithms() if i.gives_priorities and i.actions == info.actions]
+    able = ", ".join(sorted({i.name for i in fitting})) or "none for these actions"
+    raise ConfigInvalid(
+        f"algorithm {name}: found no priorities in what it learns, expected one for each step of a "
+        f"batch, to sample by. Leave prioritized out, or use one that has them: {able}."
+    )
+
+
+def check_gradients(name: str, action_space: Space) -> None:
+    """Refuse one whose gradients are its own. Raises: ConfigInvalid, as check_algorithm."""
+    info = check_algorithm(name, action_space)
+    if info.has_gradients:
+        return
+    fitting = [i for i in algorithms() if i.has_gradients and i.actions == info.actions]
+    able = sorted({i.name for i in fitting})
+    raise ConfigInvalid(
+        f"algorithm {name}: found d3rlpy's, which steps its gradients down itself, expected one "
+        f"whose gradients several learners can average: {', '.join(able)}. Leave learners out, or "
+        "use one of these."
+    )
+
+
 def make_learner(
     name: str,
     observation_space: Space,
@@ -161,43 +188,67 @@ def make_learner(
     seed: int,
     discount: float = 0.99,
     device: torch.device | str = "cpu",
-    logged_actions: tuple[Array, Array] | None = None,
+    facts: DatasetFacts = NO_FACTS,
+    reduce: Callable[[torch.Tensor], None] | None = None,
 ) -> Learner:
     """Make the named algorithm's learner for these spaces.
 
     Args:
-        name: such as `bc`, `cql` or `d3rlpy:bc`.
+        name: such as `bc`, `cql` or `d3rlpy:bc`, or `module:function` of the user's own.
         observation_space: the dataset's.
         action_space: the dataset's; decides between discrete and continuous.
         options: the algorithm's own, by key.
         seed: of initial weights and of whatever the algorithm draws.
         discount: gamma.
         device: where torch computes.
-        logged_actions: least and greatest logged action [*act], to normalise an unbounded Box by.
+        facts: what was measured on the data: what actions, observations and rewards are scaled by.
+        reduce: changes the gradients of each update in place; see GradientLearner.
 
-    Raises: NotFound, SpaceUnsupported, ConfigInvalid (the device too), ExtraMissing.
+    Raises: NotFound, SpaceUnsupported, ConfigInvalid (the device too; `reduce` of an algorithm
+    that hides its gradients), ExtraMissing.
     """
     info = check_algorithm(name, action_space)
+    if reduce is not None:
+        check_gradients(name, action_space)
     device = _checked_device(device)
     if info.provider == "d3rlpy":
         return D3rlpyLearner(
-            _row(info),
+            d3rlpy_row(info),
             observation_space,
             action_space,
             options=options,
             seed=seed,
             discount=discount,
             device=device,
-            logged_actions=logged_actions,
+            facts=facts,
         )
-    function, config_class = _FUNCTIONS[info.name]
-    config: Any = from_options(config_class, options, f"algorithm {name}")
-    algorithm = function(observation_space, action_space, config, logged_actions)
-    return GradientLearner(algorithm, seed=seed, discount=discount, device=device)
+    row = our_row(info)
+    config: Any = from_options(row.config_class, options, f"algorithm {name}")
+    algorithm = row.function(observation_space, action_space, config, facts)
+    return GradientLearner(
+        algorithm, seed=seed, discount=discount, device=device, facts=facts, reduce=reduce
+    )
 
 
-def _row(info: AlgorithmInfo) -> D3rlpyAlgorithm:
+def d3rlpy_row(info: AlgorithmInfo) -> D3rlpyAlgorithm:
+    """Return the row of d3rlpy's table."""
     return next(r for r in TABLE if (r.name, r.actions) == (info.name, info.actions))
+
+
+def our_row(info: AlgorithmInfo) -> OurAlgorithm | OwnAlgorithm:
+    """Return the row of the table of our own, or what the user's module has."""
+    if info.kind == "own":
+        return own_algorithm(info.name)
+    return next(r for r in OURS if (r.name, r.actions) == (info.name, info.actions))
+
+
+def _is_own(name: str) -> bool:
+    """Whether it names a function of a module."""
+    return ":" in name and not name.startswith(_D3RLPY)
+
+
+def _own_info(name: str, actions: str) -> AlgorithmInfo:
+    return AlgorithmInfo(name, actions, "module", "its own", "own", "its own")
 
 
 def _checked_device(device: torch.device | str) -> torch.device:
@@ -212,11 +263,17 @@ def _checked_device(device: torch.device | str) -> torch.device:
     return checked
 
 
-_SPACES: Final = {"discrete": "Discrete", "continuous": "a float Box"}
+_SPACES: Final = {
+    "discrete": "Discrete",
+    "continuous": "a float Box",
+    "multi_discrete": "MultiDiscrete or MultiBinary",
+}
 
 
 def _actions_kind(space: Space) -> str:
     if isinstance(space, Discrete):
         return "discrete"
+    if isinstance(space, MultiDiscrete | MultiBinary):
+        return "multi_discrete"
     is_continuous = isinstance(space, Box) and value_dtype(space).kind == "f"
     return "continuous" if is_continuous else "other"

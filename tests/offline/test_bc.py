@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.spaces import Box, Dict, Discrete, MultiDiscrete
+from replaylake.datastore.spaces import Box, Dict, Discrete, Text
 from replaylake.offline.algorithms.bc import BCConfig, bc
+from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.graph import TorchPolicy, run_graph
 from replaylake.offline.learner import GradientLearner
 
@@ -84,7 +85,7 @@ def test_continuous_cloning_learns_means_in_the_environments_units(batch, head, 
         return batch(seed=seed, size=128, actions=linear_actions(observations, noise))
 
     space = Box((2,), "float32", low, high)
-    algorithm = bc(Box((4,)), space, BCConfig(head=head, **SMALL), logged)
+    algorithm = bc(Box((4,)), space, BCConfig(head=head, **SMALL), DatasetFacts(logged))
     learner, _ = learned(algorithm, batches, updates=500)
     observations = batch(seed=9_999, size=500).observations
     actions = TorchPolicy(learner.policy()).act(observations).actions
@@ -136,8 +137,8 @@ def test_dict_observations_are_cloned(batch):
 
 
 def test_other_actions_are_refused():
-    with pytest.raises(SpaceUnsupported, match="MultiDiscrete"):
-        bc(Box((4,)), MultiDiscrete((2, 2)), BCConfig())
+    with pytest.raises(SpaceUnsupported, match="found action space Text, expected Discrete, Multi"):
+        bc(Box((4,)), Text(), BCConfig())
 
 
 @pytest.mark.parametrize("options", [{"learning_rate": 0.0}, {"hidden_sizes": (0,)}])

@@ -1,10 +1,12 @@
+import dataclasses
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
-from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete
+from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete, Text
 from replaylake.offline.algorithms.catalog import algorithms, check_algorithm, make_learner
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.learner import GradientLearner
@@ -27,6 +29,29 @@ def test_the_list_says_what_each_is():
     assert all(row.paper and row.head and row.kind for row in rows)
 
 
+SPACES = {
+    "discrete": Discrete(3),
+    "continuous": Box((2,), "float32", -2, 2),
+    "multi_discrete": MultiDiscrete((2, 2)),
+}
+
+
+@pytest.mark.parametrize("info", algorithms(), ids=lambda i: f"{i.provider}-{i.name}-{i.actions}")
+def test_the_list_says_what_gives_priorities(batch, info):
+    if info.provider == "d3rlpy":
+        assert not info.gives_priorities
+        return
+    drawn = batch(
+        info.actions,
+        returns=np.ones(32, np.float32),
+        behavior_log_probs=np.full(32, -1, np.float32),
+    )
+    if info.actions == "multi_discrete":
+        drawn = dataclasses.replace(drawn, actions=np.zeros((32, 2), np.int64))
+    learner = make(info.name, SPACES[info.actions])
+    assert (learner.update(drawn).priorities is not None) == info.gives_priorities
+
+
 def test_ours_comes_first_and_theirs_on_request():
     assert isinstance(make("bc"), GradientLearner)
     assert isinstance(make("d3rlpy:bc"), D3rlpyLearner)
@@ -45,21 +70,27 @@ def test_an_unknown_algorithm_gets_near_matches_and_the_list(name):
         check_algorithm(name, Discrete(2))
 
 
+def test_an_algorithm_like_none_gets_the_list_once():
+    with pytest.raises(NotFound, match="expected one of awac, bc, bcq") as caught:
+        check_algorithm("zzzz", Discrete(2))
+    assert str(caught.value).count("awac") == 1
+
+
 def test_ours_alone_is_unknown_to_d3rlpy():
     with pytest.raises(NotFound, match="bcx"):
         check_algorithm("bcx", Discrete(2))
 
 
 def test_a_space_it_cannot_take_names_those_that_can():
-    with pytest.raises(SpaceUnsupported, match=r"iql.*Discrete\(2\).*float Box.*bc, bcq, cql, do"):
+    with pytest.raises(SpaceUnsupported, match=r"iql.*Discrete\(2\).*float Box.*bc, bcq, cql, d"):
         check_algorithm("iql", Discrete(2))
-    with pytest.raises(SpaceUnsupported, match=r"dqn.*Box.*expected Discrete.*awac, bc, cql"):
+    with pytest.raises(SpaceUnsupported, match=r"dqn.*Box.*expected Discrete.*awac, bc, bcq, bear"):
         check_algorithm("dqn", Box((1,)))
 
 
 def test_a_space_that_none_can_take_says_so():
     with pytest.raises(SpaceUnsupported, match="take it: none"):
-        check_algorithm("bc", MultiDiscrete((2, 3)))
+        check_algorithm("bc", Text())
 
 
 def test_unknown_options_get_near_matches():

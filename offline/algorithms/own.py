@@ -1,0 +1,121 @@
+"""Own: an algorithm of the user's, named by the module and the function that makes it.
+
+`my_algorithms:filtered_cloning` is `def filtered_cloning(observation_space, action_space, config:
+FilteredConfig, facts: DatasetFacts) -> Algorithm` of a module that Python can import. Its options
+are the fields of the dataclass that `config` is annotated with.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Any, Final, get_type_hints
+
+from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.spaces import Space
+from replaylake.offline.algorithm import Algorithm
+from replaylake.offline.algorithms.table import AlgorithmFunction
+from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.options import near_matches, to_options
+
+_SIGNATURE: Final = (
+    "def NAME(observation_space, action_space, config: YourConfig, facts: DatasetFacts) "
+    "-> Algorithm, where YourConfig is a dataclass whose fields all have defaults"
+)
+
+
+@dataclass(frozen=True)
+class OwnAlgorithm:
+    """A function of the user's, and the dataclass of its options."""
+
+    function: AlgorithmFunction
+    config_class: type
+
+
+def own_algorithm(name: str) -> OwnAlgorithm:
+    """Import the algorithm named `module:function`.
+
+    Runs the module, as any import does. Raises: NotFound if there is no such module or function;
+    ConfigInvalid if the function is not annotated as one that makes an algorithm.
+    """
+    module_name, _, function_name = name.partition(":")
+    module = _module(module_name, name)
+    named = getattr(module, function_name, None)
+    if named is None:
+        callables = [key for key, value in vars(module).items() if callable(value)]
+        raise NotFound(
+            f"algorithm {name!r}: module {module_name} ({module.__file__}) has no "
+            f"{function_name!r}, expected {near_matches(function_name, sorted(callables))}."
+        )
+    return OwnAlgorithm(_Checked(name, named), _config_class(name, named))
+
+
+def _module(module_name: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that is there, but imports one that is not, has its own message.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise NotFound(
+            f"algorithm {name!r}: found no module {error.name!r}, expected module:function of a "
+            "module that Python can import. Install it, or add its folder to PYTHONPATH."
+        ) from error
+    except ValueError as error:
+        raise NotFound(
+            f"algorithm {name!r}: found no name of a module before the colon, expected "
+            "module:function, such as my_algorithms:filtered_cloning."
+        ) from error
+
+
+def _config_class(name: str, function: Any) -> type:
+    """Return what `config` is annotated with. Raises: ConfigInvalid."""
+    try:
+        hints: Mapping[str, Any] = get_type_hints(function)
+    except (NameError, TypeError) as error:
+        raise ConfigInvalid(
+            f"algorithm {name}: found annotations that cannot be read ({error}), expected "
+            f"{_SIGNATURE}. Define what they name at the module's top level."
+        ) from error
+    config = hints.get("config")
+    if not isinstance(config, type) or not is_dataclass(config):
+        raise ConfigInvalid(
+            f"algorithm {name}: found {_said(config)} as the annotation of `config`, expected "
+            f"{_SIGNATURE}."
+        )
+    if hints.get("return") is not Algorithm:
+        raise ConfigInvalid(
+            f"algorithm {name}: found {_said(hints.get('return'))} as what it returns, expected "
+            f"{_SIGNATURE}."
+        )
+    for field in fields(config):
+        if field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigInvalid(
+                f"algorithm {name}: found no default of option {field.name!r} in "
+                f"{config.__name__}, expected one. Give it one: options are all optional."
+            )
+    return config
+
+
+def _said(annotation: Any) -> str:
+    return "nothing" if annotation is None else getattr(annotation, "__name__", str(annotation))
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """The function; what it returns says its options, so that a package keeps them."""
+
+    name: str
+    function: AlgorithmFunction
+
+    def __call__(
+        self, observation_space: Space, action_space: Space, config: Any, facts: DatasetFacts
+    ) -> Algorithm:
+        made = self.function(observation_space, action_space, config, facts)
+        if not isinstance(made, Algorithm):
+            raise ConfigInvalid(
+                f"algorithm {self.name}: found that it returned {type(made).__name__}, expected an "
+                "Algorithm (replaylake.offline.algorithm)."
+            )
+        return made if made.config else replace(made, config=to_options(config))

@@ -1,0 +1,112 @@
+"""Suitability: which algorithms can learn from a dataset, and why the others cannot.
+
+By the checks that training makes before its first update, so that both say the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, SpaceUnsupported
+from replaylake.datastore.replay.view import ReplayView
+from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.spaces import Space
+from replaylake.offline.algorithms.bandit_log import check_bandit_log
+from replaylake.offline.algorithms.catalog import (
+    algorithms,
+    check_algorithm,
+    check_masks,
+    check_rewards,
+    d3rlpy_row,
+    our_row,
+    reference,
+)
+from replaylake.offline.algorithms.description import needs
+from replaylake.offline.algorithms.info import AlgorithmInfo
+from replaylake.offline.d3rlpy.features import observation_features
+from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.normalisation import fit_facts
+
+
+@dataclass(frozen=True)
+class Suitability:
+    """refusal: why the algorithm cannot learn from the dataset, None if it can."""
+
+    algorithm: AlgorithmInfo
+    refusal: str | None
+
+
+def suitable(snapshot: Snapshot) -> list[Suitability]:
+    """Return each algorithm for the dataset's actions or, where it has none for them, its refusal.
+
+    The dataset is taken whole, with default options and logged rewards: `where`, `reward` and the
+    like may make more algorithms fit. Cost: as opening it to train.
+    """
+    data = _Data(snapshot)
+    return [
+        Suitability(info, _refusal(info, data))
+        for info in algorithms()
+        if not _is_stood_for(info, snapshot.spec.action_space)
+    ]
+
+
+class _Data:
+    """What training looks at; only read for algorithms that take the actions."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.spec = snapshot.spec
+        self._snapshot = snapshot
+
+    @cached_property
+    def view(self) -> ReplayView:
+        """All steps. Raises: EmptyReplay, SpaceUnsupported."""
+        return self._snapshot.replay()
+
+    @cached_property
+    def facts(self) -> DatasetFacts:
+        """What they are scaled by."""
+        return fit_facts([self._snapshot])
+
+
+def _is_stood_for(info: AlgorithmInfo, action_space: Space) -> bool:
+    """Return whether its name is another algorithm's for these actions."""
+    try:
+        return check_algorithm(reference(info), action_space) != info
+    except SpaceUnsupported:
+        return False
+
+
+def _refusal(info: AlgorithmInfo, data: _Data) -> str | None:
+    name, space = reference(info), data.spec.action_space
+    try:
+        check_algorithm(name, space)
+        view = data.view
+        if view.has_masked_actions:
+            check_masks(name, space)
+        check_rewards(name, space, view.num_unknown_rewards, len(view.packed.steps))
+        if info.kind == "bandit":
+            check_bandit_log(name, view)
+        _check_successors(info, view)
+        _check_observations(info, data)
+    except ReplayLakeError as error:
+        return str(error)
+    return None
+
+
+def _check_successors(info: AlgorithmInfo, view: ReplayView) -> None:
+    if "next_observations" in needs(info) and not view.num_transitions:
+        raise ConfigInvalid(
+            f"algorithm {reference(info)}: found {len(view.packed.steps):,} steps without what was "
+            "seen next, expected some with it. Clone behaviour with bc, or log final observations."
+        )
+
+
+def _check_observations(info: AlgorithmInfo, data: _Data) -> None:
+    """Make what takes the observations. Raises: SpaceUnsupported."""
+    observations, actions = data.spec.observation_space, data.spec.action_space
+    if info.provider == "d3rlpy":
+        observation_features(d3rlpy_row(info), observations, data.facts)
+        return
+    ours = our_row(info)
+    ours.function(observations, actions, ours.config_class(), data.facts).networks()

@@ -1,0 +1,117 @@
+"""Table: the algorithms of our own, each with its function, options and where it is from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol
+
+from replaylake.datastore.spaces import Space
+from replaylake.offline.algorithm import Algorithm
+from replaylake.offline.algorithms.awac import AWACConfig, awac
+from replaylake.offline.algorithms.bc import BCConfig, bc
+from replaylake.offline.algorithms.cql import CQLConfig, cql
+from replaylake.offline.algorithms.discrete_cql import DiscreteCQLConfig, discrete_cql
+from replaylake.offline.algorithms.dqn import DQNConfig, dqn
+from replaylake.offline.algorithms.dr_bandit import DRBanditConfig, dr_bandit
+from replaylake.offline.algorithms.ips_bandit import IPSBanditConfig, ips_bandit
+from replaylake.offline.algorithms.iql import IQLConfig, iql
+from replaylake.offline.algorithms.marwil import MARWILConfig, marwil
+from replaylake.offline.algorithms.sac import SACConfig, sac
+from replaylake.offline.algorithms.td3 import TD3Config, td3
+from replaylake.offline.algorithms.td3_plus_bc import TD3PlusBCConfig, td3_plus_bc
+from replaylake.offline.facts import DatasetFacts
+
+Actions = Literal["discrete", "continuous", "multi_discrete"]
+Kind = Literal["imitation", "offline", "off-policy", "bandit"]
+
+
+class AlgorithmFunction(Protocol):
+    """A function of this folder: spaces, options and facts to an Algorithm."""
+
+    def __call__(
+        self,
+        observation_space: Space,
+        action_space: Space,
+        config: Any,
+        facts: DatasetFacts,
+    ) -> Algorithm:
+        """Return the algorithm. Raises: SpaceUnsupported."""
+        ...
+
+
+@dataclass(frozen=True)
+class OurAlgorithm:
+    """One algorithm for one kind of actions; the same name may stand once for each kind."""
+
+    name: str
+    actions: Actions
+    head: str
+    kind: Kind
+    paper: str
+    function: AlgorithmFunction
+    config_class: type
+
+
+OURS: Final = (
+    OurAlgorithm("bc", "discrete", "categorical", "imitation", "Pomerleau 1989", bc, BCConfig),
+    OurAlgorithm("bc", "continuous", "gaussian", "imitation", "Seitzer et al. 2022", bc, BCConfig),
+    OurAlgorithm(
+        "bc", "multi_discrete", "multi_categorical", "imitation", "Pomerleau 1989", bc, BCConfig
+    ),
+    OurAlgorithm(
+        "iql", "continuous", "gaussian", "offline", "Kostrikov et al. 2021", iql, IQLConfig
+    ),
+    OurAlgorithm(
+        "td3_plus_bc",
+        "continuous",
+        "deterministic",
+        "offline",
+        "Fujimoto & Gu 2021",
+        td3_plus_bc,
+        TD3PlusBCConfig,
+    ),
+    OurAlgorithm("awac", "continuous", "gaussian", "offline", "Nair et al. 2020", awac, AWACConfig),
+    OurAlgorithm(
+        "cql", "continuous", "squashed_gaussian", "offline", "Kumar et al. 2020", cql, CQLConfig
+    ),
+    OurAlgorithm(
+        "sac", "continuous", "squashed_gaussian", "off-policy", "Haarnoja 2018", sac, SACConfig
+    ),
+    OurAlgorithm(
+        "td3", "continuous", "deterministic", "off-policy", "Fujimoto et al. 2018", td3, TD3Config
+    ),
+    OurAlgorithm(
+        "cql",
+        "discrete",
+        "q_values",
+        "offline",
+        "Kumar et al. 2020",
+        discrete_cql,
+        DiscreteCQLConfig,
+    ),
+    OurAlgorithm("dqn", "discrete", "q_values", "off-policy", "Mnih et al. 2015", dqn, DQNConfig),
+    OurAlgorithm(
+        "marwil", "discrete", "categorical", "offline", "Wang et al. 2018", marwil, MARWILConfig
+    ),
+    OurAlgorithm(
+        "marwil", "continuous", "gaussian", "offline", "Wang et al. 2018", marwil, MARWILConfig
+    ),
+    OurAlgorithm(
+        "ips_bandit",
+        "discrete",
+        "categorical",
+        "bandit",
+        "Swaminathan & Joachims 2015",
+        ips_bandit,
+        IPSBanditConfig,
+    ),
+    OurAlgorithm(
+        "dr_bandit",
+        "discrete",
+        "categorical",
+        "bandit",
+        "Dudik et al. 2011",
+        dr_bandit,
+        DRBanditConfig,
+    ),
+)

@@ -1,0 +1,93 @@
+"""Frames, alone and beside vectors: every algorithm of ours learns from them and exports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replaylake.datastore.batch import Batch
+from replaylake.datastore.policies.package import GraphSession, graph_inputs
+from replaylake.datastore.spaces import Array, Box, Dict, Discrete, MultiDiscrete, Space
+from replaylake.offline.algorithms.table import OURS, OurAlgorithm
+from replaylake.offline.export import export_onnx
+from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.graph import run_graph
+from replaylake.offline.learner import GradientLearner
+
+NUM = 8
+OBSERVATIONS: dict[str, Space] = {
+    "image": Box((12, 12), "uint8", 0, 255),
+    "nature": Box((36, 36, 3), "uint8", 0, 255),
+    "beside a vector": Dict({"camera": Box((2, 9, 9), "uint8", 0, 255), "arm": Box((3,))}),
+}
+ACTIONS: dict[str, Space] = {
+    "discrete": Discrete(3),
+    "continuous": Box((2,), "float32", -1, 1),
+    "multi_discrete": MultiDiscrete((2, 3)),
+}
+
+
+def values(space: Space, rng: np.random.Generator) -> Any:
+    if isinstance(space, Dict):
+        return {key: values(sub, rng) for key, sub in space.spaces.items()}
+    if isinstance(space, Discrete):
+        return rng.integers(space.n, size=NUM)
+    if isinstance(space, MultiDiscrete):
+        return rng.integers(space.nvec, size=(NUM, len(space.nvec)))
+    assert isinstance(space, Box)
+    if space.is_image:
+        return rng.integers(0, 256, (NUM, *space.shape), np.uint8)
+    return rng.uniform(-1, 1, (NUM, *space.shape)).astype(np.float32)
+
+
+def make_batch(observation_space: Space, action_space: Space) -> Batch[Array]:
+    rng = np.random.default_rng(0)
+    return Batch(
+        observations=values(observation_space, rng),
+        actions=values(action_space, rng),
+        rewards=rng.random(NUM).astype(np.float32),
+        discounts=np.full(NUM, 0.9, np.float32),
+        next_observations=values(observation_space, rng),
+        behavior_log_probs=np.full(NUM, -1, np.float32),
+        weights=np.ones(NUM, np.float32),
+        keys=np.arange(2 * NUM, dtype=np.uint64).reshape(NUM, 2),
+        returns=rng.random(NUM).astype(np.float32),
+        next_actions=values(action_space, rng),
+    )
+
+
+@pytest.mark.parametrize("kind", OBSERVATIONS)
+@pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row.name}-{row.actions}")
+def test_every_algorithm_learns_from_frames(row: OurAlgorithm, kind: str) -> None:
+    observation_space, action_space = OBSERVATIONS[kind], ACTIONS[row.actions]
+    config = row.config_class(hidden_sizes=(16,))
+    algorithm = row.function(observation_space, action_space, config, DatasetFacts())
+    learner = GradientLearner(algorithm, seed=0)
+    batch = make_batch(observation_space, action_space)
+    before = encoder_weights(learner)
+    assert before
+    for _ in range(2):
+        metrics = learner.update(batch).metrics
+        assert all(np.isfinite(float(value)) for value in metrics.values())
+    after = encoder_weights(learner)
+    # Each network has convolutions of its own, and each loss moves its network's.
+    assert before.keys() == after.keys()
+    moved = [not np.array_equal(before[name], after[name]) for name in before]
+    assert all(moved), [name for name, is_moved in zip(before, moved, strict=True) if not is_moved]
+    graph = learner.policy()
+    onnx = export_onnx(graph)
+    inputs = graph_inputs(graph.spec, batch.observations)
+    found = GraphSession(onnx, graph.spec).run(inputs)
+    for name, expected in run_graph(graph, inputs).items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-3, atol=1e-4)
+
+
+def encoder_weights(learner: GradientLearner) -> dict[str, Array]:
+    """The convolutions' weights of all networks, without those of target copies."""
+    return {
+        name: array.copy()
+        for name, array in learner.state_dict().items()
+        if "_convolutions" in name and "weight" in name and "target" not in name
+    }
