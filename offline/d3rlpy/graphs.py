@@ -1,81 +1,87 @@
 """Graphs: the acting part of a d3rlpy algorithm as a module that exports.
 
 d3rlpy's own `save_policy(".onnx")` fails for every algorithm on torch 2.13. These modules share the
-learner's parameters, so they act as it does now.
+learner's parameters, so they act as it does now. Each is what the algorithm's
+`inner_predict_best_action` computes; what that draws is the graph's input `noise`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.spaces import Space
 from replaylake.offline.action_scaling import ActionScaling, ScaledToEnvironment
+from replaylake.offline.d3rlpy.features import Features
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
-from replaylake.offline.networks import ObservationFeatures
+from replaylake.offline.graph import PolicyGraph
 
 
-def policy_module(
-    algorithm: D3rlpyAlgorithm, impl: Any, spec: PolicySpec, scaling: ActionScaling | None
-) -> nn.Module:
-    """Return the module for the algorithm's head; see PolicyGraph for its inputs and outputs."""
-    modules = impl.modules
-    if algorithm.policy == "q_funcs":
-        return _QValues(spec, modules.q_funcs)
-    if algorithm.policy == "bcq":
-        return _BCQValues(spec, modules.q_funcs, modules.imitator, impl._action_flexibility)
-    network = getattr(modules, algorithm.policy)
-    if scaling is None:
-        return _Logits(spec, network)
-    if algorithm.head == "squashed_gaussian":
-        return _SquashedGaussian(spec, network)
-    if algorithm.head == "gaussian":
-        return _Gaussian(spec, network, scaling)
-    return _Deterministic(spec, network, scaling)
+def policy_graph(
+    algorithm: D3rlpyAlgorithm,
+    impl: Any,
+    features: Features,
+    observation_space: Space,
+    action_space: Space,
+    scaling: ActionScaling | None,
+) -> PolicyGraph:
+    """Return the graph for the algorithm's head; see PolicyGraph for its inputs and outputs."""
+    module = _GRAPHS[algorithm.graph](features, impl, scaling, algorithm.head)
+    noise_size = getattr(module, "noise_size", 0)
+    spec = PolicySpec(observation_space, action_space, algorithm.head, noise_size)
+    return PolicyGraph(module, spec)
 
 
-class _Observing(nn.Module):
+class _Graph(nn.Module):
     """Turns the graph's inputs into the features that the networks were trained on."""
 
-    def __init__(self, spec: PolicySpec) -> None:
+    def __init__(
+        self, features: Features, impl: Any, scaling: ActionScaling | None, head: str
+    ) -> None:
         super().__init__()
-        self._features = ObservationFeatures(spec.observation_space)
+        self._features = features
+        self.build(impl, head)
+        if scaling is not None:
+            self.scaled = ScaledToEnvironment(scaling)
+
+    def build(self, impl: Any, head: str) -> None:
+        """Take what acts out of d3rlpy's implementation."""
+        raise NotImplementedError
 
     def observed(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         features: torch.Tensor = self._features(self._features.nested(inputs))
         return features
 
 
-class _QValues(_Observing):
+class _QValues(_Graph):
     """The mean of the ensemble's action values, whose maximum d3rlpy's greedy action takes."""
 
-    def __init__(self, spec: PolicySpec, q_funcs: nn.ModuleList) -> None:
-        super().__init__(spec)
-        self.q_funcs = q_funcs
+    def build(self, impl: Any, head: str) -> None:
+        self.q_funcs = impl.modules.q_funcs
 
     def q_values(self, features: torch.Tensor) -> torch.Tensor:
-        return torch.stack([q_func(features).q_value for q_func in self.q_funcs]).mean(dim=0)
+        return _mean_q(self.q_funcs, features)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.q_values(self.observed(inputs)),)
 
 
-class _BCQValues(_QValues):
+class _LikelyQValues(_QValues):
     """Action values above their least, 0 where the imitated policy finds the action too unlikely.
 
-    Fujimoto et al. 2019, "Benchmarking Batch Deep Reinforcement Learning Algorithms", eq. 9, in the
+    Fujimoto et al. 2019, "Benchmarking Batch Deep Reinforcement Learning Algorithms", in the
     form whose argmax is the same.
     """
 
-    def __init__(
-        self, spec: PolicySpec, q_funcs: nn.ModuleList, imitator: nn.Module, flexibility: float
-    ) -> None:
-        super().__init__(spec, q_funcs)
-        self.imitator = imitator
-        self._threshold = math.log(flexibility)
+    def build(self, impl: Any, head: str) -> None:
+        super().build(impl, head)
+        self.imitator = impl.modules.imitator
+        self._threshold = math.log(impl._action_flexibility)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         features = self.observed(inputs)
@@ -86,52 +92,166 @@ class _BCQValues(_QValues):
         return ((values - values.amin(dim=1, keepdim=True) + 1e-5) * likely.float(),)
 
 
-class _Logits(_Observing):
-    def __init__(self, spec: PolicySpec, network: nn.Module) -> None:
-        super().__init__(spec)
-        self.network = network
+class _Actor(_Graph):
+    """Acts with one network: d3rlpy's policy, or its imitator where there is nothing else."""
 
+    def build(self, impl: Any, head: str) -> None:
+        modules = impl.modules
+        self.network = modules.policy if hasattr(modules, "policy") else modules.imitator
+
+
+class _Logits(_Actor):
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (_logits(self.network, self.observed(inputs)),)
 
 
-class _SquashedGaussian(_Observing):
-    """The mean before the tanh, and the log_std: the head squashes and scales."""
+class _Gaussian(_Actor):
+    """A mean and log_std: before the tanh where the head squashes and scales, else in its units."""
 
-    def __init__(self, spec: PolicySpec, network: nn.Module) -> None:
-        super().__init__(spec)
-        self.network = network
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        output = self.network(self.observed(inputs))
-        return output.mu, output.logstd
-
-
-class _Gaussian(_Observing):
-    """A gaussian around the squashed mean, in the environment's units (d3rlpy's IQL and AWAC)."""
-
-    def __init__(self, spec: PolicySpec, network: nn.Module, scaling: ActionScaling) -> None:
-        super().__init__(spec)
-        self.network = network
-        self._scaled = ScaledToEnvironment(scaling)
+    def build(self, impl: Any, head: str) -> None:
+        super().build(impl, head)
+        self._head_squashes = head == "squashed_gaussian"
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output = self.network(self.observed(inputs))
         log_stds = output.logstd + torch.zeros_like(output.mu)
-        return self._scaled(output.squashed_mu), self._scaled.log_stds(log_stds)
+        if self._head_squashes:
+            return output.mu, log_stds
+        return self.scaled(output.squashed_mu), self.scaled.log_stds(log_stds)
 
 
-class _Deterministic(_Observing):
-    def __init__(self, spec: PolicySpec, network: nn.Module, scaling: ActionScaling) -> None:
-        super().__init__(spec)
-        self.network = network
-        self._scaled = ScaledToEnvironment(scaling)
+class _Deterministic(_Actor):
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.scaled(self.network(self.observed(inputs)).squashed_mu),)
+
+
+class _PLAS(_Actor):
+    """What the decoder makes of the policy's latent action (Zhou et al. 2020)."""
+
+    def build(self, impl: Any, head: str) -> None:
+        super().build(impl, head)
+        self.decoder = impl.modules.vae_decoder
+        self.perturbation = getattr(impl.modules, "perturbation", None)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self._scaled(self.network(self.observed(inputs)).squashed_mu),)
+        features = self.observed(inputs)
+        actions = self.decoder(features, 2.0 * self.network(features).squashed_mu)
+        if self.perturbation is not None:
+            actions = self.perturbation(features, actions).squashed_mu
+        return (self.scaled(actions),)
+
+
+class _Candidates(_Actor):
+    """Draws several actions for each observation and takes one by what they are worth."""
+
+    def build(self, impl: Any, head: str) -> None:
+        super().build(impl, head)
+        self.q_funcs = impl.modules.q_funcs
+        self.num = impl._n_action_samples
+        self.size = impl.action_size
+        self.noise_size = self.num * self.size
+
+    def repeated(self, features: torch.Tensor) -> torch.Tensor:
+        """Map [N, *features] to [N * num, *features], an observation's side by side."""
+        rest = features.shape[1:]
+        return features[:, None].expand(-1, self.num, *rest).reshape(-1, *rest)
+
+    def drawn(self, output: Any, noise: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return mean + std * noise, [N, num, size]."""
+        noise = noise.reshape(-1, self.num, self.size)
+        stds = (output.logstd + torch.zeros_like(mean)).exp()
+        drawn: torch.Tensor = mean[:, None] + noise * stds[:, None]
+        return drawn
+
+    def chosen(self, actions: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return, of actions [N, num, size], those of the highest score [N, num]."""
+        best = scores.argmax(dim=1)[:, None, None].expand(-1, 1, self.size)
+        return (self.scaled(actions.gather(1, best)[:, 0]),)
+
+
+class _BCQ(_Candidates):
+    """The perturbed decoded action of the highest first critic (Fujimoto et al. 2019)."""
+
+    def build(self, impl: Any, head: str) -> None:
+        super().build(impl, head)
+        self.decoder = impl.modules.vae_decoder
+        self.noise_size = self.num * 2 * self.size
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        features = self.repeated(self.observed(inputs))
+        latents = inputs[-1].reshape(-1, 2 * self.size).clamp(-0.5, 0.5)
+        actions = self.network(features, self.decoder(features, latents)).squashed_mu
+        values = _q_value(self.q_funcs[0], features, actions)
+        return self.chosen(actions.view(-1, self.num, self.size), values.view(-1, self.num))
+
+
+class _BEAR(_Candidates):
+    """The action of the highest first critic among samples (Kumar et al. 2019)."""
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        features = self.observed(inputs)
+        output = self.network(features)
+        actions = torch.tanh(self.drawn(output, inputs[-1], output.mu))
+        flat = actions.reshape(-1, self.size)
+        values = _q_value(self.q_funcs[0], self.repeated(features), flat)
+        return self.chosen(actions, values.view(-1, self.num))
+
+
+class _CRR(_Candidates):
+    """A sample, drawn again by the softmax of its value (Wang et al. 2020, CWP).
+
+    argmax(value - ln(e)) with e ~ Exp(1) draws from the softmax, which is how torch.multinomial
+    draws one; half the sum of two squared standard normals is such an e.
+    """
+
+    def build(self, impl: Any, head: str) -> None:
+        super().build(impl, head)
+        self.noise_size = self.num * (self.size + 2)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        features, noise = self.observed(inputs), inputs[-1]
+        output = self.network(features)
+        of_actions = noise[:, : self.num * self.size]
+        actions = self.drawn(output, of_actions, output.squashed_mu).clamp(-1.0, 1.0)
+        flat = actions.reshape(-1, self.size)
+        values = _mean_q(self.q_funcs, self.repeated(features), flat).view(-1, self.num)
+        normals = noise[:, self.num * self.size :].reshape(-1, self.num, 2)
+        exponentials = normals.square().sum(dim=2) / 2
+        return self.chosen(actions, values - exponentials.log())
 
 
 def _logits(network: Any, features: torch.Tensor) -> torch.Tensor:
     """Return a CategoricalPolicy's logits without its Categorical, which cannot be traced."""
     logits: torch.Tensor = network._fc(network._encoder(features))
     return logits
+
+
+def _mean_q(q_funcs: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    return torch.stack([_q_value(q_func, *inputs) for q_func in q_funcs]).mean(dim=0)
+
+
+def _q_value(q_func: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    """Return the expected value; an implicit quantile network's own code fixes N when traced."""
+    if not hasattr(q_func, "_n_greedy_quantiles"):
+        value: torch.Tensor = q_func(*inputs).q_value
+        return value
+    # Dabney et al. 2018, eq. 4, at the quantiles that d3rlpy takes when it acts: [T, features].
+    hidden = q_func._encoder(*inputs)
+    taus = torch.linspace(0, 1, q_func._n_greedy_quantiles, device=hidden.device)
+    steps = torch.arange(q_func._embed_size, device=hidden.device).float() + 1
+    embedded = torch.relu(q_func._embed(torch.cos(math.pi * steps * taus[:, None])))
+    quantiles: torch.Tensor = q_func._fc(hidden[:, None] * embedded)
+    return quantiles.mean(dim=1)
+
+
+_GRAPHS: Final[Mapping[str, Callable[[Features, Any, ActionScaling | None, str], nn.Module]]] = {
+    "q_values": _QValues,
+    "likely_q_values": _LikelyQValues,
+    "logits": _Logits,
+    "gaussian": _Gaussian,
+    "deterministic": _Deterministic,
+    "plas": _PLAS,
+    "bcq": _BCQ,
+    "bear": _BEAR,
+    "crr": _CRR,
+}

@@ -1,54 +1,37 @@
 """D3rlpyLearner: a d3rlpy algorithm behind our Learner, fed from our batches.
 
-d3rlpy's own sampler, scalers, logger and files are not used. Actions are normalised here, and a
-step is terminal where its discount is 0: our batches keep the last step of a truncated episode,
-which d3rlpy's sampler drops.
-
-d3rlpy takes no action masks, no importance weights, and one discount for all steps. A batch that
-would need them is refused, never learned from as if they were not there.
+d3rlpy's own sampler, scalers, logger and files are not used: observations and actions are
+normalised here, as a part of the exported graph, and rewards before a batch is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any, Final, get_type_hints
+from collections.abc import Mapping
+from typing import Any, Final
 
-import numpy as np
 import torch
 
 from replaylake.datastore.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
+from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
+from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.spaces import Array, Box, Discrete, Space
 from replaylake.offline.action_scaling import ActionScaling, action_scaling
-from replaylake.offline.d3rlpy.graphs import policy_module
-from replaylake.offline.d3rlpy.library import load_d3rlpy
+from replaylake.offline.d3rlpy.batches import D3rlpyBatches
+from replaylake.offline.d3rlpy.features import Frames, observation_features
+from replaylake.offline.d3rlpy.graphs import policy_graph
+from replaylake.offline.d3rlpy.options import SAID_ELSEWHERE, config_of, what_of
+from replaylake.offline.d3rlpy.randomness import OwnRandomness
+from replaylake.offline.d3rlpy.shortcuts import take_shortcuts
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
+from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.graph import PolicyGraph
 from replaylake.offline.learner import Update
-from replaylake.offline.networks import ObservationFeatures
-from replaylake.offline.options import cast, check_keys
+from replaylake.offline.networks.actors import NO_FACTS
 from replaylake.offline.state import pack_state, unpack_state
 
-# d3rlpy's names for what is stated once for all algorithms, and where to say it instead.
-_SAID_ELSEWHERE: Final = {
-    "batch_size": "the training option batch_size",
-    "gamma": "the training option discount",
-    "observation_scaler": "nothing: observations are given as they are",
-    "action_scaler": "nothing: actions are always normalised by their bounds or logged range",
-    "reward_scaler": "the training option reward, an SQL expression",
-}
-
-
-def check_options(
-    algorithm: D3rlpyAlgorithm, options: Mapping[str, Any], others: Iterable[str] = ()
-) -> None:
-    """Refuse options that the algorithm does not have. Raises: ConfigInvalid with near matches."""
-    config_class = getattr(load_d3rlpy().algos, algorithm.config_class)
-    _check_keys(config_class, options, f"algorithm d3rlpy:{algorithm.name}", others)
+_ROWS_AT_ONCE: Final = 1 << 14
 
 
 class D3rlpyLearner:
@@ -64,165 +47,180 @@ class D3rlpyLearner:
         seed: int,
         discount: float = 0.99,
         device: torch.device | str = "cpu",
-        logged_actions: tuple[Array, Array] | None = None,
+        facts: DatasetFacts = NO_FACTS,
     ) -> None:
         """Build the networks under `seed`; the global random state is left as it was.
 
-        Raises: ConfigInvalid for options that d3rlpy does not have, SpaceUnsupported for images,
-        text, or Box actions without bounds or logged range.
+        Raises: ConfigInvalid for options that d3rlpy does not have; SpaceUnsupported for text, for
+        images that it cannot take, and for Box actions without bounds or logged range.
         """
-        self._features = ObservationFeatures(observation_space)
-        self._action_space = action_space
+        device = torch.device(device)
+        self._algorithm = algorithm
+        self._facts = facts
+        self._item = Transitions(
+            discount,
+            only_bootstrappable=algorithm.bootstraps,
+            returns=algorithm.needs == "returns",
+            next_actions=algorithm.needs == "next_actions",
+        )
+        features, shape = observation_features(algorithm, observation_space, facts)
+        self._features = features.to(device)
+        self._observation_space = observation_space
         self._scaling: ActionScaling | None = None
         if not isinstance(action_space, Discrete):
-            self._scaling = action_scaling(action_space, logged_actions)
+            self._scaling = action_scaling(action_space, facts.action_range)
             if algorithm.head == "squashed_gaussian" and isinstance(action_space, Box):
                 action_space = self._scaling.bounded(action_space)
-        self._spec = PolicySpec(observation_space, action_space, algorithm.head)
-        self._algorithm = algorithm
-        self._discount = discount
-        self._device = torch.device(device)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self._random_state = torch.get_rng_state()
-        with self._own_randomness():
-            self._d3rlpy = self._build(options)
+        self._action_space = action_space
+        config = config_of(
+            algorithm,
+            options,
+            discount=discount,
+            device=device,
+            with_frames=isinstance(features, Frames),
+        )
+        self._batches = D3rlpyBatches(
+            algorithm,
+            self._features,
+            action_space,
+            self._scaling,
+            facts.rewards,
+            discount=discount,
+            device=device,
+            is_compiled=config.compile_graph,
+        )
+        self._device = device
+        self._randomness = OwnRandomness(seed, device)
+        with self._randomness.lent():
+            self._d3rlpy = self._created(config, shape, options)
         self._impl = self._d3rlpy.impl
+        if not config.compile_graph:
+            take_shortcuts(self._impl)
+        # d3rlpy keeps one for all learners of a process.
+        self._neighbours = _new_neighbours(self._impl)
         self._num_updates = 0
-        self._torch_batch = load_d3rlpy().TorchMiniBatch
 
     @property
     def discount(self) -> float:
         """Gamma."""
-        return self._discount
+        return self._item.discount
 
     @property
-    def needs_bootstrap(self) -> bool:
-        """Whether the algorithm looks at next observations: all but cloning do."""
-        return self._algorithm.kind != "imitation"
+    def item(self) -> Transitions:
+        """Single transitions; with next observations for all but cloning."""
+        return self._item
 
     @property
     def config(self) -> Mapping[str, Any]:
         """d3rlpy's own serialised config."""
         config: dict[str, Any] = self._d3rlpy.config.serialize_to_dict()
-        return {key: value for key, value in config.items() if key not in _SAID_ELSEWHERE}
+        return {key: value for key, value in config.items() if key not in SAID_ELSEWHERE}
 
     @property
     def normalisation(self) -> Mapping[str, Any]:
-        """What actions are scaled by."""
-        return {} if self._scaling is None else {"actions": self._scaling.to_json()}
+        """What actions, observations and rewards are scaled by."""
+        actions = {} if self._scaling is None else {"actions": self._scaling.to_json()}
+        return {**self._facts.to_json(), **actions}
+
+    def prepare(self, view: ReplayView) -> None:
+        """Let PRDC index all steps, among which it looks for neighbours; others need none of it.
+
+        Cost: float32 of features and action for each step, and a search in it for each row of a
+        batch: a tree up to 15 numbers a step, beyond that a comparison with every step.
+        """
+        if self._neighbours is None:
+            return
+        num_left = len(self._item.starts(view.packed))
+        sampler = view.in_order(_ROWS_AT_ONCE, self._item)
+        parts = []
+        while num_left > 0:
+            batch = to_torch(sampler.sample())
+            with torch.no_grad():
+                features = self._features(_moved(batch.observations, self._device)).cpu()
+                actions = self._batches.actions(batch.actions)
+            # Ran et al. 2023: beta weighs how close states are against how close actions.
+            parts.append(torch.cat([self._d3rlpy.config.beta * features, actions], dim=1))
+            num_left -= len(batch)
+        self._neighbours.fit(torch.cat(parts).numpy())
+        self._impl._nbsr = self._neighbours
 
     def update(self, batch: Batch) -> Update:
         """Take one gradient step; d3rlpy draws from this learner's own random state.
 
-        Raises: SpaceUnsupported for action masks that are not all true, ConfigInvalid for weights
-        other than 1, and for discounts other than 0 and gamma where the algorithm bootstraps.
+        Raises: what D3rlpyBatches.converted raises; ConfigInvalid where `prepare` is missing.
         """
-        self._refuse_unsupported(batch)
-        with self._own_randomness():
-            metrics = self._impl.update(self._d3rlpy_batch(batch), self._num_updates)
+        if self._neighbours is not None and self._impl._nbsr is not self._neighbours:
+            raise ConfigInvalid(
+                f"{what_of(self._algorithm)}: found an update before the data was indexed, "
+                "expected learner.prepare(view) before the first. Call it."
+            )
+        made = self._batches.converted(batch)
+        with self._randomness.lent():
+            metrics = self._impl.update(made, self._num_updates)
         self._num_updates += 1
         return Update(metrics)
 
     def policy(self) -> PolicyGraph:
         """Return the acting modules with their outputs in the environment's units."""
-        module = policy_module(self._algorithm, self._impl, self._spec, self._scaling)
-        return PolicyGraph(module, self._spec)
+        return policy_graph(
+            self._algorithm,
+            self._impl,
+            self._features,
+            self._observation_space,
+            self._action_space,
+            self._scaling,
+        )
 
     def state_dict(self) -> dict[str, Array]:
-        """Return modules, optimizers, random state and the number of updates."""
+        """Return modules, optimizers, random state and the number of updates.
+
+        What `prepare` made is no part of it: it is the data's, and made again.
+        """
         modules = {name: module.state_dict() for name, module in self._stateful().items()}
         return pack_state(
-            {"modules": modules, "rng": self._random_state, "num_updates": self._num_updates}
+            {
+                "modules": modules,
+                "rng": self._randomness.state_dict(),
+                "num_updates": self._num_updates,
+            }
         )
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Continue bit for bit (on the CPU) where state_dict was called."""
+        """Continue bit for bit (on the CPU) where state_dict was called.
+
+        Raises: PackageInvalid if it is the state of other networks.
+        """
         tree = unpack_state(state)
-        for name, module in self._stateful().items():
-            module.load_state_dict(tree["modules"][name])
-        self._random_state = tree["rng"]
+        try:
+            for name, module in self._stateful().items():
+                module.load_state_dict(tree["modules"][name])
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            said = str(error).splitlines()[-1].strip()
+            raise PackageInvalid(
+                f"learner state: {what_of(self._algorithm)}: found {said}; expected what the same "
+                "algorithm saved with these options and for these spaces."
+            ) from error
+        self._randomness.load_state_dict(tree["rng"])
         self._num_updates = tree["num_updates"]
 
-    def _build(self, options: Mapping[str, Any]) -> Any:
-        algos = load_d3rlpy().algos
-        config_class = getattr(algos, self._algorithm.config_class)
-        what = f"algorithm d3rlpy:{self._algorithm.name}"
-        config = config_class(
-            gamma=self._discount, **_checked_options(config_class, options, what, self._device)
-        )
+    def _created(self, config: Any, shape: tuple[int, ...], options: Mapping[str, Any]) -> Any:
         space = self._action_space
-        size = space.n if isinstance(space, Discrete) else len(self._scaled().center)
+        size = space.n if isinstance(space, Discrete) else _size(self._scaling)
         try:
-            # d3rlpy wants an index with every device, the CPU too.
-            index = self._device.index or 0
-            algorithm = config.create(device=f"{self._device.type}:{index}")
-            algorithm.create_impl((self._features.num_features,), size)
+            algorithm = config.create(device=self._batches.device_name)
+            algorithm.create_impl(shape, size)
         except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            advice = "Mend or leave them out."
+            if len(shape) > 1:
+                advice = (
+                    "Give encoder factories of type pixel whose filters fit such frames, or use an "
+                    "algorithm of replaylake's own, which take frames of any size."
+                )
             raise ConfigInvalid(
-                f"{what}: d3rlpy refuses the options {dict(options)}: {error}. Mend or leave them "
-                "out."
+                f"{what_of(self._algorithm)}: d3rlpy refuses the options {dict(options)} for "
+                f"observations {list(shape)}: {type(error).__name__}: {error}. {advice}"
             ) from error
         return algorithm
-
-    def _refuse_unsupported(self, batch: Batch) -> None:
-        what = f"algorithm d3rlpy:{self._algorithm.name}"
-        for masks in (batch.action_masks, batch.next_action_masks):
-            if masks is not None and not masks.all():
-                raise SpaceUnsupported(
-                    f"{what}: found action masks that are not all true, expected none: d3rlpy "
-                    "has no masks. Use an algorithm that honours them, such as bc."
-                )
-        if not (batch.weights == 1).all():
-            raise ConfigInvalid(
-                f"{what}: found importance weights of {batch.weights.min():g} to "
-                f"{batch.weights.max():g}, expected 1: d3rlpy has none. Sample uniformly."
-            )
-        if not self.needs_bootstrap:
-            return
-        if batch.bootstrappable is not None and not batch.bootstrappable.all():
-            raise ConfigInvalid(
-                f"{what}: found steps without a next observation, expected none: d3rlpy would "
-                "bootstrap from their own. Sample with only_bootstrappable."
-            )
-        discounts = batch.discounts
-        others = discounts[(discounts != 0) & (discounts != np.float32(self._discount))]
-        if len(others):
-            raise ConfigInvalid(
-                f"{what}: found a discount of {others[0]:g} in a batch, expected 0 (terminated) or "
-                f"{self._discount:g}, the one that d3rlpy was given. Sample with the learner's "
-                "discount and single steps."
-            )
-
-    def _d3rlpy_batch(self, batch: Batch) -> Any:
-        tensors = to_torch(batch, self._device)
-        raw: Any = tensors.actions
-        if isinstance(self._action_space, Discrete):
-            actions = (raw - self._action_space.start)[:, None].float()
-        else:
-            actions = self._scaled().normalise(raw)
-        rewards: Any = tensors.rewards
-        rewards = rewards[:, None]
-        return self._torch_batch(
-            observations=self._observed(tensors.observations),
-            actions=actions,
-            rewards=rewards,
-            next_observations=self._observed(tensors.next_observations),
-            next_actions=torch.zeros_like(actions),
-            returns_to_go=torch.zeros_like(rewards),
-            terminals=torch.as_tensor(tensors.discounts == 0)[:, None].float(),
-            intervals=torch.ones_like(rewards),
-            device=self._d3rlpy.impl.device,
-        )
-
-    def _observed(self, observations: torch.Tensor | Mapping[str, Any]) -> torch.Tensor:
-        with torch.no_grad():
-            features: torch.Tensor = self._features(observations)
-        return features
-
-    def _scaled(self) -> ActionScaling:
-        assert self._scaling is not None, "a Discrete space has no scaling"
-        return self._scaling
 
     def _stateful(self) -> Mapping[str, Any]:
         """Return every module and optimizer by name."""
@@ -231,63 +229,20 @@ class D3rlpyLearner:
         ).modules
         return modules
 
-    @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
-        """Lend this learner's random state to torch's global one, which d3rlpy draws from."""
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._random_state)
-        try:
-            yield
-        finally:
-            self._random_state = torch.get_rng_state()
-            torch.set_rng_state(before)
+
+def _new_neighbours(impl: Any) -> Any:
+    """Return an index of this learner's own, or None where the algorithm looks for none."""
+    shared = getattr(impl, "_nbsr", None)
+    # In one thread: a batch is too small to share out, and its threads would be as many as cores.
+    return None if shared is None else type(shared)(n_neighbors=1)
 
 
-def _check_keys(
-    config_class: Any, options: Mapping[str, Any], what: str, others: Iterable[str] = ()
-) -> None:
-    for key, instead in _SAID_ELSEWHERE.items():
-        if key in options:
-            raise ConfigInvalid(f"{what}: found option {key!r}, expected {instead}.")
-    known = {field.name for field in fields(config_class)} - {*_SAID_ELSEWHERE}
-    check_keys(options, [*known, "hidden_sizes"], what, others)
+def _size(scaling: ActionScaling | None) -> int:
+    assert scaling is not None, "only a Discrete space has no scaling"
+    return len(scaling.center)
 
 
-def _checked_options(
-    config_class: Any, options: Mapping[str, Any], what: str, device: torch.device
-) -> dict[str, Any]:
-    """Turn options into the config's arguments.
-
-    Numbers and words are taken as they are, factories from {type, params}, and `hidden_sizes` is
-    given to every network at once.
-    """
-    _check_keys(config_class, options, what)
-    known = {field.name: field for field in fields(config_class)}
-    encoders = [name for name in known if name.endswith("encoder_factory")]
-    if options.get("compile_graph") and device.type != "cuda":
-        raise ConfigInvalid(f"{what}: found compile_graph on {device}, expected a CUDA device.")
-    arguments: dict[str, Any] = {}
-    if "hidden_sizes" in options:
-        sizes = cast(tuple[int, ...], options["hidden_sizes"], f"{what}: hidden_sizes")
-        factory = load_d3rlpy().models.VectorEncoderFactory
-        arguments |= {name: factory(hidden_units=list(sizes)) for name in encoders}
-    hints = get_type_hints(config_class)
-    for key, value in options.items():
-        if key == "hidden_sizes":
-            continue
-        decoder = known[key].metadata.get("dataclasses_json", {}).get("decoder")
-        if decoder is None:
-            arguments[key] = cast(hints[key], value, f"{what}: {key}")
-        else:
-            arguments[key] = _decoded(decoder, value, f"{what}: {key}")
-    return arguments
-
-
-def _decoded(decoder: Any, value: Any, what: str) -> Any:
-    try:
-        return decoder({"params": {}, **value})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigInvalid(
-            f"{what}: found {value!r}, expected {{type = ..., params = {{...}}}} as d3rlpy "
-            f"serialises it ({type(error).__name__}: {error})."
-        ) from error
+def _moved(observations: Any, device: torch.device) -> Any:
+    if isinstance(observations, torch.Tensor):
+        return observations.to(device)
+    return {name: _moved(value, device) for name, value in observations.items()}
