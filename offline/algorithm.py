@@ -1,8 +1,8 @@
 """Algorithm: what a learning rule is. Three functions, and defaults for the rest.
 
-    losses(networks, targets, batch, rng) -> Losses        one scalar per parameter group
+    losses(networks, targets, batch, rng, due) -> Losses   one scalar per parameter group
     postprocess(networks, batch) -> Batch                  before the losses, without gradients
-    optimizer(parameters) -> torch.optim.Optimizer
+    optimizer(parameters) -> Optimizer
 
 A parameter group is a key of `networks`: its loss moves that network's parameters and no others, so
 an actor's loss may run through the critic without training it.
@@ -10,7 +10,7 @@ an actor's loss may run through the critic without training it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from torch import nn
 
 from replaylake.datastore.batch import Batch
 from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.offline.adam import OptimizerFunction, adam
 from replaylake.offline.graph import PolicyGraph
-from replaylake.offline.networks import ObservationFeatures
+from replaylake.offline.networks.features import nested
 from replaylake.offline.options import expect
 
 
@@ -53,21 +54,12 @@ class Target:
 
 
 Networks = nn.ModuleDict
-LossFunction = Callable[[Networks, Networks, Batch, torch.Generator], Losses]
+LossFunction = Callable[[Networks, Networks, Batch, torch.Generator, frozenset[str]], Losses]
 
 
 def unchanged(networks: Networks, batch: Batch) -> Batch:
     """Return the batch as it is: the default postprocess."""
     return batch
-
-
-def adam(learning_rate: float) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    """Return an optimizer function: Adam (Kingma & Ba 2015), fused over all parameters."""
-
-    def make(parameters: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
-
-    return make
 
 
 class PolicyModule(nn.Module):
@@ -76,10 +68,14 @@ class PolicyModule(nn.Module):
     def __init__(self, network: nn.Module, spec: PolicySpec) -> None:
         super().__init__()
         self.network = network
-        self._features = ObservationFeatures(spec.observation_space)
+        self._space = spec.observation_space
+
+    def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Return the graph's inputs as the observation space nests them."""
+        return nested(self._space, inputs)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = self.network(self._features.nested(inputs))
+        outputs = self.network(self.nested(inputs))
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -88,25 +84,32 @@ class Algorithm:
     """A learning rule for one pair of spaces, as a function in `algorithms/` returns it.
 
     spec: spaces and head of the policy that is learned. losses, postprocess, optimizer: see the
-    module; `losses` gets tensors and the learner's own generator. `optimizer` gets one dict per
-    group with its `name` and `params`. networks: makes the modules by group, called once under the
+    module; `losses` gets tensors, the learner's own generator, and `due`: the groups that step in
+    this update, so that nothing is computed for the others. `optimizer` gets one dict per group
+    with its `name` and `params`. networks: makes the modules by group, called once under the
     learner's seed. targets: those that have target copies, by group. update_periods: groups whose
     loss is stepped down only every n-th update (TD3's actor), by group. policy: the exported graph.
-    needs_bootstrap: whether it looks at next observations, so that steps without one are left out.
+
+    What its batches hold: needs_bootstrap, next observations (steps without one are left out);
+    n_step, how far off they are; needs_returns, Monte-Carlo returns; needs_next_actions, the logged
+    action that follows; needs_propensities, behavior_log_probs, all of them known.
+
     config: the options it was made with, for the manifest; normalisation: likewise.
     """
 
     spec: PolicySpec
     losses: LossFunction
     networks: Callable[[], Networks]
-    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = field(
-        default_factory=lambda: adam(3e-4)
-    )
+    optimizer: OptimizerFunction = field(default_factory=lambda: adam(3e-4))
     postprocess: Callable[[Networks, Batch], Batch] = unchanged
     targets: Mapping[str, Target] = field(default_factory=dict)
     update_periods: Mapping[str, int] = field(default_factory=dict)
     policy: Callable[[Networks], PolicyGraph] | None = None
     needs_bootstrap: bool = True
+    n_step: int = 1
+    needs_returns: bool = False
+    needs_next_actions: bool = False
+    needs_propensities: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     normalisation: Mapping[str, Any] = field(default_factory=dict)
 
@@ -115,3 +118,14 @@ class Algorithm:
         if self.policy is not None:
             return self.policy(networks)
         return PolicyGraph(PolicyModule(networks["policy"], self.spec), self.spec)
+
+
+def weighted_mean(loss_tm1: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Average [B] over the batch with the sampler's importance weights, to []."""
+    return torch.dot(loss_tm1, tensor(batch.weights) / len(loss_tm1))
+
+
+def tensor(values: Any) -> torch.Tensor:
+    """Say for the type checker that a Batch from to_torch holds tensors."""
+    found: torch.Tensor = values
+    return found

@@ -9,8 +9,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from replaylake.datastore.policies.heads import act_from_head
+from replaylake.datastore.policies.log_probs import (
+    action_probs_of,
+    check_has_density,
+    log_probs_of,
+)
 from replaylake.datastore.policies.package import graph_inputs
-from replaylake.datastore.policies.policy import HEAD_OUTPUTS, Act, PolicySpec, act_from_head
+from replaylake.datastore.policies.policy import HEAD_OUTPUTS, Act, PolicySpec
 from replaylake.datastore.spaces import Array, Values
 
 
@@ -60,6 +66,50 @@ class TorchPolicy:
             self.spec,
             run_graph(self._graph, inputs, self._device),
             rng,
+            deterministic=deterministic,
+            temperature=temperature,
+            epsilon=epsilon,
+            mask=action_mask,
+        )
+
+    def action_probs(
+        self,
+        observations: Values,
+        state: Any = None,
+        *,
+        deterministic: bool = True,
+        temperature: float = 1.0,
+        epsilon: float = 0.0,
+        action_mask: Array | None = None,
+    ) -> Array:
+        """Return the probability of each action; see Policy.action_probs."""
+        return action_probs_of(
+            self.spec,
+            run_graph(self._graph, graph_inputs(self.spec, observations), self._device),
+            deterministic=deterministic,
+            temperature=temperature,
+            epsilon=epsilon,
+            mask=action_mask,
+        )
+
+    def log_probs(
+        self,
+        observations: Values,
+        actions: Values,
+        state: Any = None,
+        *,
+        deterministic: bool = True,
+        temperature: float = 1.0,
+        epsilon: float = 0.0,
+        action_mask: Array | None = None,
+    ) -> Array:
+        """Return log-probabilities of given actions; see Policy.log_probs."""
+        # Before the graph is run, whose noise nobody has drawn.
+        check_has_density(self.spec, deterministic=deterministic, temperature=temperature)
+        return log_probs_of(
+            self.spec,
+            run_graph(self._graph, graph_inputs(self.spec, observations), self._device),
+            actions,
             deterministic=deterministic,
             temperature=temperature,
             epsilon=epsilon,

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, SupportsFloat
 
 import torch
 from torch import nn
 
 from replaylake.datastore.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
+from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
+from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.spaces import Array
 from replaylake.offline.algorithm import Algorithm, Networks
+from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.flat import FlatGroup, flattened
 from replaylake.offline.graph import PolicyGraph
+from replaylake.offline.networks.actors import NO_FACTS
 from replaylake.offline.options import expect
 from replaylake.offline.state import pack_state, unpack_state
 
@@ -42,8 +47,8 @@ class Learner(Protocol):
         ...
 
     @property
-    def needs_bootstrap(self) -> bool:
-        """Whether batches have to leave out the steps that have no next observation."""
+    def item(self) -> Transitions:
+        """What the rows of its batches are: how many steps, and with what of those beyond."""
         ...
 
     @property
@@ -56,8 +61,12 @@ class Learner(Protocol):
         """What inputs and outputs are scaled by, as JSON has it; a part of the policy's graph."""
         ...
 
+    def prepare(self, view: ReplayView) -> None:
+        """Look at all of what batches will be drawn from, before the first update."""
+        ...
+
     def update(self, batch: Batch) -> Update:
-        """Take one gradient step on a batch of numpy arrays."""
+        """Take one gradient step on a batch, of numpy arrays or of tensors on its device."""
         ...
 
     def policy(self) -> PolicyGraph:
@@ -83,10 +92,31 @@ class GradientLearner:
         seed: int,
         discount: float = 0.99,
         device: torch.device | str = "cpu",
+        facts: DatasetFacts = NO_FACTS,
+        reduce: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Make networks and optimizer under `seed`; the global random state is left as it was."""
+        """Make networks and optimizer under `seed`; the global random state is left as it was.
+
+        facts: how rewards are scaled; what else it knows the networks were made with. reduce: is
+        given all gradients, float32 [P], before they are stepped down, to change them in place:
+        several learners average theirs.
+        """
+        if facts.rewards.shift and (algorithm.needs_returns or algorithm.n_step > 1):
+            raise ConfigInvalid(
+                f"rewards: found a shift of {facts.rewards.shift:g}, expected none for an "
+                "algorithm that learns from sums of rewards: how far one shifts depends on how "
+                "many they are. Scale rewards without a shift: normalise_rewards = 'std'."
+            )
         self._algorithm = algorithm
-        self._discount = discount
+        self._facts = facts
+        self._reduce = reduce
+        self._item = Transitions(
+            discount,
+            n_step=algorithm.n_step,
+            only_bootstrappable=algorithm.needs_bootstrap,
+            returns=algorithm.needs_returns,
+            next_actions=algorithm.needs_next_actions,
+        )
         self._device = torch.device(device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -98,11 +128,13 @@ class GradientLearner:
         self._targets = Networks(
             {group: deepcopy(self._networks[group]) for group in algorithm.targets}
         ).requires_grad_(False)
-        self._parameters = {
-            group: list(module.parameters()) for group, module in self._networks.items()
-        }
+        self._groups, self._gradients = flattened(dict(self._networks.items()))
+        self._with_buffers = frozenset(
+            group for group, module in self._targets.items() if any(True for _ in module.buffers())
+        )
+        self._target_groups = {group: FlatGroup(m) for group, m in self._targets.items()}
         self._optimizer = algorithm.optimizer(
-            [{"name": group, "params": params} for group, params in self._parameters.items()]
+            [{"name": name, "params": [group.flat]} for name, group in self._groups.items()]
         )
         self._rng = torch.Generator(self._device).manual_seed(seed)
         self._num_updates = 0
@@ -110,12 +142,12 @@ class GradientLearner:
     @property
     def discount(self) -> float:
         """Gamma."""
-        return self._discount
+        return self._item.discount
 
     @property
-    def needs_bootstrap(self) -> bool:
-        """Whether the algorithm looks at next observations."""
-        return self._algorithm.needs_bootstrap
+    def item(self) -> Transitions:
+        """What the algorithm says that its batches hold."""
+        return self._item
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -124,17 +156,21 @@ class GradientLearner:
 
     @property
     def normalisation(self) -> Mapping[str, Any]:
-        """What actions are scaled by."""
-        return self._algorithm.normalisation
+        """What actions, observations and rewards are scaled by."""
+        return {**self._facts.to_json(), **self._algorithm.normalisation}
+
+    def prepare(self, view: ReplayView) -> None:
+        """Do nothing: what is learned comes in batches."""
 
     def update(self, batch: Batch) -> Update:
         """Step each parameter group that is due down its own loss, then let the targets follow."""
-        tensors = to_torch(batch, self._device)
+        tensors = self._scaled(batch)
         with torch.no_grad():
             tensors = self._algorithm.postprocess(self._networks, tensors)
-        losses = self._algorithm.losses(self._networks, self._targets, tensors, self._rng)
         self._num_updates += 1
-        self._set_gradients(losses.groups)
+        due = self._due()
+        losses = self._algorithm.losses(self._networks, self._targets, tensors, self._rng, due)
+        self._set_gradients(losses.groups, due)
         self._optimizer.step()
         self._follow()
         metrics = {f"{group}_loss": loss.detach() for group, loss in losses.groups.items()}
@@ -159,36 +195,59 @@ class GradientLearner:
         )
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Continue bit for bit (on the CPU) where state_dict was called."""
+        """Continue bit for bit (on the CPU) where state_dict was called.
+
+        Raises: PackageInvalid, with nothing changed, if it is the state of other networks.
+        """
         tree = unpack_state(state)
+        _check_shapes("networks", tree, self._networks)
+        _check_shapes("targets", tree, self._targets)
         self._networks.load_state_dict(tree["networks"])
         self._targets.load_state_dict(tree["targets"])
         self._optimizer.load_state_dict(tree["optimizer"])
         self._rng.set_state(tree["rng"])
         self._num_updates = tree["num_updates"]
 
-    def _set_gradients(self, losses: Mapping[str, torch.Tensor]) -> None:
+    def _scaled(self, batch: Batch) -> Batch:
+        """Return the batch as tensors on the device, its rewards scaled."""
+        tensors = batch
+        if not isinstance(batch.rewards, torch.Tensor):
+            tensors = to_torch(batch, self._device)
+        shift, scale = self._facts.rewards
+        if (shift, scale) == (0.0, 1.0):
+            return tensors
+        returns = None if tensors.returns is None else tensors.returns / scale
+        return replace(tensors, rewards=(tensors.rewards - shift) / scale, returns=returns)
+
+    def _due(self) -> frozenset[str]:
+        """Return the groups that step in this update."""
+        periods = self._algorithm.update_periods
+        return frozenset(
+            group for group in self._networks if self._num_updates % periods.get(group, 1) == 0
+        )
+
+    def _set_gradients(self, losses: Mapping[str, torch.Tensor], due: frozenset[str]) -> None:
         """Differentiate each loss by its own group's parameters.
 
         A group without a loss, or whose update is not due, gets no gradient: it is not stepped.
         """
-        self._optimizer.zero_grad(set_to_none=True)
         _check_groups("losses", losses, self._networks)
-        periods = self._algorithm.update_periods
-        due = [group for group in losses if self._num_updates % periods.get(group, 1) == 0]
-        for group in due:
-            parameters = self._parameters[group]
-            gradients = torch.autograd.grad(
-                losses[group], parameters, retain_graph=group != due[-1], allow_unused=True
-            )
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+        names = [name for name in losses if name in due]
+        for name, group in self._groups.items():
+            group.flat.grad = group.gradients if name in names else None
+        for name in names:
+            self._groups[name].differentiate(losses[name], retain_graph=name != names[-1])
+        if self._reduce is not None:
+            self._reduce(self._gradients)
 
     def _follow(self) -> None:
         with torch.no_grad():
             for group, target in self._algorithm.targets.items():
                 if self._num_updates % target.period == 0:
-                    _lerp(self._targets[group], self._networks[group], target.tau)
+                    ours, theirs = self._target_groups[group].flat, self._groups[group].flat
+                    ours.data.lerp_(theirs.data, target.tau)
+                    if group in self._with_buffers:
+                        _copy_buffers(self._targets[group], self._networks[group])
 
 
 @contextmanager
@@ -212,11 +271,20 @@ def _check_groups(what: str, named: Iterable[str], networks: Networks) -> None:
             )
 
 
-def _lerp(target: nn.Module, network: nn.Module, tau: float) -> None:
-    ours = [*target.parameters(), *target.buffers()]
-    theirs = [*network.parameters(), *network.buffers()]
-    for target_tensor, tensor in zip(ours, theirs, strict=True):
-        if target_tensor.is_floating_point():
-            target_tensor.lerp_(tensor, tau)
-        else:
-            target_tensor.copy_(tensor)
+def _check_shapes(what: str, tree: Any, networks: Networks) -> None:
+    """Refuse weights of another architecture. Raises: PackageInvalid."""
+    saved = tree.get(what, {}) if isinstance(tree, Mapping) else {}
+    found = {name: list(value.shape) for name, value in saved.items()}
+    expected = {name: list(value.shape) for name, value in networks.state_dict().items()}
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            raise PackageInvalid(
+                f"learner state: {what}.{name}: found {found.get(name, 'none')}, expected "
+                f"{expected.get(name, 'none')}. It was saved by another algorithm, with other "
+                "options or for other spaces: make the learner with those."
+            )
+
+
+def _copy_buffers(target: nn.Module, network: nn.Module) -> None:
+    for ours, theirs in zip(target.buffers(), network.buffers(), strict=True):
+        ours.copy_(theirs)

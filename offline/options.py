@@ -49,16 +49,16 @@ def check_keys(
             near = difflib.get_close_matches(key, [*known, *others], n=3, cutoff=0.6)
             raise ConfigInvalid(
                 f"{what}: found option {key!r}, expected "
-                f"{' or '.join(near) if near else f'one of {known}'}. "
+                f"{' or '.join(near) if near else 'one of ' + ', '.join(known)}. "
                 "Mend the spelling or leave it out."
             )
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:
-    """Return `a or b` for the names closest to this one, else `one of [...]` with all of them."""
+    """Return `a or b` for the names closest to this one, else `one of a, b, ...`: all of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    return " or ".join(near) if near else f"one of {known}"
+    return " or ".join(near) if near else f"one of {', '.join(known)}"
 
 
 def expect(condition: bool, what: str, found: Any, expected: str) -> None:
@@ -78,7 +78,9 @@ def cast(kind: Any, value: Any, what: str) -> Any:
         kinds = [part for part in get_args(kind) if part is not type(None)]
         return cast(kinds[0], value, what)
     if origin is Literal:
-        expect(value in get_args(kind), what, value, f"one of {list(get_args(kind))}")
+        expect(
+            value in get_args(kind), what, value, f"one of {', '.join(map(str, get_args(kind)))}"
+        )
         return value
     if origin in (tuple, Sequence) and isinstance(value, list | tuple):
         return tuple(cast(get_args(kind)[0], item, what) for item in value)

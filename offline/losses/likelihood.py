@@ -7,6 +7,7 @@ weighs and averages.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,20 @@ def categorical_nll(
     return F.cross_entropy(logits_tm1, a_tm1, reduction="none")
 
 
+def multi_categorical_nll(
+    logits_tm1: torch.Tensor, a_tm1: torch.Tensor, sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return -ln pi(a|s) of independent softmax policies, one for each element of an action, [B].
+
+    Args:
+        logits_tm1: float [B, sum of sizes], one element's after another's.
+        a_tm1: int64 [B, K], element k in 0 .. sizes[k] - 1.
+        sizes: how many values each element has.
+    """
+    each = zip(torch.split(logits_tm1, list(sizes), dim=1), a_tm1.unbind(dim=1), strict=True)
+    return torch.stack([categorical_nll(logits, a) for logits, a in each]).sum(dim=0)
+
+
 def gaussian_nll(
     means_tm1: torch.Tensor,
     log_stds_tm1: torch.Tensor,
@@ -50,18 +65,20 @@ def gaussian_nll(
         beta: 0 to 1.
 
     Source: Nix & Weigend 1994, "Estimating the Mean and Variance of the Target Probability
-    Distribution", eq. 4, with its constant; Seitzer et al. 2022, "On the Pitfalls of
-    Heteroscedastic Uncertainty Estimation with Probabilistic Neural Networks", eq. 5.
+    Distribution", with its constant; beta Seitzer et al. 2022, "On the Pitfalls of Heteroscedastic
+    Uncertainty Estimation with Probabilistic Neural Networks", beta-NLL.
     """
     z_tm1 = (a_tm1 - means_tm1) * torch.exp(-log_stds_tm1)
     nll_tm1 = 0.5 * z_tm1**2 + log_stds_tm1 + 0.5 * math.log(2 * math.pi)
-    return (nll_tm1 * torch.exp(2 * beta * log_stds_tm1.detach())).sum(dim=-1)
+    if beta:
+        nll_tm1 = nll_tm1 * torch.exp(2 * beta * log_stds_tm1.detach())
+    return nll_tm1.sum(dim=-1)
 
 
 def squared_error(predicted_tm1: torch.Tensor, a_tm1: torch.Tensor) -> torch.Tensor:
     """Return the squared error averaged over the action's elements; float [B, D] to [B].
 
-    Source: Fujimoto & Gu 2021, "A Minimalist Approach to Offline Reinforcement Learning", eq. 3,
-    its behaviour cloning term.
+    Source: Fujimoto & Gu 2021, "A Minimalist Approach to Offline Reinforcement Learning", section
+    5, its behaviour cloning term.
     """
     return ((predicted_tm1 - a_tm1) ** 2).mean(dim=-1)

@@ -1,10 +1,9 @@
-"""Networks: observations to features, and the multi-layer perceptrons behind them."""
+"""Features: observations of any space as float vectors, normalised where the data was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -19,103 +18,89 @@ from replaylake.datastore.spaces import (
     MultiBinary,
     MultiDiscrete,
     Space,
+    Text,
     Tuple,
     children,
     describe,
     leaves,
 )
+from replaylake.offline.facts import Moments
+from replaylake.offline.networks.encoders import FrameEncoder
 
-# In units of a normalised action: e^-5 of its half range at the least, as in SAC's reference code;
-# below it a density explodes on actions that the log repeats exactly.
-LOG_STD_RANGE: Final = (-5.0, 2.0)
+_NONE: Final[Mapping[str, Moments]] = {}
 
 
 class ObservationFeatures(nn.Module):
-    """Turns observations of any space but images and text into float features [N, num_features].
+    """Turns observations of any space but text into float features [N, num_features].
 
-    A Box is flattened, discrete kinds become one-hot vectors, and the leaves of a Dict or Tuple are
-    joined in order. Raises: SpaceUnsupported for an image or a Text.
+    A Box is flattened, discrete kinds become one-hot vectors, frames go through convolutions that
+    are learned with what comes behind (FrameEncoder), and the leaves of a Dict or Tuple are joined
+    in order. A Box leaf whose moments are given becomes (x - mean) / std; they are buffers, so that
+    they go with the weights and into the exported graph. Raises: SpaceUnsupported for a Text, and
+    for frames that are none.
     """
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, moments: Mapping[str, Moments] = _NONE) -> None:
         super().__init__()
         self._space = space
-        for name, leaf in leaves(space):
+        self._encoders = nn.ModuleDict()
+        self.num_features = 0
+        for number, (name, leaf) in enumerate(leaves(space)):
             _check_leaf(name, leaf)
-        self.num_features = sum(_num_features(leaf) for _, leaf in leaves(space))
+            if _is_image(leaf):
+                encoder = FrameEncoder(leaf, _name_of(name))
+                self._encoders[str(number)] = encoder
+                self.num_features += encoder.num_features
+            else:
+                self.num_features += _num_features(leaf)
+        self._is_normalised = [name in moments for name, _ in leaves(space)]
+        for number, (name, _) in enumerate(leaves(space)):
+            if name in moments:
+                mean, std = (torch.from_numpy(a.reshape(1, -1).copy()) for a in moments[name])
+                self.register_buffer(f"mean_{number}", mean.float())
+                self.register_buffer(f"inverse_std_{number}", 1 / std.float())
 
     def forward(self, observations: Any) -> torch.Tensor:
         """Map a tensor [N, *obs], or a mapping of them as the space nests, to [N, num_features]."""
-        parts = [
-            _leaf_features(leaf, tensor)
-            for leaf, tensor in _with_tensors(self._space, observations)
-        ]
+        parts = []
+        for number, (leaf, tensor) in enumerate(_with_tensors(self._space, observations)):
+            if _is_image(leaf):
+                parts.append(self._encoders[str(number)](tensor))
+                continue
+            part = _leaf_features(leaf, tensor)
+            if self._is_normalised[number]:
+                mean, inverse_std = self._moments(number)
+                part = (part - mean) * inverse_std
+            parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _moments(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.get_buffer(f"mean_{number}"), self.get_buffer(f"inverse_std_{number}")
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the leaves' tensors, in order, as the space nests them."""
-        return _nested(self._space, iter(inputs))
+        return nested(self._space, inputs)
 
 
-class MLP(nn.Sequential):
-    """Linear layers with ReLU between them: [N, sizes[0]] to [N, sizes[-1]]."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        layers: list[nn.Module] = []
-        for size_in, size_out in pairwise(sizes):
-            layers += [nn.Linear(size_in, size_out), nn.ReLU()]
-        super().__init__(*layers[:-1])
-
-
-class CategoricalNetwork(nn.Module):
-    """Observations to logits [N, A] (or to q_values, which have the same shape)."""
-
-    def __init__(self, space: Space, num_actions: int, hidden_sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.features = ObservationFeatures(space)
-        self.body = MLP([self.features.num_features, *hidden_sizes, num_actions])
-
-    def forward(self, observations: Any) -> torch.Tensor:
-        logits: torch.Tensor = self.body(self.features(observations))
-        return logits
-
-
-class GaussianNetwork(nn.Module):
-    """Observations to means and log_stds [N, D] of normalised actions."""
-
-    def __init__(self, space: Space, action_size: int, hidden_sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.features = ObservationFeatures(space)
-        self.body = MLP([self.features.num_features, *hidden_sizes, 2 * action_size])
-
-    def forward(self, observations: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        means, log_stds = self.body(self.features(observations)).chunk(2, dim=-1)
-        return means, log_stds.clamp(*LOG_STD_RANGE)
-
-
-class DeterministicNetwork(nn.Module):
-    """Observations to normalised actions [N, D] in (-1, 1)."""
-
-    def __init__(self, space: Space, action_size: int, hidden_sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.features = ObservationFeatures(space)
-        self.body = MLP([self.features.num_features, *hidden_sizes, action_size])
-
-    def forward(self, observations: Any) -> torch.Tensor:
-        return torch.tanh(self.body(self.features(observations)))
+def nested(space: Space, inputs: Sequence[torch.Tensor]) -> Any:
+    """Return the leaves' tensors, in order, as the space nests them."""
+    return _nested(space, iter(inputs))
 
 
 def _check_leaf(name: str, leaf: Leaf) -> None:
-    if isinstance(leaf, Discrete | MultiDiscrete | MultiBinary):
-        return
-    if isinstance(leaf, Box) and not leaf.is_image:
-        return
-    where = f"observation.{name}" if name else "observation"
-    raise SpaceUnsupported(
-        f"{where}: found {describe(leaf)}{' (an image)' if isinstance(leaf, Box) else ''}, "
-        "expected a Box of numbers, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of "
-        "these."
-    )
+    if isinstance(leaf, Text):
+        raise SpaceUnsupported(
+            f"{_name_of(name)}: found {describe(leaf)}, expected a Box, Discrete, MultiDiscrete, "
+            "MultiBinary, or a Dict or Tuple of these."
+        )
+
+
+def _name_of(name: str) -> str:
+    return f"observation.{name}" if name else "observation"
+
+
+def _is_image(leaf: Leaf) -> TypeGuard[Box]:
+    return isinstance(leaf, Box) and leaf.is_image
 
 
 def _num_features(leaf: Leaf) -> int:

@@ -19,7 +19,7 @@ from replaylake.datastore.spaces import (
 from replaylake.offline.algorithm import PolicyModule
 from replaylake.offline.export import export_onnx
 from replaylake.offline.graph import PolicyGraph, run_graph
-from replaylake.offline.networks import CategoricalNetwork, GaussianNetwork
+from replaylake.offline.networks.actors import CategoricalNetwork, GaussianNetwork
 
 
 def graph_for(observation_space):

@@ -35,7 +35,7 @@ def test_an_unknown_key_gets_the_near_match():
 
 
 def test_an_unlike_key_gets_all_of_them():
-    with pytest.raises(ConfigInvalid, match=r"one of \['clip', 'head'"):
+    with pytest.raises(ConfigInvalid, match="one of clip, head, "):
         from_options(Config, {"zzz": 1.0}, "test")
 
 

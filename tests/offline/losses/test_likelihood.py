@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from replaylake.offline.losses import categorical_nll, gaussian_nll, squared_error
+from replaylake.offline.losses.likelihood import categorical_nll, gaussian_nll, squared_error
 
 
 def test_categorical_nll_of_known_probabilities():
