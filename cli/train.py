@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -15,35 +16,45 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
 )
+from replaylake.cli.progress import time_left
 from replaylake.cli.report import Report, count, interval_text, number_text
-from replaylake.datastore.errors import ConfigInvalid
 
 if TYPE_CHECKING:
+    from replaylake.cli.watch import Watchers
     from replaylake.datastore.lake import Lake
-    from replaylake.offline.train import TrainConfig, TrainResult
-    from replaylake.offline.trainer import Progress
+    from replaylake.offline.train import TrainResult
+    from replaylake.offline.training.callbacks import RunStart
+    from replaylake.offline.training.config import TrainConfig
+    from replaylake.offline.training.trainer import Progress
+
+_METRICS_SHOWN: Final = 4
 
 
 def offline(
     datasets: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="NAME[@VERSION]", show_default=False, help="Datasets of the same spaces."
+            metavar="NAME[@VERSION]...",
+            show_default=False,
+            help="Datasets of the same spaces; required but with --resume.",
         ),
-    ],
+    ] = None,
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--policy", metavar="NAME", help="Registered as its next version.", show_default=False
+            "--policy",
+            metavar="NAME",
+            help="Registered as its next version; required but with --resume.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     algorithm: Annotated[
         str | None,
         typer.Option(
             "--algorithm",
             metavar="NAME",
             help="Required, here or in --config. bc, cql, iql, ...; d3rlpy:bc for d3rlpy's where "
-            "we have our own.",
+            "we have our own; module:function for one of yours.",
         ),
     ] = None,
     where: Annotated[
@@ -70,15 +81,48 @@ def offline(
             help="Draw steps in proportion to this expression over a step and its episode.",
         ),
     ] = None,
+    holdout: Annotated[
+        float | None,
+        typer.Option(
+            "--holdout",
+            metavar="SHARE",
+            help="Keep this share of the episodes, by a hash of their ids, to evaluate on.",
+        ),
+    ] = None,
+    holdout_after: Annotated[
+        str | None,
+        typer.Option(
+            "--holdout-after", metavar="TIME", help="Keep the episodes that began then or later."
+        ),
+    ] = None,
     updates: Annotated[
         int | None, typer.Option("--updates", metavar="N", help="Gradient steps.")
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="Of weights and batches.")
     ] = None,
+    learners: Annotated[
+        int | None,
+        typer.Option(
+            "--learners",
+            metavar="N",
+            help="Processes that make each update together, each on its part of the batch.",
+        ),
+    ] = None,
     env: Annotated[
         str | None,
-        typer.Option("--env", metavar="ID", help="Evaluate the result in this Gymnasium id."),
+        typer.Option(
+            "--env", metavar="ID", help="Choose and evaluate the policy in this Gymnasium id."
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Go on with a run that was killed or interrupted, by its id or how only that "
+            "begins; nothing else beside it.",
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -92,31 +136,113 @@ def offline(
             help="One option, as a TOML value or a bare word. Repeatable.",
         ),
     ] = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option("--wandb", metavar="PROJECT", help="Report the metrics to W&B too."),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Learn a policy from datasets at rest.
 
-    Registers it as a new version. Options in --config and --set are the training's (batch_size,
-    discount, ...) or the algorithm's own.
+    Registers it as a new version: the best of the run by its measure, else the last. Options in
+    --config and --set are the training's (batch_size, discount, patience, ...) or the algorithm's
+    own.
 
     Example:
       replaylake train offline cartpole --algorithm bc --policy clone --env CartPole-v1
       replaylake train offline cartpole@1 live --algorithm cql --policy cql --set alpha=2.0
+      replaylake train offline pendulum --algorithm iql --policy iql --holdout 0.2
+      replaylake train offline --resume 01m7xx37q2a1tjwqb8trpt4zek
     """
-    options = read_options(config, assignments or [])
-    given = {"algorithm": algorithm, "updates": updates, "seed": seed}
-    options |= {key: value for key, value in given.items() if value is not None}
+    given = {
+        "algorithm": algorithm,
+        "updates": updates,
+        "seed": seed,
+        "learners": learners,
+        "holdout": holdout,
+        "holdout_after": holdout_after,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    asked: dict[str, Any] = {
+        "where": where,
+        "where_steps": where_steps,
+        "reward": reward,
+        "weight": weight,
+        "env_id": env,
+    }
+    if resume is not None:
+        beside = [datasets, policy, config, assignments, *given.values(), *asked.values()]
+        _check_alone(any(value is not None and value != [] for value in beside))
+    else:
+        _check_given(datasets, policy)
+    if wandb is not None and not wandb.strip():
+        raise typer.BadParameter("found an empty one, expected a project.", param_hint="--wandb")
+    options = read_options(config, assignments or []) | given
 
     # After the options are parsed: torch takes a second to import.
+    from replaylake.cli.watch import watchers
     from replaylake.datastore.lake import open_lake
-    from replaylake.offline.train import train
+    from replaylake.datastore.runs.summary import find_run
+    from replaylake.offline import train as training
+    from replaylake.offline.local_ray import quiet_at_exit
 
     report = Report(as_json)
     opened = open_lake(lake)
-    settings = _settings(options)
-    pinned = [_pinned(report, opened, text) for text in datasets]
+
+    def run(**callbacks: Any) -> TrainResult:
+        if resume is not None:
+            run_id = find_run(opened.registry.runs(), resume)["run_id"]
+            return training.resume(opened, run_id, **callbacks)
+        settings = _settings(options)
+        pinned = [_pinned(report, opened, text) for text in datasets or []]
+        return training.train(
+            opened, pinned, settings, policy_name=policy or "", **asked, **callbacks
+        )
+
+    with watchers(report, opened, wandb_project=wandb) as watch:
+        try:
+            result = _followed(report, watch, run)
+        finally:
+            if "ray" in sys.modules:
+                quiet_at_exit()
+    report.answer(_body(result), _summary(result))
+
+
+def _check_alone(has_others: bool) -> None:
+    if has_others:
+        raise typer.BadParameter(
+            "found other options beside it, expected none: what the run does is in its record. "
+            "Leave them out, or train anew without --resume.",
+            param_hint="--resume",
+        )
+
+
+def _check_given(datasets: Sequence[str] | None, policy: str | None) -> None:
+    if not datasets:
+        raise typer.BadParameter(
+            "found none, expected at least one dataset, or --resume RUN.",
+            param_hint="NAME[@VERSION]...",
+        )
+    if policy is None:
+        raise typer.BadParameter("found none, expected a name.", param_hint="--policy")
+
+
+def _followed(report: Report, watch: Watchers, run: Callable[..., TrainResult]) -> TrainResult:
+    """Show how far a run is, and where it was interrupted how it goes on."""
+    from replaylake.offline.training.interruption import RunInterrupted
+
+    try:
+        return _with_progress(report, watch, run)
+    except RunInterrupted as interrupted:
+        run_id, update = interrupted.run_id, interrupted.update
+        at = "from the beginning" if update is None else f"after update {update:,}"
+        report.say(f"`replaylake train offline --resume {run_id}` goes on {at}")
+        raise
+
+
+def _with_progress(report: Report, watch: Watchers, run: Callable[..., TrainResult]) -> TrainResult:
     with (
         report.waiting("reading the episodes") as waiting,
         report.progress("read", "shards") as reading,
@@ -127,25 +253,20 @@ def offline(
             waiting.end()
             reading(done, total)
 
-        def tell(done: Progress) -> None:
+        def tell_start(start: RunStart) -> None:
             waiting.end()
-            rate = f"{done.updates_per_s:,.0f} updates/s"
-            progress(done.update, done.updates, f"{_metrics(done.metrics)}  {rate}")
+            at = f" goes on after update {start.update:,}" if start.update else ""
+            report.say(f"run {start.run_id}{at}")
+            for remark in start.remarks:
+                report.say(f"note: {remark}")
+            watch.begin(start.run_id, resumed_after=start.update if start.goes_on else None)
 
-        result = train(
-            opened,
-            pinned,
-            settings,
-            policy_name=policy,
-            where=where,
-            where_steps=where_steps,
-            reward=reward,
-            weight=weight,
-            env_id=env,
-            on_reading=tell_read,
-            on_progress=tell,
-        )
-    report.answer(_body(result, settings), _summary(result, settings))
+        def tell(done: Progress) -> None:
+            left = f"  {time_left(done.left_s)} left" if done.update < done.updates else ""
+            rate = f"{done.updates_per_s:,.0f} updates/s"
+            progress(done.update, done.updates, f"{_metrics(done.metrics)}  {rate}{left}")
+
+        return run(on_reading=tell_read, on_start=tell_start, on_progress=tell, on_metrics=watch)
 
 
 def _settings(options: Mapping[str, Any]) -> TrainConfig:
@@ -153,10 +274,7 @@ def _settings(options: Mapping[str, Any]) -> TrainConfig:
 
     Raises: ConfigInvalid; typer.BadParameter (exit 2) where none is the algorithm.
     """
-    from dataclasses import replace
-
-    from replaylake.offline.options import from_options
-    from replaylake.offline.train import OWN_OPTIONS, TrainConfig
+    from replaylake.offline.training.config import train_config
 
     if "algorithm" not in options:
         raise typer.BadParameter(
@@ -164,17 +282,14 @@ def _settings(options: Mapping[str, Any]) -> TrainConfig:
             "--config.",
             param_hint="--algorithm",
         )
-    own = set(OWN_OPTIONS)
-    nested = options.get("options", {})
-    if not isinstance(nested, dict):
-        raise ConfigInvalid(f"training: options: found {nested!r}, expected a table of options.")
-    theirs = {key: value for key, value in options.items() if key not in own | {"options"}}
-    config = from_options(TrainConfig, {k: v for k, v in options.items() if k in own}, "training")
-    return replace(config, options={**nested, **theirs})
+    return train_config(options)
 
 
 def _pinned(report: Report, lake: Lake, text: str) -> str:
-    """Say what a dataset holds; return it with that version, so that it is what is trained on."""
+    """Say what a dataset holds; return it with that version, so that it is what is trained on.
+
+    What has a version or a tag already stays as it is: the run's record keeps the tag's name.
+    """
     snapshot = lake.snapshot(text)
     row = snapshot.sql(
         "SELECT count(*) AS n FROM (SELECT DISTINCT policy, policy_version FROM steps "
@@ -187,40 +302,66 @@ def _pinned(report: Report, lake: Lake, text: str) -> str:
         f"snapshot {snapshot.dataset}@{snapshot.version}  {count(len(snapshot.files), 'shard')}  "
         f"{count(snapshot.num_steps, 'step')}  {policies}"
     )
-    return f"{snapshot.dataset}@{snapshot.version}"
+    return text if "@" in text else f"{snapshot.dataset}@{snapshot.version}"
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
+    """Return the losses, and of the rest the values of actions first."""
+    names = sorted(metrics, key=lambda name: (not name.endswith("loss"), not name.startswith("q")))
+    # The sum makes 0 of -0, which says nothing more.
+    return "  ".join(f"{name} {metrics[name] + 0.0:.4g}" for name in names[:_METRICS_SHOWN])
 
 
-def _body(result: TrainResult, config: TrainConfig) -> dict[str, Any]:
+def _body(result: TrainResult) -> dict[str, Any]:
     return {
         "policy": result.policy.name,
         "version": result.policy.version,
         "run_id": result.run_id,
-        "algorithm": config.algorithm,
+        "algorithm": result.config.algorithm,
         "datasets": result.datasets,
         "num_episodes": result.num_episodes,
         "num_steps": result.num_steps,
-        "updates": config.updates,
-        "seed": config.seed,
+        "updates": result.config.updates,
+        "update": result.update,
+        "seed": result.config.seed,
         "metrics": result.metrics,
         "updates_per_s": result.updates_per_s,
+        "selection": result.selection,
         "evaluation": None if result.evaluation is None else result.evaluation.to_json(),
+        "was_done": result.was_done,
     }
 
 
-def _summary(result: TrainResult, config: TrainConfig) -> Iterator[str]:
+def _summary(result: TrainResult) -> Iterator[str]:
+    if result.was_done:
+        yield f"run {result.run_id} is done already: nothing was changed"
     yield f"trained on {count(result.num_episodes, 'episode')}, {count(result.num_steps, 'step')}"
-    yield (
-        f"{count(config.updates, 'update')}  {_metrics(result.metrics)} (mean of the last tenth)  "
-        f"{result.updates_per_s:,.0f} updates/s"
-    )
+    selection, num_updates = result.selection, result.selection["history"][-1]["update"]
+    early = f" of {result.config.updates:,}, stopped early" if selection["stopped_early"] else ""
+    is_last = result.update == num_updates
+    ours = f"  {_metrics(result.metrics)}" if is_last else ""
+    yield f"{count(num_updates, 'update')}{early}{ours}  {result.updates_per_s:,.0f} updates/s"
+    if selection["measure"] != "last":
+        yield (
+            f"took the policy of update {result.update:,}, the best of "
+            f"{len(selection['history'])} by {_MEASURES[selection['measure']]}: "
+            f"{number_text(selection['value'])}"
+        )
+    if not is_last:
+        # They are of the policy that was taken, and not of the end.
+        yield f"metrics there: {_metrics(result.metrics)}"
     if result.evaluation is not None:
         done = result.evaluation
         yield (
-            f"evaluated in {done.env_id}: mean return {number_text(done.mean_return)} over "
-            f"{count(len(done.returns), 'episode')}{interval_text(done.ci_low, done.ci_high)}"
+            f"evaluated in {done.env_id}, on other seeds: mean return "
+            f"{number_text(done.mean_return)} over {count(len(done.returns), 'episode')}"
+            f"{interval_text(done.ci_low, done.ci_high)}"
         )
     yield f"saved policy {result.policy}"
+
+
+_MEASURES: Final = {
+    "environment": "mean return in the environment",
+    "fqe": "value on the held-out episodes (fitted Q evaluation)",
+    "loss": "loss on the held-out episodes",
+}

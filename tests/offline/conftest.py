@@ -80,3 +80,33 @@ def make_batch(kind="discrete", size=32, seed=0, num_actions=3, action_size=2, *
 def batch():
     """The function make_batch, for tests that live in files of their own."""
     return make_batch
+
+
+def make_line_world(num_episodes=4, length=10, action_space="discrete", reward=1.0, seed=0):
+    """Episodes in which the action says the sign of the first observation."""
+    rng = np.random.default_rng(seed)
+    episodes = []
+    for i in range(num_episodes):
+        observations = rng.standard_normal((length, 2)).astype(np.float32)
+        if action_space == "discrete":
+            actions = (observations[:, 0] > 0).astype(np.int64)
+        else:
+            actions = np.tanh(observations[:, :1]) * 3
+        episodes.append(
+            Episode(
+                f"w/{seed}-{i}",
+                observations,
+                actions,
+                np.full(length, reward),
+                terminated=i % 2 == 0,
+                truncated=i % 2 == 1,
+                final_observation=observations[0],
+            )
+        )
+    return episodes
+
+
+@pytest.fixture
+def line_world():
+    """The function make_line_world, for tests that live in files of their own."""
+    return make_line_world

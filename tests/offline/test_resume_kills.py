@@ -1,0 +1,109 @@
+"""Kill -9 of a training process, again and again at random moments, until the run is done."""
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.policies.package import check_package, load_learner_weights
+from replaylake.datastore.runs.metrics import read_curves
+
+pytestmark = pytest.mark.slow
+
+NUM_KILLS = int(os.environ.get("REPLAYLAKE_TRAINING_KILLS", "6"))
+COMMAND = (sys.executable, "-m", "replaylake.cli.main", "train", "offline")
+# Every few milliseconds something is written, so that kills come in the middle of it.
+OPTIONS = {
+    "bc": ("updates=3000", "checkpoint_updates=7", "log_updates=5", "hidden_sizes=[32]"),
+    "iql": (
+        "updates=1500", "checkpoint_updates=7", "log_updates=5", "evaluate_updates=300",
+        "selection_fqe_updates=50", "batch_size=32", "normalise_observations=true",
+    ),
+}  # fmt: skip
+
+
+class Life:
+    """A process of a run; what it says on stderr goes to a file."""
+
+    def __init__(self, lake, folder, *arguments):
+        self.path = folder / "said"
+        self._file = self.path.open("w")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments, "--lake", str(lake.path)],
+            stdout=subprocess.DEVNULL,
+            stderr=self._file,
+            env=environment,
+        )
+
+    def wait_for(self, pattern):
+        """Wait until it says something, and return that; None if it ended before."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            has_ended = self.process.poll() is not None
+            if match := re.search(pattern, self.path.read_text()):
+                return match
+            if has_ended:
+                return None
+            time.sleep(0.005)
+        raise AssertionError(self.path.read_text())
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self._file.close()
+
+    def end(self):
+        code = self.process.wait(timeout=300)
+        self._file.close()
+        assert code == 0, self.path.read_text()
+
+
+def arguments(algorithm, policy):
+    sets = [part for option in OPTIONS[algorithm] for part in ("--set", option)]
+    held = ["--holdout", "0.25"] if algorithm == "iql" else []
+    return ["line", "--algorithm", algorithm, "--policy", policy, *held, *sets]
+
+
+@pytest.mark.parametrize("algorithm", ["bc", "iql"])
+def test_killed_again_and_again_it_ends_with_the_same_weights(tmp_path, line_world, algorithm):
+    lake = open_lake(tmp_path / "lake", create=True)
+    kind = "continuous" if algorithm == "iql" else "discrete"
+    lake.dataset("line").append(line_world(num_episodes=12, action_space=kind))
+    Life(lake, tmp_path, *arguments(algorithm, "whole")).end()
+    rng = random.Random(7)
+    life = Life(lake, tmp_path, *arguments(algorithm, "killed"))
+    run_id = life.wait_for(r"run (\w{26})").group(1)
+    num_kills = 0
+    for _ in range(NUM_KILLS):
+        # From before the data are read to after the policy is registered.
+        time.sleep(rng.uniform(0, 1.2))
+        num_kills += life.process.poll() is None
+        life.kill()
+        life = Life(lake, tmp_path, "--resume", run_id)
+        if rng.random() < 0.8:
+            life.wait_for(r"run \w{26}|is done")
+    life.end()
+    assert num_kills >= 2
+    runs = {run["policy"]: run for run in lake.registry.runs()}
+    assert runs["killed"]["run_id"] == run_id
+    assert {run["status"] for run in runs.values()} == {"done"}
+    whole, killed = (lake.registry.resolve(name) for name in ("whole", "killed"))
+    assert (whole.version, killed.version) == (1, 1)
+    expected, found = load_learner_weights(whole.path), load_learner_weights(killed.path)
+    assert expected.keys() == found.keys()
+    assert [n for n, a in expected.items() if found[n].tobytes() != a.tobytes()] == []
+    bodies = [check_package(ref.path).body for ref in (whole, killed)]
+    for key in ("selection", "metrics", "datasets", "normalisation"):
+        assert bodies[0][key] == bodies[1][key]
+    curves = [read_curves(lake.storage, runs[name]["run_id"]) for name in ("whole", "killed")]
+    assert curves[0].keys() == curves[1].keys()
+    for name, curve in curves[0].items():
+        assert curves[1][name].updates.tolist() == curve.updates.tolist()
+        assert curves[1][name].values.tobytes() == curve.values.tobytes()
+    assert lake.storage.names(f"_lake/runs/{run_id}/checkpoints") == []
