@@ -1,0 +1,1 @@
+"""What a policy is worth, from episodes that another one made."""

@@ -1,0 +1,111 @@
+"""AskedPolicy: the policy that a question names, found and fitted to the dataset's spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from replaylake.datastore.compatibility import compatible, encoding_difference
+from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.logged_steps import LoggedSteps
+from replaylake.datastore.policies.package import load_policy
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.policies.uniform import UniformPolicy
+from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.spaces import Dict, Space, Tuple, Values, children, describe, value_dtype
+from replaylake.offline.ope.question import Question
+from replaylake.offline.ope.target_policy import TargetPolicy
+from replaylake.offline.ope.training_set import TrainingSet, training_set
+
+RANDOM: Final = "random"
+# Measures of a checkpoint that are taken on what training held out.
+_ON_HELD_OUT: Final = ("fqe", "loss")
+
+
+@dataclass(frozen=True, eq=False)
+class AskedPolicy:
+    """Who is evaluated. target: None where SQL says what it does.
+
+    named: how a report names it. training: what it was trained on. notes: what is not known of it.
+    """
+
+    target: TargetPolicy | None
+    named: Mapping[str, Any]
+    training: TrainingSet
+    notes: tuple[str, ...] = ()
+
+    def translated(self, steps: LoggedSteps) -> LoggedSteps:
+        """Return the steps with observations in the dtypes that the policy takes."""
+        if self.target is None or steps.observations is None:
+            return steps
+        space = self.target.policy.spec.observation_space
+        final = steps.final_observations
+        return replace(
+            steps,
+            observations=_as_dtypes(space, steps.observations),
+            final_observations=None if final is None else _as_dtypes(space, final),
+        )
+
+    def seen_by(self, steps: LoggedSteps) -> Values:
+        """Return the observations [M, *obs] as the policy takes them."""
+        observations = self.translated(steps).observations
+        assert observations is not None  # they are always read
+        return observations
+
+
+def ask_for(lake: Lake, question: Question, spec: DatasetSpec) -> AskedPolicy:
+    """Find the policy. Raises: NotFound, NameRefused, SchemaMismatch, SpaceUnsupported."""
+    if question.policy is None:
+        named: dict[str, Any] = {"policy": None, "target_prob": question.target_prob}
+        unknown = "whether the policy of --target-prob was made from these episodes is not known"
+        return AskedPolicy(None, named, TrainingSet(unknown=unknown))
+    if question.policy == RANDOM:
+        uniform = UniformPolicy(spec.observation_space, spec.action_space)
+        named = {"policy": RANDOM, "policy_version": None, "acts": "uniform"}
+        return AskedPolicy(TargetPolicy(uniform), named, TrainingSet())
+    ref = lake.registry.resolve(question.policy)
+    policy = load_policy(ref.path)
+    _check_spaces(str(ref), policy.spec, spec)
+    target = TargetPolicy(policy, question.exploration)
+    training = training_set(lake, ref)
+    named = {
+        "policy": ref.name,
+        "policy_version": ref.version,
+        "selected_by": ref.selected_by,
+        "acts": target.describe(),
+    }
+    notes = []
+    chosen = policy.manifest.body.get("selection") or {}
+    if training.holdout is not None and chosen.get("measure") in _ON_HELD_OUT:
+        num = len(chosen.get("history") or ())
+        notes.append(
+            f"{ref} is the best of {num} checkpoints by {chosen['measure']} on the held-out "
+            "episodes: estimates on them may be a little too high"
+        )
+    return AskedPolicy(target, named, training, tuple(notes))
+
+
+def _check_spaces(name: str, policy: PolicySpec, dataset: DatasetSpec) -> None:
+    """Refuse a policy that cannot take the dataset's observations. Raises: SchemaMismatch."""
+    for what in ("observation_space", "action_space"):
+        ours, theirs = getattr(policy, what), getattr(dataset, what)
+        if not compatible(ours, theirs, any_width=True):
+            raise SchemaMismatch(
+                f"policy {name}: its {what.replace('_', ' ')} is {describe(ours)}, the dataset's "
+                f"is {describe(theirs)}, expected one. Evaluate it on a log of its own task."
+            )
+    if (differs := encoding_difference(policy.encoding, dataset.encoding)) is not None:
+        raise SchemaMismatch(
+            f"policy {name}: {differs}, expected observations encoded as those it was trained on. "
+            "Ingest the log into the dataset that it was trained on."
+        )
+
+
+def _as_dtypes(space: Space, values: Any) -> Any:
+    if isinstance(space, Dict | Tuple):
+        return {key: _as_dtypes(sub, values[key]) for key, sub in children(space).items()}
+    return np.asarray(values).astype(value_dtype(space), copy=False)

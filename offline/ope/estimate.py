@@ -1,0 +1,211 @@
+"""estimate: what every estimator that suits a log says, with intervals, and why others do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.offline.ope.estimators import ESTIMATORS, Estimator, for_logs
+from replaylake.offline.ope.intervals import METHODS, Interval, all_intervals
+from replaylake.offline.ope.logged import LoggedEpisodes
+from replaylake.offline.ope.refusal import NotEstimable
+from replaylake.offline.ope.statistic import (
+    Bounds,
+    Statistic,
+    clustered,
+    difference_of,
+    mean_of,
+)
+from replaylake.offline.ope.weights import Inputs
+from replaylake.offline.options import near_matches
+
+_FITTED: Final = (
+    "behavior probabilities were fitted, not logged, and the interval takes them as right; "
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one estimator says the policy is worth, in units of the discounted return.
+
+    value has the interval ci_low .. ci_high by the method `interval`; difference is value minus the
+    log's own mean return, paired by episode. effective_sample_size is Kish's, of the weights as
+    applied (per-step ones: at the worst step), and the number of episodes where there are none;
+    max_weight is the largest applied, None where there are none. intervals and differences hold
+    every method's interval, by method. propensities: `logged` or `fitted` ones made its weights,
+    None where it has none.
+    """
+
+    estimator: str
+    value: float
+    ci_low: float
+    ci_high: float
+    difference: float
+    difference_low: float
+    difference_high: float
+    effective_sample_size: float
+    max_weight: float | None
+    assumptions: str
+    paper: str
+    interval: str
+    propensities: str | None
+    intervals: Mapping[str, Interval] = field(repr=False)
+    differences: Mapping[str, Interval] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """The estimates, by name why others are not there, and the log's own mean with its interval."""
+
+    estimates: tuple[Estimate, ...]
+    refused: Mapping[str, str]
+    log_mean: float
+    log_interval: Interval
+
+
+def estimate(
+    episodes: LoggedEpisodes,
+    names: Sequence[str] | None = None,
+    *,
+    level: float = 0.95,
+    seed: int = 0,
+    clip: float | None = None,
+    interval: str | None = None,
+) -> Estimates:
+    """Estimate the target policy's value by each estimator named; None: all that suit the log.
+
+    clip is the largest weight that clipped estimators apply; by default sqrt(E), at which what is
+    clipped off vanishes as the log grows (Ionides 2008). interval: a method of intervals.METHODS
+    for ci_low .. ci_high; by default the studentised bootstrap, or Student's t for a model
+    alone, and empirical Bernstein where the first has no finite limit.
+    Cost: a few passes over the steps, and 2,000 resamples of the episodes.
+    Raises: ConfigInvalid on a name, level, clip or interval that there is not; likewise for a
+    single episode.
+    """
+    _check_options(names, level, clip, interval)
+    chosen = for_logs(episodes.is_one_step) if names is None else list(dict.fromkeys(names))
+    statistics, refused = _statistics(episodes, chosen, clip or math.sqrt(episodes.num_episodes))
+    log = _log_statistic(episodes)
+    differences = [difference_of(statistic, log) for statistic in statistics.values()]
+    split = 1 + len(statistics)
+    found = all_intervals([log, *statistics.values(), *differences], level, seed)
+    of_log, of_values, of_differences = found[0], found[1:split], found[split:]
+    estimates = tuple(
+        _estimate(ESTIMATORS[name], episodes, statistic, values, log.value, paired, interval)
+        for (name, statistic), values, paired in zip(
+            statistics.items(), of_values, of_differences, strict=True
+        )
+    )
+    return Estimates(estimates, refused, log.value, _choose(of_log, "bootstrap"))
+
+
+def _log_statistic(episodes: LoggedEpisodes) -> Statistic:
+    returns = episodes.returns
+    seen = Bounds(float(returns.min()), float(returns.max()), known=False)
+    try:
+        return clustered(mean_of(returns, None, seen), episodes.clusters)
+    except NotEstimable as error:
+        raise ConfigInvalid(
+            "off-policy evaluation: found 1 episode, expected 2 or more: a single one does not "
+            "tell how far its return is from the mean. Evaluate more episodes."
+        ) from error
+
+
+def _check_options(
+    names: Sequence[str] | None, level: float, clip: float | None, interval: str | None
+) -> None:
+    for name in names or ():
+        if name not in ESTIMATORS:
+            raise ConfigInvalid(
+                f"estimator: found {name!r}, expected {near_matches(name, ESTIMATORS)}."
+            )
+    if names is not None and not names:
+        raise ConfigInvalid(f"estimator: found none, expected some of {list(ESTIMATORS)}.")
+    if not 0.5 <= level < 1:
+        raise ConfigInvalid(f"level: found {level}, expected a number in [0.5, 1), such as 0.95.")
+    if clip is not None and not 0 < clip < math.inf:
+        raise ConfigInvalid(f"clip: found {clip}, expected a finite weight above 0.")
+    if interval is not None and interval not in METHODS:
+        raise ConfigInvalid(f"interval: found {interval!r}, expected one of {list(METHODS)}.")
+
+
+def _statistics(
+    episodes: LoggedEpisodes, names: Sequence[str], clip: float
+) -> tuple[dict[str, Statistic], dict[str, str]]:
+    """Return what each estimator found, and for those that could not, why."""
+    inputs = Inputs(episodes, clip)
+    statistics: dict[str, Statistic] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        estimator = ESTIMATORS[name]
+        try:
+            if estimator.one_step not in (None, episodes.is_one_step):
+                raise NotEstimable(_other_log(estimator))
+            statistics[name] = clustered(estimator.function(inputs), episodes.clusters)
+        except NotEstimable as error:
+            refused[name] = str(error)
+    return statistics, refused
+
+
+def _other_log(estimator: Estimator) -> str:
+    kinds = ("one-step logs", "episodes of several steps")
+    expected, found = kinds if estimator.one_step else kinds[::-1]
+    instead = f": use {estimator.twin!r}" if estimator.twin else ""
+    return f"for {expected}, found {found}{instead}"
+
+
+def _estimate(
+    estimator: Estimator,
+    episodes: LoggedEpisodes,
+    statistic: Statistic,
+    intervals: Mapping[str, Interval],
+    log_mean: float,
+    differences: Mapping[str, Interval],
+    method: str | None,
+) -> Estimate:
+    wanted = method or ("bootstrap" if estimator.uses_weights else "student_t")
+    headline, paired = _choose(intervals, wanted), _choose(differences, wanted)
+    if headline.low == headline.high and np.ptp(episodes.returns) > 0:
+        # Not one episode that counts has a reward, though some in the log have: no certainty.
+        method = "empirical_bernstein"
+        headline, paired = intervals[method], differences[method]
+    size, largest = float(episodes.num_episodes), None
+    if statistic.spread is not None:
+        size, largest = statistic.spread.effective_sample_size, statistic.spread.max_weight
+    fitted = _FITTED if estimator.uses_weights and episodes.behavior_fitted else ""
+    return Estimate(
+        estimator=estimator.name,
+        value=statistic.value,
+        ci_low=headline.low,
+        ci_high=headline.high,
+        difference=statistic.value - log_mean,
+        difference_low=paired.low,
+        difference_high=paired.high,
+        effective_sample_size=size,
+        max_weight=largest,
+        assumptions=fitted + estimator.assumptions,
+        paper=estimator.paper,
+        interval=headline.method,
+        propensities=_propensities(estimator, episodes),
+        intervals=intervals,
+        differences=differences,
+    )
+
+
+def _propensities(estimator: Estimator, episodes: LoggedEpisodes) -> str | None:
+    if not estimator.uses_weights:
+        return None
+    return "fitted" if episodes.behavior_fitted else "logged"
+
+
+def _choose(intervals: Mapping[str, Interval], method: str) -> Interval:
+    """The method's interval; the empirical Bernstein one where that is not finite."""
+    interval = intervals[method]
+    if math.isfinite(interval.low) and math.isfinite(interval.high):
+        return interval
+    return intervals["empirical_bernstein"]

@@ -1,0 +1,304 @@
+"""Evaluate a policy on episodes that others made: from the lake to a report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore.errors import (
+    EmptyReplay,
+    SpaceUnsupported,
+    TrainingFailed,
+)
+from replaylake.datastore.holdout import Holdout
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.logged_steps import LoggedSteps, read_logged_steps
+from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.spaces import Array, Discrete
+from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for
+from replaylake.offline.ope.diagnostics import diagnose
+from replaylake.offline.ope.direct import (
+    PredictedValues,
+    predict_rewards,
+    predict_values,
+    predict_values_by_d3rlpy,
+)
+from replaylake.offline.ope.estimate import Estimates, estimate
+from replaylake.offline.ope.estimators import ESTIMATORS, OURS
+from replaylake.offline.ope.logged import LoggedEpisodes
+from replaylake.offline.ope.probabilities import (
+    BEHAVIOR,
+    TARGET,
+    BehaviorProbabilities,
+    Probabilities,
+    behavior_probabilities,
+    target_probabilities,
+    with_known_target,
+)
+from replaylake.offline.ope.question import Listener, PolicyReport, Question
+from replaylake.offline.ope.refusal import NotEstimable
+from replaylake.offline.ope.training_set import learned_from
+from replaylake.offline.ope.value_table import has_table
+from replaylake.offline.ope.verdict import SUPPORTED, WEAK, Verdict
+from replaylake.offline.ope.verdict import verdict as judge
+from replaylake.offline.ope.weights import importance_weights
+
+_USE_OURS: Final = frozenset(e.name for e in ESTIMATORS.values() if e.model == OURS)
+_FQE_D3RLPY: Final = "fqe_d3rlpy"
+
+_ELSEWHERE: Final = "what the policy does is known at logged observations alone"
+_NO_BOUND: Final = (
+    "with gamma 1 and episodes that were cut off (truncated), values have no bound; give "
+    "--gamma 0.99 or so"
+)
+
+
+def evaluate_policy(
+    lake: Lake, question: Question, listener: Listener | None = None
+) -> PolicyReport:
+    """Evaluate a policy on a log.
+
+    Episodes that were not seen to end, lack a reward or a step are left out and counted, and so
+    are those that the policy was trained on, unless nothing else is left: then they are evaluated,
+    and the verdict is `not supported`. Where behavior probabilities are missing they are fitted.
+    Deterministic on the CPU: the same question gives the same answer.
+
+    Raises: NotFound, NameRefused, QueryRefused, QueryFailed, ConfigInvalid; EmptyReplay where no
+    episode is left; SchemaMismatch for a policy of other spaces, or a holdout by a time that the
+    episodes do not have; SpaceUnsupported for a policy with a state; ShardCorrupt.
+    Memory: the snapshot's steps, and the probabilities of all Discrete actions of those evaluated.
+    """
+    listener = listener or Listener()
+    snapshot = lake.snapshot(question.dataset)
+    asked = ask_for(lake, question, snapshot.spec)
+    holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
+    listener.stage("reading the steps")
+    steps = _read(snapshot, question, holdout)
+    steps, left_out = _usable(steps, question)
+    listener.stage("looking up what the policy was trained on")
+    found = learned_from(lake, asked.training, snapshot, steps)
+    seen, notes = found.episodes, asked.notes
+    trained_on = int(seen.sum())
+    doubts = []
+    if found.unknown:
+        notes = (*notes, found.unknown)
+        if not question.unseen:
+            doubts.append(_not_known(found.unknown))
+    if seen.any() and not seen.all():
+        steps, trained_on = steps.only(~seen), 0
+        left_out["in the policy's training set"] = int(seen.sum())
+        doubts += _selection_bias(asked)
+    listener.stage("asking the policy")
+    target = target_probabilities(asked, steps)
+    steps, target = with_known_target(steps, target, left_out)
+    behavior = behavior_probabilities(steps, target, question, listener)
+    values, model = _values(asked, steps, target, question, listener)
+    by_d3rlpy, why_not = _values_by_d3rlpy(asked, steps, question, listener)
+    episodes = _logged_episodes(steps, question, target, behavior, values, by_d3rlpy)
+    listener.stage("estimating")
+    estimates = _estimates(episodes, question, values, why_not)
+    diagnostics = diagnose(episodes)
+    judged = judge(estimates, diagnostics, trained_on=trained_on)
+    if doubts and judged.verdict == SUPPORTED:
+        judged = Verdict(WEAK, doubts[0])
+    return PolicyReport(
+        dataset=snapshot.dataset,
+        version=snapshot.version,
+        policy=asked.named,
+        question=question,
+        holdout=None if holdout is None else holdout.to_json(),
+        num_episodes=steps.num_episodes,
+        num_steps=steps.num_steps,
+        left_out=left_out,
+        trained_on=trained_on,
+        propensities=behavior.about,
+        model=model,
+        notes=notes,
+        estimates=estimates,
+        diagnostics=diagnostics,
+        judged=judged,
+        weights=_weights(episodes),
+    )
+
+
+def _read(snapshot: Snapshot, question: Question, holdout: Holdout | None) -> LoggedSteps:
+    where = question.where
+    if holdout is not None:
+        holdout.check(snapshot, where)
+        where = holdout.within(where, True)
+    asked = {TARGET: question.target_prob, BEHAVIOR: question.behavior_prob}
+    columns = {name: sql for name, sql in asked.items() if sql is not None}
+    steps = read_logged_steps(snapshot, where, reward=question.reward, columns=columns)
+    if not steps.num_episodes:
+        raise EmptyReplay(
+            f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found no episode "
+            f"where {where or 'true'}, expected at least two. Widen the condition."
+        )
+    return steps
+
+
+def _usable(steps: LoggedSteps, question: Question) -> tuple[LoggedSteps, dict[str, int]]:
+    """Leave out episodes whose return is not known, each counted by its first fault.
+
+    Raises: EmptyReplay where none is left.
+    """
+    faults: dict[str, NDArray[np.bool_]] = {}
+    if not question.with_incomplete:
+        faults["not seen to end"] = ~(steps.terminated | steps.truncated)
+    faults["with a step missing"] = steps.has_gaps()
+    faults["with an unknown reward"] = steps.any_step(~np.isfinite(steps.rewards))
+    keep = np.ones(steps.num_episodes, np.bool_)
+    left_out = {}
+    for reason, flags in faults.items():
+        if num := int((keep & flags).sum()):
+            left_out[reason] = num
+        keep &= ~flags
+    if not keep.any():
+        said = ", ".join(f"{num:,} {reason}" for reason, num in left_out.items())
+        raise EmptyReplay(
+            f"off-policy evaluation: found {steps.num_episodes:,} episodes, none usable ({said}), "
+            "expected at least two with an end and all rewards. --incomplete takes those that were "
+            "not seen to end as they are; --reward 'coalesce(reward, 0)' gives rewards."
+        )
+    return steps.only(keep), left_out
+
+
+def _not_known(unknown: str) -> str:
+    return (
+        f"It is not known whether the policy learned from the evaluated episodes ({unknown}): "
+        "it may know them by heart. --unseen gives your word that it did not."
+    )
+
+
+def _selection_bias(asked: AskedPolicy) -> list[str]:
+    """Say why the episodes that the policy was not trained on may not be like the others."""
+    return [
+        f"The policy was trained on the episodes where {where}; what is left for its evaluation "
+        "was chosen by that too, and is like the rest only if the condition has nothing to do with "
+        "outcomes. Train with --holdout."
+        for where in asked.training.choices()
+    ]
+
+
+def _values(
+    asked: AskedPolicy,
+    steps: LoggedSteps,
+    target: Probabilities,
+    question: Question,
+    listener: Listener,
+) -> tuple[PredictedValues | None, str]:
+    """Fit a model of values where an estimator needs one; returns what it is, or why not."""
+    names = question.estimators
+    if names is not None and not _USE_OURS & set(names):
+        return None, "none: no estimator that was asked for uses one"
+    policy = asked.target if asked.target is not None else target.every
+    if policy is None:
+        return None, "none: of the policy only the probability of the logged action is known"
+    given: dict[str, Any] = {"seed": question.seed, "on_progress": listener.progress}
+    try:
+        if steps.num_steps == steps.num_episodes:
+            listener.stage("fitting a model of the reward")
+            found = predict_rewards(
+                asked.translated(steps), policy, config=question.reward_model, **given
+            )
+        elif asked.target is None:
+            return None, f"none: {_ELSEWHERE}"
+        elif _has_no_bound(steps, question) and not has_table(steps.spec, question.fqe):
+            return None, f"none: {_NO_BOUND}"
+        else:
+            listener.stage("fitted Q evaluation")
+            found = predict_values(
+                asked.translated(steps), asked.target, question.discount, config=question.fqe,
+                **given,
+            )  # fmt: skip
+    except (SpaceUnsupported, TrainingFailed, EmptyReplay) as error:
+        return None, f"none: {error}"
+    return found, found.model
+
+
+def _has_no_bound(steps: LoggedSteps, question: Question) -> bool:
+    return question.discount == 1 and not bool(steps.terminated.all())
+
+
+def _values_by_d3rlpy(
+    asked: AskedPolicy, steps: LoggedSteps, question: Question, listener: Listener
+) -> tuple[NDArray[np.float64] | None, str]:
+    """Fit d3rlpy's model where it is asked for by name; returns its values, or why not."""
+    if _FQE_D3RLPY not in (question.estimators or ()) or steps.num_steps == steps.num_episodes:
+        return None, ""
+    if asked.target is None:
+        return None, _ELSEWHERE
+    if _has_no_bound(steps, question):
+        return None, _NO_BOUND
+    listener.stage("fitted Q evaluation by d3rlpy")
+    try:
+        found = predict_values_by_d3rlpy(
+            asked.translated(steps), asked.target, question.discount, config=question.fqe,
+            seed=question.seed, on_progress=listener.progress,
+        )  # fmt: skip
+    except (SpaceUnsupported, TrainingFailed, EmptyReplay) as error:
+        return None, str(error)
+    return found, ""
+
+
+def _logged_episodes(
+    steps: LoggedSteps,
+    question: Question,
+    target: Probabilities,
+    behavior: BehaviorProbabilities,
+    values: PredictedValues | None,
+    values_by_d3rlpy: NDArray[np.float64] | None,
+) -> LoggedEpisodes:
+    is_discrete = isinstance(steps.spec.action_space, Discrete)
+    return LoggedEpisodes(
+        offsets=steps.offsets,
+        rewards=steps.rewards,
+        discount=question.discount,
+        behavior_probs=behavior.logged,
+        target_probs=target.logged,
+        q_logged=None if values is None else values.q_logged,
+        v_target=None if values is None else values.v_target,
+        v_d3rlpy=values_by_d3rlpy,
+        actions=steps.action_numbers if is_discrete else None,
+        behavior_distribution=behavior.every,
+        target_distribution=target.every,
+        clusters=steps.shared_episodes(),
+        behavior_fitted=behavior.is_fitted,
+        no_density=target.why_none,
+    )
+
+
+def _estimates(
+    episodes: LoggedEpisodes,
+    question: Question,
+    values: PredictedValues | None,
+    why_not_d3rlpy: str,
+) -> Estimates:
+    """Estimate, but for the direct method where its model would say the log's mean of any policy.
+
+    Doubly robust estimators lose nothing by such a model.
+    """
+    found = estimate(
+        episodes, question.estimators, level=question.level, seed=question.seed, clip=question.clip
+    )
+    if why_not_d3rlpy:
+        found = replace(found, refused={**found.refused, _FQE_D3RLPY: why_not_d3rlpy})
+    if values is None or not values.is_empty or "dm" not in _names(found):
+        return found
+    refused = {"dm": "its model found nothing that tells one action from another"}
+    kept = tuple(one for one in found.estimates if one.estimator not in refused)
+    return replace(found, estimates=kept, refused={**found.refused, **refused})
+
+
+def _names(found: Estimates) -> set[str]:
+    return {one.estimator for one in found.estimates}
+
+
+def _weights(episodes: LoggedEpisodes) -> Array | None:
+    try:
+        return importance_weights(episodes).final
+    except NotEstimable:
+        return None

@@ -1,0 +1,120 @@
+"""The training set of a policy: which of the evaluated episodes it learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore import schema
+from replaylake.datastore.errors import NotFound
+from replaylake.datastore.holdout import Holdout
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.logged_steps import LoggedSteps
+from replaylake.datastore.policies.registry import PolicyRef
+from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
+from replaylake.datastore.snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """What a policy's lineage says that it was trained on.
+
+    selections: one a dataset, with its version and `where`. holdout: what was kept from it, or
+    None. unknown: why it cannot be said what else the policy learned from; empty where it can.
+    """
+
+    selections: tuple[Mapping[str, Any], ...] = ()
+    holdout: Holdout | None = None
+    unknown: str = ""
+
+    def of_dataset(self, name: str) -> tuple[Mapping[str, Any], ...]:
+        """Return the selections of one dataset."""
+        return tuple(found for found in self.selections if found["dataset"] == name)
+
+    def holdout_of(self, name: str) -> Holdout | None:
+        """Return what was kept of a dataset; None of one that it was not trained on."""
+        return self.holdout if self.of_dataset(name) else None
+
+    def choices(self) -> tuple[str, ...]:
+        """Return the conditions that chose training episodes by more than the holdout's hash."""
+        held = None if self.holdout is None else canonical_expression(self.holdout.condition(False))
+        wheres = [selection.get("where") for selection in self.selections]
+        return tuple(
+            where for where in wheres if where is not None and canonical_expression(where) != held
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Which episodes a policy learned from, bool [E]; unknown: why there may be more of them."""
+
+    episodes: NDArray[np.bool_]
+    unknown: str = ""
+
+
+def training_set(lake: Lake, ref: PolicyRef) -> TrainingSet:
+    """Read a policy's training set from its lineage. Raises: NotFound, ConfigInvalid."""
+    lineage = lake.registry.show(ref)["lineage"]
+    holdout = lineage.get("holdout")
+    datasets = lineage.get("datasets")
+    # An empty list says that it learned from none; nothing said is nothing known.
+    unknown = "" if datasets is not None else f"{ref}: its lineage names no training episodes"
+    return TrainingSet(
+        selections=tuple(datasets or ()),
+        holdout=None if holdout is None else Holdout.from_json(holdout),
+        unknown=unknown,
+    )
+
+
+def learned_from(lake: Lake, training: TrainingSet, snapshot: Snapshot, steps: LoggedSteps) -> Seen:
+    """Return which episodes of `steps` the policy learned from, and what is not certain.
+
+    Episodes are compared by id, in whatever dataset they were trained on: a copy keeps ids, and so
+    does the same log ingested twice. Where one agent of an episode was trained on, all of it counts
+    as seen. A version whose shards were removed since is stood in for by what is there now.
+    Cost: a query over `episodes` a dataset.
+    """
+    seen = np.zeros(steps.num_episodes, np.bool_)
+    unknown = [training.unknown] if training.unknown else []
+    for selection in training.selections:
+        name, version = selection["dataset"], selection["version"]
+        where = selection.get("where")
+        if (name, version, where) == (snapshot.dataset, snapshot.version, None):
+            return Seen(np.ones(steps.num_episodes, np.bool_))
+        pinned = _pinned(lake, name, version)
+        if pinned is None:
+            unknown.append(
+                f"{name}@{version}, which the policy was trained on, is gone: whether it held "
+                "evaluated episodes is not known"
+            )
+            continue
+        if pinned.version != version:
+            unknown.append(
+                f"{name}@{version}, which the policy was trained on, is gone: its training "
+                f"episodes were looked up in version {pinned.version}"
+            )
+        seen |= steps.are_among(_episodes(pinned, where))
+    return Seen(seen, "; ".join(unknown))
+
+
+def _pinned(lake: Lake, name: str, version: int) -> Snapshot | None:
+    """Return the version, else the newest, whose shards are all there."""
+    for at in (f"{name}@{version}", name):
+        with suppress(NotFound):
+            snapshot = lake.snapshot(at)
+            snapshot.sql("SELECT 1 FROM episodes LIMIT 1")
+            return snapshot
+    return None
+
+
+def _episodes(snapshot: Snapshot, where: str | None) -> Any:
+    """Return an Arrow table with the ids of the selected episodes."""
+    if where is None:
+        return snapshot.sql(f"SELECT DISTINCT {schema.EPISODE_ID} FROM episodes")
+    # As training itself selected them.
+    return selected_episodes(snapshot.table, where)

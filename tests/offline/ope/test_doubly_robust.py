@@ -1,0 +1,118 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from replaylake.offline.ope import doubly_robust
+from replaylake.offline.ope.importance import per_decision, weighted_per_decision
+from replaylake.offline.ope.logged import LoggedEpisodes, one_step
+from replaylake.offline.ope.refusal import NotEstimable
+from replaylake.offline.ope.weights import Inputs
+
+
+def one_step_log(**changes):
+    """Ratios 2, 0.5, 4; rewards 1, 0, 1; q 0.5, 0.25, 0.5; v 0.5, 1, 0."""
+    fields = {
+        "rewards": np.array([1.0, 0.0, 1.0]),
+        "behavior_probs": np.array([0.25, 0.5, 0.125]),
+        "target_probs": np.array([0.5, 0.25, 0.5]),
+        "q_logged": np.array([0.5, 0.25, 0.5]),
+        "v_target": np.array([0.5, 1.0, 0.0]),
+    }
+    return one_step(**{**fields, **changes})
+
+
+def two_episodes(**changes):
+    """Ratios 2, 0.5 | 3; weights 2, 1 | 3; rewards 1, 4 | 2; q 2, 3 | 1; v 1, 2 | 4; gamma 0.5."""
+    return LoggedEpisodes(
+        np.array([0, 2, 3]),
+        np.array([1.0, 4.0, 2.0]),
+        discount=0.5,
+        behavior_probs=np.array([0.25, 0.5, 0.25]),
+        target_probs=np.array([0.5, 0.25, 0.75]),
+        q_logged=np.array([2.0, 3.0, 1.0]),
+        v_target=np.array([1.0, 2.0, 4.0]),
+    )
+
+
+# On the one-step log the corrections rho (r - q) are 1, -0.125, 2.
+ONE_STEP = [
+    (doubly_robust.direct_method, 1.5 / 3),
+    (doubly_robust.doubly_robust, (1.5 + 1 - 0.125 + 2) / 3),
+    (doubly_robust.weighted_doubly_robust, 1.5 / 3 + (1 - 0.125 + 2) / 6.5),
+    (doubly_robust.switch, (1.5 + 1 - 0.125) / 3),
+    # rho clip^2 / (rho^2 + clip^2) with clip 2: 2 * 4 / 8, 0.5 * 4 / 4.25, 4 * 4 / 20.
+    (doubly_robust.shrunk, (1.5 + 0.5 * 1 - 0.25 * 2 / 4.25 + 0.5 * 0.8) / 3),
+]
+
+
+@pytest.mark.parametrize(("estimator", "value"), ONE_STEP)
+def test_one_step_values_worked_out_by_hand(estimator, value):
+    assert estimator(Inputs(one_step_log(), clip=2.0)).value == pytest.approx(value, rel=1e-14)
+
+
+def test_sequential_values_worked_out_by_hand():
+    inputs = Inputs(two_episodes(), clip=9.0)
+    assert doubly_robust.direct_method(inputs).value == (1 + 4) / 2
+    # The recursion, from the last step: V_1 = 2 + 0.5 (4 - 3) = 2.5, V_0 = 1 + 2 (1 + 1.25 - 2).
+    first, second = 1 + 2 * (1 + 0.5 * 2.5 - 2), 4 + 3 * (2 - 1)
+    assert doubly_robust.doubly_robust(inputs).value == pytest.approx((first + second) / 2)
+    # Step 0: weights 2, 3; r - q + gamma v' is 1 - 2 + 1, 2 - 1. Step 1: weights 1, 3 (ended).
+    by_hand = 2.5 + (2 * 0 + 3 * 1) / 5 + 0.5 * (1 * (4 - 3)) / 4
+    assert doubly_robust.weighted_doubly_robust(inputs).value == pytest.approx(by_hand)
+
+
+def random_log(seed, **changes):
+    rng = np.random.default_rng(seed)
+    offsets = np.append(0, rng.integers(1, 6, 30).cumsum())
+    size = offsets[-1]
+    log = LoggedEpisodes(
+        offsets,
+        rng.normal(size=size),
+        0.9,
+        behavior_probs=rng.uniform(0.3, 0.7, size),
+        target_probs=rng.uniform(0.3, 0.7, size),
+        q_logged=rng.normal(size=size),
+        v_target=rng.normal(size=size),
+    )
+    return dataclasses.replace(log, **changes)
+
+
+def test_the_sum_is_the_recursion():
+    log = random_log(0)
+    ratios = log.target_probs / log.behavior_probs
+    values = []
+    for start, stop in zip(log.offsets[:-1], log.offsets[1:], strict=True):
+        value = 0.0
+        for row in reversed(range(start, stop)):
+            error = log.rewards[row] + 0.9 * value - log.q_logged[row]
+            value = log.v_target[row] + ratios[row] * error
+        values.append(value)
+    found = doubly_robust.doubly_robust(Inputs(log, clip=9.0))
+    assert found.value == pytest.approx(np.mean(values), rel=1e-12)
+
+
+def test_without_a_model_s_opinion_only_importance_sampling_is_left():
+    nothing = np.zeros(random_log(1).num_steps)
+    inputs = Inputs(random_log(1, q_logged=nothing, v_target=nothing), clip=9.0)
+    for corrected, plain in [
+        (doubly_robust.doubly_robust, per_decision),
+        (doubly_robust.weighted_doubly_robust, weighted_per_decision),
+    ]:
+        assert corrected(inputs).value == pytest.approx(plain(inputs).value, rel=1e-12)
+        assert corrected(inputs).influence == pytest.approx(plain(inputs).influence, abs=1e-9)
+
+
+def test_the_clip_decides_how_far_weights_are_trusted():
+    log = one_step_log()
+    full = doubly_robust.doubly_robust(Inputs(log, clip=1.0)).value
+    model = doubly_robust.direct_method(Inputs(log, clip=1.0)).value
+    for estimator in (doubly_robust.switch, doubly_robust.shrunk):
+        assert estimator(Inputs(log, clip=1e6)).value == pytest.approx(full)
+        assert estimator(Inputs(log, clip=1e-6)).value == pytest.approx(model)
+
+
+def test_no_model_is_refused():
+    for estimator, _ in ONE_STEP:
+        with pytest.raises(NotEstimable, match="no model of values was given"):
+            estimator(Inputs(one_step_log(q_logged=None), clip=2.0))
