@@ -1,0 +1,1 @@
+"""What a sweep consists of: its configuration, its trials, and what came of them."""
