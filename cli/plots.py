@@ -1,4 +1,7 @@
-"""Plots: a profile as pictures, each an SVG that stands in the page itself. Matplotlib's home."""
+"""Plots: a profile as pictures, each an SVG that stands in the page itself.
+
+Matplotlib is imported here and in curves.py, which draws runs and returns in the same style.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,7 @@ try:
     from matplotlib.figure import Figure
 except ModuleNotFoundError as _error:
     raise ExtraMissing(
-        "show --report: found no matplotlib, expected it for the pictures. Install "
-        "replaylake[plot]."
+        "pictures: found no matplotlib, expected it to draw them. Install replaylake[plot]."
     ) from _error
 
 _INK: Final = "#1f3a5f"
@@ -33,7 +35,7 @@ _MAX_LEVEL: Final = 44
 # So few whole numbers are bars of their own, each with its count.
 _MAX_WHOLE: Final = 12
 # Texts stay texts, and the same data gives the same bytes. Any: matplotlib's stubs want literals.
-_STYLE: Final[Any] = {
+STYLE: Final[Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "replaylake",
     "font.family": "sans-serif",
@@ -51,7 +53,7 @@ def distribution(found: Histogram | None, label: str, unit: str = "episodes") ->
     """Draw one histogram; None where there is nothing to draw."""
     if found is None:
         return None
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 2.3), layout="constrained")
         axes = figure.add_subplot()
         _bars(axes, found, is_labelled=True)
@@ -66,13 +68,13 @@ def dimensions(found: Sequence[Dimension]) -> str | None:
     if not drawn:
         return None
     num_rows = -(-len(drawn) // _COLUMNS)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.4, 1.75 * num_rows), layout="constrained")
         grid = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
         for axes, one in zip(grid, drawn, strict=False):
             assert one.histogram is not None
             _bars(axes, one.histogram)
-            axes.set_title(_short(one.name), fontsize=8.5, loc="left", color="#222")
+            axes.set_title(shortened(one.name), fontsize=8.5, loc="left", color="#222")
             axes.set_yticks([])
             for bound in (one.low, one.high):
                 if bound is not None and _is_near(bound, one):
@@ -86,20 +88,20 @@ def dimensions(found: Sequence[Dimension]) -> str | None:
 
 def counts(found: Counted) -> str:
     """Draw how often each value of a discrete space occurs, at most 60 of them one by one."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 2.3), layout="constrained")
         axes = figure.add_subplot()
         places = range(found.start, found.start + len(found.counts))
         axes.bar(places, found.counts, width=0.8 if len(found.counts) <= 60 else 1.0, color=_FILL)
         if len(found.names) and len(found.counts) <= 20:
-            axes.set_xticks(list(places), [_short(name, 16) for name in found.names])
+            axes.set_xticks(list(places), [shortened(name, 16) for name in found.names])
             if max(map(len, found.names)) * len(found.names) > _MAX_LEVEL:
                 axes.tick_params(axis="x", labelrotation=60)
         elif len(found.counts) <= 20:
             axes.set_xticks(list(places))
-        axes.set_xlabel(_short(found.name))
+        axes.set_xlabel(shortened(found.name))
         axes.set_ylabel("steps")
-        _calm(axes)
+        calm(axes)
         return _svg(figure)
 
 
@@ -107,7 +109,7 @@ def ends(terminated: int, truncated: int, still_open: int) -> str:
     """Draw how episodes end, as one bar each."""
     names = ["terminated", "truncated", "open"]
     values = [terminated, truncated, still_open]
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 1.5), layout="constrained")
         axes = figure.add_subplot()
         bars = axes.barh(names, values, color=[_INK, _FILL, "#c9d3dd"], height=0.62)
@@ -115,7 +117,7 @@ def ends(terminated: int, truncated: int, still_open: int) -> str:
         axes.invert_yaxis()
         axes.set_xlabel("episodes")
         axes.margins(x=0.16)
-        _calm(axes)
+        calm(axes)
         return _svg(figure)
 
 
@@ -124,7 +126,7 @@ def observation_map(grid: Sequence[Sequence[int]]) -> str:
     import numpy as np
 
     cells = np.asarray(grid, dtype=float).T
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(3.4, 3.1), layout="constrained")
         axes = figure.add_subplot()
         shown = np.ma.masked_equal(np.log1p(cells), 0)
@@ -138,7 +140,7 @@ def observation_map(grid: Sequence[Sequence[int]]) -> str:
 
 def policies(found: Sequence[PolicyShare], by_timestamp: bool) -> str:
     """Draw which policy version wrote how much, over time or over the order of rows."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.4, 2.4), layout="constrained")
         axes = figure.add_subplot()
         colours = mpl.colormaps["viridis"].resampled(max(2, len(found)))
@@ -152,13 +154,13 @@ def policies(found: Sequence[PolicyShare], by_timestamp: bool) -> str:
                 linewidth=0,
                 antialiased=False,
                 color=colours(number),
-                label=_short(policy_name(one), 34),
+                label=shortened(policy_name(one), 34),
             )
         axes.set_xlabel("time" if by_timestamp else "rows, in the order they were committed")
         axes.set_ylabel("steps")
         axes.set_xticks([])
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
-        _calm(axes)
+        calm(axes)
         return _svg(figure)
 
 
@@ -185,10 +187,11 @@ def _bars(axes: Any, found: Histogram, *, is_labelled: bool = False) -> None:
     else:
         widths = [b - a for a, b in zip(found.edges[:-1], found.edges[1:], strict=True)]
         axes.bar(found.edges[:-1], found.counts, width=widths, align="edge", color=_FILL)
-    _calm(axes)
+    calm(axes)
 
 
-def _calm(axes: Any) -> None:
+def calm(axes: Any) -> None:
+    """Leave of an axis what helps reading."""
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=2)
@@ -205,7 +208,8 @@ def _is_near(bound: float, one: Dimension) -> bool:
     return one.minimum - 2 * width <= bound <= one.maximum + 2 * width
 
 
-def _short(name: str, num: int = 28) -> str:
+def shortened(name: str, num: int = 28) -> str:
+    """Return a name as matplotlib can show it, cut to so many characters."""
     # Matplotlib reads $...$ as mathematics, and a name may hold anything.
     text = "".join(c if c.isprintable() else "?" for c in name).replace("$", r"\$")
     return text if len(text) <= num else text[: num - 3] + "..."

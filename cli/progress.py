@@ -79,8 +79,10 @@ class ProgressReport:
         parts = [f"{self._verb} {of}"]
         if elapsed_s >= _RATE_AFTER_S and self._unit:
             parts.append(f"{amount(round(done / elapsed_s), self._unit)}/s")
-            if share is not None and 0 < share < 1:
-                parts.append(f"{time_left(elapsed_s * (1 - share) / share)} left")
+        # Where there is no unit, a note may tell the time that is left better than the share.
+        is_told = self._unit or not note
+        if elapsed_s >= _RATE_AFTER_S and is_told and share is not None and 0 < share < 1:
+            parts.append(f"{time_left(elapsed_s * (1 - share) / share)} left")
         return ", ".join(parts) + (f"  {note}" if note else "")
 
     def _print(self) -> None:

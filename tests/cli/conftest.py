@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from replaylake.cli.main import main
+from replaylake.datastore.formats.rlds.tfrecord import records
+from replaylake.datastore.sources.source import find_source
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,61 @@ def log(tmp_path: Path) -> Path:
     path = tmp_path / "log.csv"
     path.write_text("\n".join(rows) + "\n")
     return path
+
+
+_FIELD = descriptor_pb2.FieldDescriptorProto
+# tensorflow/core/util/event.proto and framework/summary.proto, as far as scalars need them.
+_MESSAGES: dict[str, list[tuple[str, int, int, str]]] = {
+    "Value": [("tag", 1, _FIELD.TYPE_STRING, ""), ("simple_value", 2, _FIELD.TYPE_FLOAT, "")],
+    "Summary": [("value", 1, _FIELD.TYPE_MESSAGE, "Value")],
+    "SessionLog": [("status", 1, _FIELD.TYPE_INT32, "")],
+    "Event": [
+        ("wall_time", 1, _FIELD.TYPE_DOUBLE, ""),
+        ("step", 2, _FIELD.TYPE_INT64, ""),
+        ("file_version", 3, _FIELD.TYPE_STRING, ""),
+        ("summary", 5, _FIELD.TYPE_MESSAGE, "Summary"),
+        ("session_log", 7, _FIELD.TYPE_MESSAGE, "SessionLog"),
+    ],
+}
+
+
+def _event_class() -> Any:
+    file = descriptor_pb2.FileDescriptorProto(name="event.proto", package="t", syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, number, kind, of in fields:
+            repeated = (name, field) == ("Summary", "value")
+            label = _FIELD.LABEL_REPEATED if repeated else _FIELD.LABEL_OPTIONAL
+            message.field.add(
+                name=field,
+                number=number,
+                type=kind,
+                label=label,
+                type_name=f".t.{of}" if of else None,
+            )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Event"))
+
+
+class EventsOf:
+    """Reads event files; every checksum is compared by another implementation than the writer's."""
+
+    def __init__(self) -> None:
+        self._event = _event_class()
+
+    def read(self, path: Path) -> list[Any]:
+        (source,) = find_source([path]).files
+        return [self._event.FromString(record) for record in records(source)]
+
+    def scalars(self, events: list[Any]) -> list[tuple[int, dict[str, float]]]:
+        return [
+            (event.step, {value.tag: value.simple_value for value in event.summary.value})
+            for event in events
+            if event.HasField("summary")
+        ]
+
+
+@pytest.fixture(scope="session")
+def events_of() -> EventsOf:
+    return EventsOf()

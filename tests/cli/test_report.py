@@ -141,6 +141,22 @@ def test_progress_is_a_line_every_two_seconds_and_the_last_one(
     ]
 
 
+def test_what_has_no_unit_has_a_time_left_too_unless_its_note_tells(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "time", clock)
+    with ProgressReport("fitting", "") as progress:
+        clock.now += 4
+        progress(200, 1000)
+        clock.now += 4
+        progress(400, 1000, "9 s left")
+    assert capsys.readouterr().err.splitlines() == [
+        "fitting 200/1,000, 16 s left",
+        "fitting 400/1,000  9 s left",
+    ]
+
+
 def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
