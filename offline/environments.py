@@ -45,6 +45,13 @@ except ModuleNotFoundError as _error:
 
 Environment = gymnasium.Env[Any, Any]
 
+# Imported when it is made.
+gymnasium.register(
+    "ReplayLake/FrameGrid-v0",
+    entry_point="replaylake.offline.frame_grid:FrameGrid",
+    max_episode_steps=10,
+)
+
 
 def make(env_id: str, **kwargs: Any) -> Environment:
     """Make an environment, without Gymnasium's checker, which costs a third of a CartPole step.
@@ -67,6 +74,50 @@ def make(env_id: str, **kwargs: Any) -> Environment:
             f"Expected {' or '.join(near) if near else 'an id such as CartPole-v1'}; "
             "`module:Name-v0` imports the module that registers it."
         ) from error
+
+
+def make_rendering(env_id: str) -> Environment:
+    """Make an environment that draws itself for `rendered`.
+
+    Raises: as make; ConfigInvalid if it cannot draw into an array.
+    """
+    env = make(env_id)
+    modes = [str(mode) for mode in env.metadata.get("render_modes") or []]
+    env.close()  # type: ignore[no-untyped-call]
+    if "rgb_array" not in modes:
+        raise ConfigInvalid(
+            f"environment {env_id}: found render modes {modes}, expected rgb_array among them: it "
+            "cannot draw itself into pictures. Leave the video out."
+        )
+    return make(env_id, render_mode="rgb_array")
+
+
+def frames_per_second(env_id: str) -> float:
+    """Return at how many steps a second the environment is meant to be watched; 30 by default."""
+    env = make(env_id)
+    env.close()  # type: ignore[no-untyped-call]
+    return float(env.metadata.get("render_fps") or 30)
+
+
+def rendered(env: Environment) -> Array:
+    """Return what an environment of `make_rendering` looks like now: uint8 [height, width, 3].
+
+    Raises: ExtraMissing without the library that it draws with, ConfigInvalid for other pictures.
+    """
+    try:
+        found: Any = env.render()
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ExtraMissing(
+            f"environment {env.spec.id if env.spec else env}: drawing it: {error}."
+        ) from error
+    frame = np.asarray(found)
+    if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+        raise ConfigInvalid(
+            f"environment {env.spec.id if env.spec else env}: its picture is {frame.dtype} "
+            f"{list(frame.shape)}, expected uint8 [height, width, 3]. Mend its render(), or leave "
+            "the video out."
+        )
+    return frame
 
 
 def spaces_of(env_id: str) -> tuple[Space, Space]:

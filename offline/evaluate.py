@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from replaylake.datastore.compatibility import compatible
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
 from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.policies.streams import EpisodeStreams
 from replaylake.datastore.spaces import (
     Array,
+    Discrete,
     Space,
     as_batch,
     concatenate,
     describe,
 )
-from replaylake.offline.environments import Environment, action_mask, make, spaces_of
+from replaylake.offline.environments import (
+    Environment,
+    action_mask,
+    make,
+    make_rendering,
+    rendered,
+    spaces_of,
+)
 from replaylake.offline.intervals import student_t_interval
+
+# Called with (episode, frame uint8 [height, width, 3]) after its reset and each of its steps.
+OnFrame = Callable[[int, Array], None]
 
 
 @dataclass(frozen=True)
@@ -67,49 +79,48 @@ def evaluate(
     episodes: int = 20,
     seed: int = 0,
     deterministic: bool = True,
-    num_envs: int = 16,
+    num_envs: int = 32,
     on_progress: Callable[[int, int], None] | None = None,
+    on_frame: OnFrame | None = None,
+    filmed_episodes: int = 1,
 ) -> Evaluation:
     """Run whole episodes, acting on up to `num_envs` environments in one call.
 
     Episode i resets its environment with seed + i and draws from its own generator, so the result
-    does not depend on num_envs. Masks in info["action_mask"] are honoured.
+    does not depend on num_envs. (A network's outputs may differ in the last bit between batch
+    sizes.) Masks in info["action_mask"] are honoured.
 
     Args:
         policy: whose spec has to fit the environment.
         env_id: Gymnasium id.
         episodes: how many.
         seed: of the first episode.
-        deterministic: take the mode; otherwise sample. Sampling and policies with a state act for
-            one environment at a time.
-        num_envs: environments stepped together.
+        deterministic: take the mode; otherwise sample.
+        num_envs: environments stepped together; a policy with a state acts for one at a time.
         on_progress: called with (episodes done, episodes) after each.
+        on_frame: called with each frame of the first `filmed_episodes`; those of several episodes
+            come mixed.
+        filmed_episodes: how many are drawn, which may cost more than they do.
 
-    Raises: NotFound for the environment, SchemaMismatch if its spaces are not the policy's.
+    Raises: NotFound for the environment, SchemaMismatch if its spaces are not the policy's. With
+    `on_frame`: ConfigInvalid if the environment cannot draw itself, ExtraMissing without the
+    library that it draws with.
     """
     if episodes < 1 or num_envs < 1:
         raise ConfigInvalid(
             f"evaluate: found {episodes} episodes in {num_envs} environments, expected 1 or more."
         )
     check_spaces(env_id, policy.spec.observation_space, policy.spec.action_space)
-    envs = [make(env_id) for _ in range(min(num_envs, episodes))]
-    waiting = iter(range(episodes))
-    done: list[_Slot] = []
+    num_filmed = 0 if on_frame is None else min(filmed_episodes, episodes)
+    run = _Run(policy, seed, deterministic, on_frame, num_filmed)
+    envs: list[Environment] = []
     try:
-        running = [_start(env, policy, next(waiting), seed) for env in envs]
-        while running:
-            _step(policy, running, deterministic)
-            for slot in [slot for slot in running if slot.ended]:
-                running.remove(slot)
-                done.append(slot)
-                if on_progress is not None:
-                    on_progress(len(done), episodes)
-                if (episode := next(waiting, None)) is not None:
-                    running.append(_start(slot.env, policy, episode, seed))
+        for number in range(min(max(num_envs, num_filmed), episodes)):
+            envs.append(make_rendering(env_id) if number < num_filmed else make(env_id))
+        done = run.all_of(envs, episodes, on_progress)
     finally:
         for env in envs:
             env.close()  # type: ignore[no-untyped-call]
-    done.sort(key=lambda slot: slot.episode)
     returns = [slot.total for slot in done]
     mean, low, high = student_t_interval(returns)
     return Evaluation(
@@ -142,33 +153,92 @@ def check_spaces(env_id: str, observation_space: Space, action_space: Space) -> 
             )
 
 
-def _start(env: Environment, policy: Policy, episode: int, seed: int) -> _Slot:
-    observation, info = env.reset(seed=seed + episode)
-    rng = np.random.default_rng([seed, episode])
-    return _Slot(env, episode, observation, action_mask(info), rng, policy.initial_state(1))
+class _Run:
+    """Slots that a policy steps until all episodes have ended."""
 
+    def __init__(
+        self,
+        policy: Policy,
+        seed: int,
+        deterministic: bool,
+        on_frame: OnFrame | None,
+        num_filmed: int,
+    ) -> None:
+        self._policy = policy
+        self._seed = seed
+        self._deterministic = deterministic
+        self._on_frame = on_frame
+        self._num_filmed = num_filmed
+        # Python ints, which the step of an environment handles several times faster.
+        self._is_discrete = isinstance(policy.spec.action_space, Discrete)
 
-def _step(policy: Policy, slots: list[_Slot], deterministic: bool) -> None:
-    """Act and step once in every slot."""
-    together = deterministic and all(slot.state is None and slot.mask is None for slot in slots)
-    for group in [slots] if together else [[slot] for slot in slots]:
-        act = policy.act(
-            concatenate([as_batch(slot.observation) for slot in group]),
-            group[0].state,
-            rng=group[0].rng,
-            deterministic=deterministic,
-            action_mask=None if group[0].mask is None else group[0].mask[None],
+    def all_of(
+        self,
+        envs: Sequence[Environment],
+        episodes: int,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> list[_Slot]:
+        """Return the slots of all episodes, in their order."""
+        waiting = iter(range(episodes))
+        running = [self._start(env, next(waiting)) for env in envs]
+        done: list[_Slot] = []
+        while running:
+            for group in _groups(running):
+                self._step(group)
+            for slot in [slot for slot in running if slot.ended]:
+                running.remove(slot)
+                done.append(slot)
+                if on_progress is not None:
+                    on_progress(len(done), episodes)
+                if (episode := next(waiting, None)) is not None:
+                    running.append(self._start(slot.env, episode))
+        return sorted(done, key=lambda slot: slot.episode)
+
+    def _start(self, env: Environment, episode: int) -> _Slot:
+        observation, info = env.reset(seed=self._seed + episode)
+        rng = np.random.default_rng([self._seed, episode])
+        state = self._policy.initial_state(1)
+        slot = _Slot(env, episode, observation, action_mask(info), rng, state)
+        self._film(slot)
+        return slot
+
+    def _step(self, slots: Sequence[_Slot]) -> None:
+        """Act once for all slots (a policy with a state has one), and step each."""
+        masks = [slot.mask for slot in slots if slot.mask is not None]
+        act = self._policy.act(
+            concatenate([as_batch(slot.observation) for slot in slots]),
+            slots[0].state,
+            rng=cast(np.random.Generator, EpisodeStreams([slot.rng for slot in slots])),
+            deterministic=self._deterministic,
+            action_mask=np.stack(masks) if masks else None,
         )
-        for slot, action in zip(group, act.actions, strict=True):
+        actions = act.actions.tolist() if self._is_discrete else act.actions
+        for slot, action in zip(slots, actions, strict=True):
             _advance(slot, action)
-        if not together:
-            group[0].state = policy.observe(act.state, np.array([group[0].reward]))
+            self._film(slot)
+        if slots[0].state is not None:
+            slots[0].state = self._policy.observe(act.state, np.array([slots[0].reward]))
+
+    def _film(self, slot: _Slot) -> None:
+        if self._on_frame is not None and slot.episode < self._num_filmed:
+            self._on_frame(slot.episode, rendered(slot.env))
+
+
+def _groups(slots: Sequence[_Slot]) -> list[Sequence[_Slot]]:
+    """Return which slots are acted for together: none with a state, none masked beside unmasked."""
+    if slots[0].state is not None:
+        return [[slot] for slot in slots]
+    masked = [slot for slot in slots if slot.mask is not None]
+    if not masked or len(masked) == len(slots):
+        return [slots]
+    return [masked, [slot for slot in slots if slot.mask is None]]
 
 
 def _advance(slot: _Slot, action: Any) -> None:
     observation, reward, terminated, truncated, info = slot.env.step(action)
     slot.observation, slot.mask = observation, action_mask(info)
-    slot.reward = float(reward)
+    # Some environments return rewards as arrays of one element.
+    slot.reward = reward if type(reward) is float else float(np.asarray(reward).item())
     slot.total += slot.reward
     slot.length += 1
     slot.ended = bool(terminated or truncated)

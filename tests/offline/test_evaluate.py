@@ -1,9 +1,18 @@
+import sys
+
 import gymnasium
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, NotFound, SchemaMismatch
-from replaylake.datastore.policies.policy import Act, PolicySpec, act_from_head
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    EpisodeInvalid,
+    ExtraMissing,
+    NotFound,
+    SchemaMismatch,
+)
+from replaylake.datastore.policies.heads import act_from_head
+from replaylake.datastore.policies.policy import Act, PolicySpec
 from replaylake.datastore.policies.uniform import UniformPolicy
 from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.environments import spaces_of
@@ -175,3 +184,114 @@ def test_a_policy_that_answers_with_nan_is_not_measured():
 
     with pytest.raises(EpisodeInvalid, match="logits that are not finite for observation 0"):
         evaluate(Broken(observation_space, action_space), "CartPole-v1", episodes=1)
+
+
+class HalfMasked(Masked):
+    """Gives masks in its odd steps alone."""
+
+    def _info(self):
+        return super()._info() if self._step % 2 else {}
+
+
+def test_masked_and_unmasked_environments_share_a_call(masked_id):
+    env_id = "replaylake-test/HalfMasked-v0"
+    gymnasium.register(env_id, entry_point=HalfMasked)
+    try:
+        policy = UniformPolicy(*spaces_of(env_id))
+        together = evaluate(policy, env_id, episodes=9, num_envs=9)
+        alone = evaluate(policy, env_id, episodes=9, num_envs=1)
+    finally:
+        del gymnasium.registry[env_id]
+    assert together == alone
+    assert len(set(together.lengths)) > 1
+
+
+def test_sampling_takes_one_call_for_all():
+    policy = Rule()
+    evaluate(policy, "CartPole-v1", episodes=6, deterministic=False, num_envs=6)
+    assert policy.calls[0] == 6
+
+
+class Drawn(gymnasium.Env):
+    """Three steps; its picture is as bright as its step number, and of its seed's colour."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 - Gymnasium's form
+    observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        self._seed, self._step = seed, 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self._step += 1
+        return np.full(1, self._step, np.float32), 1.0, self._step == 3, False, {}
+
+    def render(self):
+        return np.full((4, 6, 3), 10 * self._seed + self._step, np.uint8)
+
+
+class Blind(Drawn):
+    metadata = {"render_modes": ["human"]}  # noqa: RUF012
+
+
+class Odd(Drawn):
+    def render(self):
+        return "ascii art"
+
+
+@pytest.fixture
+def drawing():
+    made = {"Drawn": Drawn, "Blind": Blind, "Odd": Odd}
+    for name, env in made.items():
+        gymnasium.register(f"replaylake-test/{name}-v0", entry_point=env)
+    yield {name: f"replaylake-test/{name}-v0" for name in made}
+    for name in made:
+        del gymnasium.registry[f"replaylake-test/{name}-v0"]
+
+
+def test_the_first_episodes_are_filmed(drawing):
+    policy = UniformPolicy(*spaces_of(drawing["Drawn"]))
+    frames = {}
+    evaluate(
+        policy,
+        drawing["Drawn"],
+        episodes=5,
+        num_envs=1,
+        seed=4,
+        on_frame=lambda episode, frame: frames.setdefault(episode, []).append(int(frame[0, 0, 0])),
+        filmed_episodes=2,
+    )
+    # The reset and three steps of each, with the seeds 4 and 5.
+    assert frames == {0: [40, 41, 42, 43], 1: [50, 51, 52, 53]}
+
+
+def test_what_is_filmed_is_what_is_measured(drawing):
+    policy = UniformPolicy(*spaces_of(drawing["Drawn"]))
+    filmed = evaluate(policy, drawing["Drawn"], episodes=3, on_frame=lambda *_: None)
+    assert filmed == evaluate(policy, drawing["Drawn"], episodes=3)
+
+
+def test_an_environment_that_cannot_draw_is_refused(drawing):
+    policy = UniformPolicy(*spaces_of(drawing["Blind"]))
+    with pytest.raises(ConfigInvalid, match=r"found render modes \['human'\], expected rgb_array"):
+        evaluate(policy, drawing["Blind"], on_frame=lambda *_: None)
+    with pytest.raises(ConfigInvalid, match=r"its picture is <U9 \[\], expected uint8"):
+        evaluate(policy, drawing["Odd"], on_frame=lambda *_: None)
+
+
+def test_the_library_that_draws_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with pytest.raises(ExtraMissing, match="pygame"):
+        evaluate(Rule(), "CartPole-v1", episodes=1, on_frame=lambda *_: None)
+
+
+def test_cartpole_draws_itself():
+    shapes = []
+    evaluate(
+        Rule(), "CartPole-v1", episodes=1, on_frame=lambda _, frame: shapes.append(frame.shape)
+    )
+    assert set(shapes) == {(400, 600, 3)}
