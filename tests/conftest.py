@@ -1,6 +1,7 @@
 """For all tests: an S3 server on loopback, this machine's folders for remote lakes, real logs."""
 
 import os
+import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ _S3_VARIABLES = {
 
 # Other people's logs, with what is known of them; too large to come with the code.
 _SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+# A shell's background jobs ignore Ctrl-C, and so would whatever the tests start there.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

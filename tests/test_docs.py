@@ -59,6 +59,7 @@ def _documented(view):
         "shards",
         "policies",
         "runs",
+        "metrics",
     ],
 )
 def test_every_column_is_documented(lake, view):

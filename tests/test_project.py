@@ -23,6 +23,8 @@ CONTRACTS = PYPROJECT["tool"]["importlinter"]["contracts"]
 
 # Third-party modules that only some of our modules may import, and one module that may.
 ONE_HOME = {
+    "PIL": "replaylake.datastore.formats.images",
+    "av": "replaylake.offline.video",
     "bentoml": "replaylake.serve.**",
     "d3rlpy": "replaylake.offline.d3rlpy.**",
     "duckdb": "replaylake.datastore.**",
@@ -40,10 +42,9 @@ ONE_HOME = {
     "ray": "replaylake.online.**",
     "rich": "replaylake.cli.**",
     "starlette": "replaylake.serve.**",
-    "tensorboard": "replaylake.cli.report",
     "torch": "replaylake.datastore.replay.to_torch",
     "typer": "replaylake.cli.**",
-    "wandb": "replaylake.cli.report",
+    "wandb": "replaylake.cli.watch",
 }
 
 
