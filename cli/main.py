@@ -36,16 +36,19 @@ from replaylake.cli import (
     ingest,
     lineage,
     maintain,
+    ope,
     package,
     policies,
     retention,
     rollout,
+    runs,
     serve,
     sessionise,
     sql,
     tag,
     train,
     trim,
+    tune,
     vacuum,
 )
 from replaylake.cli.options import Invocation
@@ -60,7 +63,17 @@ GROUPS: Final = {
     "Put episodes in": ("ingest", "rollout", "sessionise", "annotate"),
     "Look at them": ("list", "show", "sql", "history", "diff", "tag", "lineage"),
     "Take them elsewhere": ("export", "formats"),
-    "Learn and serve": ("train", "algorithms", "evaluate", "policies", "package", "serve"),
+    "Learn and serve": (
+        "train",
+        "tune",
+        "algorithms",
+        "runs",
+        "evaluate",
+        "ope",
+        "policies",
+        "package",
+        "serve",
+    ),
     "Keep the lake": (
         "maintain",
         "retention",
@@ -123,6 +136,7 @@ app = typer.Typer(
 )
 _train = typer.Typer(help="Train a policy.", **_SETTINGS)
 _tag = typer.Typer(help="Name versions of datasets.", **_SETTINGS)
+_runs = typer.Typer(help="List, show and compare training runs.", **_SETTINGS)
 _policies = typer.Typer(help="List, show and name policies.", **_SETTINGS)
 
 
@@ -157,8 +171,14 @@ _register(app, "export", export.export)
 _register(app, "formats", formats.formats)
 app.add_typer(_train, name="train")
 _register(_train, "offline", train.offline)
+_register(app, "tune", tune.tune)
 _register(app, "algorithms", algorithms.list_algorithms)
+app.add_typer(_runs, name="runs")
+_register(_runs, "list", runs.list_runs)
+_register(_runs, "show", runs.show_run)
+_register(_runs, "compare", runs.compare_runs)
 _register(app, "evaluate", evaluate.evaluate)
+_register(app, "ope", ope.ope)
 app.add_typer(_policies, name="policies")
 _register(_policies, "list", policies.list_policies)
 _register(_policies, "show", policies.show_policy)

@@ -52,6 +52,7 @@ __all__ = [
     "prefetch",
     "purge",
     "record",
+    "resume",
     "sessionise",
     "set_retention",
     "to_ray",
@@ -105,7 +106,8 @@ if TYPE_CHECKING:
     from replaylake.datastore.versions.diff import diff
     from replaylake.offline.environments import record
     from replaylake.offline.evaluate import evaluate
-    from replaylake.offline.train import TrainConfig, train
+    from replaylake.offline.train import resume, train
+    from replaylake.offline.training.config import TrainConfig
     from replaylake.online.ray_data import to_ray
 
 # Where each public name lives: (module, name there).
@@ -131,7 +133,7 @@ _HOMES = {
     "Snapshot": ("datastore.snapshot", "Snapshot"),
     "Text": ("datastore.spaces", "Text"),
     "TorchSampler": ("datastore.replay.to_torch", "TorchSampler"),
-    "TrainConfig": ("offline.train", "TrainConfig"),
+    "TrainConfig": ("offline.training.config", "TrainConfig"),
     "Transitions": ("datastore.replay.items.transitions", "Transitions"),
     "Tuple": ("datastore.spaces", "Tuple"),
     "annotate": ("datastore.labels.annotate", "annotate"),
@@ -151,6 +153,7 @@ _HOMES = {
     "prefetch": ("datastore.replay.prefetch", "prefetch"),
     "purge": ("datastore.maintenance.purge.purge", "purge"),
     "record": ("offline.environments", "record"),
+    "resume": ("offline.train", "resume"),
     "sessionise": ("datastore.sessions.sessionise", "sessionise"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),
     "to_ray": ("online.ray_data", "to_ray"),
