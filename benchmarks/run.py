@@ -44,6 +44,7 @@ WORKLOADS: Final = (
     Workload("sql"),
     Workload("memory", ("ours",)),
     Workload("ingest", ("ours", "by_hand")),
+    Workload("learn"),
     Workload(
         "sampling",
         ("ours", "by_hand", "cpprb", "tianshou", "sb3", "torchrl", "d3rlpy", "rllib"),
@@ -57,7 +58,7 @@ Figures = dict[tuple[str, str], dict[str, list[float]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--only", help="workloads, by commas: append,load,log,sql,memory,ingest,sampling"
+        "--only", help="workloads, by commas: append,load,log,sql,memory,ingest,learn,sampling"
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--folder", type=Path, help="where to write; must be a real disk")
