@@ -57,6 +57,8 @@ def _killed_ingest(lake: Lake, source: Path, rng: random.Random) -> int:
         lines_before_kill = rng.randint(1, 12)
         acknowledged = 0
         for number, line in enumerate(process.stdout, 1):
+            if not line.endswith("\n") or len(line.split()) < 2:
+                break  # killed within a line, which acknowledges nothing
             stage, steps = line.split()
             acknowledged = int(steps) if stage == "commit" else acknowledged
             _check_readable(lake)
