@@ -57,8 +57,10 @@ def _killed_ingest(lake: Lake, source: Path, rng: random.Random) -> int:
         lines_before_kill = rng.randint(1, 12)
         acknowledged = 0
         for number, line in enumerate(process.stdout, 1):
-            if not line.endswith("\n") or len(line.split()) < 2:
-                break  # killed within a line, which acknowledges nothing
+            if not line.endswith("\n"):
+                # Killed while it printed, and even the number may be cut: not an acknowledgement.
+                assert number > lines_before_kill
+                break
             stage, steps = line.split()
             acknowledged = int(steps) if stage == "commit" else acknowledged
             _check_readable(lake)
