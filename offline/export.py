@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from replaylake.datastore.errors import PackageInvalid
+from replaylake.datastore.policies.graph_policy import graph_inputs
 from replaylake.datastore.policies.manifest import GRAPH
-from replaylake.datastore.policies.package import GraphSession, graph_inputs
+from replaylake.datastore.policies.package import GraphSession
 from replaylake.datastore.policies.policy import HEAD_OUTPUTS
 from replaylake.datastore.spaces import (
     Array,

@@ -23,19 +23,13 @@ import onnxruntime
 
 from replaylake.datastore.errors import (
     AlreadyExists,
-    EpisodeInvalid,
     ExtraMissing,
     NotFound,
     PackageInvalid,
     StorageFailed,
 )
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.policies.heads import act_from_head
-from replaylake.datastore.policies.log_probs import (
-    action_probs_of,
-    check_has_density,
-    log_probs_of,
-)
+from replaylake.datastore.policies.graph_policy import GraphPolicy, graph_input_names
 from replaylake.datastore.policies.manifest import (
     GRAPH,
     LEARNER,
@@ -44,17 +38,10 @@ from replaylake.datastore.policies.manifest import (
     manifest_bytes,
     read_checked,
 )
-from replaylake.datastore.policies.policy import HEAD_OUTPUTS, Act, PolicySpec
+from replaylake.datastore.policies.policy import HEAD_OUTPUTS, PolicySpec
 from replaylake.datastore.spaces import (
     Array,
-    Space,
-    Values,
-    as_values,
-    children,
-    num_values,
 )
-from replaylake.datastore.spaces import Dict as DictSpace
-from replaylake.datastore.spaces import Tuple as TupleSpace
 from replaylake.datastore.storage import fsync_folder
 
 
@@ -97,122 +84,13 @@ class GraphSession:
             )
 
 
-class PackagedPolicy:
+class PackagedPolicy(GraphPolicy):
     """A Policy that acts from a package; stateless, and safe to share between threads."""
 
     def __init__(self, onnx: bytes, manifest: Manifest, what: str = GRAPH) -> None:
         self.manifest = manifest
-        self._spec = manifest.spec
-        self._graph = GraphSession(onnx, manifest.spec, what)
-
-    @property
-    def spec(self) -> PolicySpec:
-        """Spaces and head."""
-        return self._spec
-
-    def initial_state(self, n: int) -> Any:
-        """Return None: stateless."""
-        return None
-
-    def act(
-        self,
-        observations: Values,
-        state: Any = None,
-        *,
-        rng: np.random.Generator | None = None,
-        deterministic: bool = True,
-        temperature: float = 1.0,
-        epsilon: float = 0.0,
-        action_mask: Array | None = None,
-    ) -> Act:
-        """Choose actions; see Policy.act."""
-        inputs = graph_inputs(self._spec, observations, rng)
-        return act_from_head(
-            self._spec,
-            self._graph.run(inputs),
-            rng,
-            deterministic=deterministic,
-            temperature=temperature,
-            epsilon=epsilon,
-            mask=action_mask,
-        )
-
-    def action_probs(
-        self,
-        observations: Values,
-        state: Any = None,
-        *,
-        deterministic: bool = True,
-        temperature: float = 1.0,
-        epsilon: float = 0.0,
-        action_mask: Array | None = None,
-    ) -> Array:
-        """Return the probability of each action; see Policy.action_probs."""
-        return action_probs_of(
-            self.spec,
-            self._graph.run(graph_inputs(self._spec, observations)),
-            deterministic=deterministic,
-            temperature=temperature,
-            epsilon=epsilon,
-            mask=action_mask,
-        )
-
-    def log_probs(
-        self,
-        observations: Values,
-        actions: Values,
-        state: Any = None,
-        *,
-        deterministic: bool = True,
-        temperature: float = 1.0,
-        epsilon: float = 0.0,
-        action_mask: Array | None = None,
-    ) -> Array:
-        """Return log-probabilities of given actions; see Policy.log_probs."""
-        # Before the graph is run, whose noise nobody has drawn.
-        check_has_density(self.spec, deterministic=deterministic, temperature=temperature)
-        return log_probs_of(
-            self.spec,
-            self._graph.run(graph_inputs(self._spec, observations)),
-            actions,
-            deterministic=deterministic,
-            temperature=temperature,
-            epsilon=epsilon,
-            mask=action_mask,
-        )
-
-    def observe(self, state: Any, rewards: Array) -> Any:
-        """Return the state unchanged."""
-        return state
-
-
-def graph_input_names(spec: PolicySpec) -> tuple[str, ...]:
-    """Return the graph's inputs: `observations`, or one `observations.<leaf>` a leaf; `noise`."""
-    names = tuple(_leaf_values(spec.observation_space, None, "observations"))
-    return (*names, "noise") if spec.noise_size else names
-
-
-def graph_inputs(
-    spec: PolicySpec, observations: Values, rng: np.random.Generator | None = None
-) -> dict[str, Array]:
-    """Check observations [N, *obs] against the spec; returns the graph's inputs by name, in order.
-
-    Floats become float32, as replay decodes them for learning; other dtypes stay. Raises:
-    EpisodeInvalid if a shape or dtype differs or a number is not finite: nothing is reshaped.
-    """
-    checked = as_values(spec.observation_space, observations, "observation")
-    inputs = {
-        name: array.astype(np.float32) if array.dtype.kind == "f" else array
-        for name, array in _leaf_values(spec.observation_space, checked, "observations").items()
-    }
-    if spec.noise_size:
-        if rng is None:
-            raise EpisodeInvalid(
-                f"act: found no rng, expected a numpy Generator: head {spec.head} draws noise."
-            )
-        noise = rng.standard_normal((num_values(checked), spec.noise_size))
-        inputs["noise"] = noise.astype(np.float32)
-    return inputs
+        graph = GraphSession(onnx, manifest.spec, what)
+        super().__init__(manifest.spec, graph.run)
 
 
 def save_package(
@@ -293,16 +171,6 @@ def load_learner_weights(directory: Path) -> dict[str, Array]:
         )
     arrays: dict[str, Array] = _safetensors("load")(files[LEARNER])
     return arrays
-
-
-def _leaf_values(space: Space, values: Any, name: str) -> dict[str, Any]:
-    """Return a Dict's or Tuple's leaves by dotted name, depth first; values may be None."""
-    if not isinstance(space, DictSpace | TupleSpace):
-        return {name: values}
-    found: dict[str, Any] = {}
-    for key, sub in children(space).items():
-        found |= _leaf_values(sub, None if values is None else values[key], f"{name}.{key}")
-    return found
 
 
 def _safetensors(function: str) -> Any:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.batch import Batch
-from replaylake.datastore.policies.package import GraphSession, graph_inputs
+from replaylake.datastore.policies.graph_policy import graph_inputs
+from replaylake.datastore.policies.package import GraphSession
 from replaylake.datastore.spaces import Array, Box, Dict, Discrete, MultiDiscrete, Space
 from replaylake.offline.algorithms.table import OURS, OurAlgorithm
 from replaylake.offline.export import export_onnx

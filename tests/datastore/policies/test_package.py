@@ -16,11 +16,11 @@ from replaylake.datastore.errors import (
     NotFound,
     PackageInvalid,
 )
+from replaylake.datastore.policies.graph_policy import graph_inputs
 from replaylake.datastore.policies.manifest import GRAPH, LEARNER, MANIFEST
 from replaylake.datastore.policies.package import (
     check_package,
     graph_input_names,
-    graph_inputs,
     load_learner_weights,
     load_policy,
     save_package,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.policies.package import GraphSession, graph_inputs
+from replaylake.datastore.policies.graph_policy import graph_inputs
+from replaylake.datastore.policies.package import GraphSession
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Box, Dict, Discrete, Space
 from replaylake.offline.algorithm import PolicyModule

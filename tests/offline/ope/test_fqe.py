@@ -10,6 +10,7 @@ from replaylake.datastore.errors import SpaceUnsupported, TrainingFailed
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.logged_steps import read_logged_steps
 from replaylake.datastore.policies.exploration import Exploration
+from replaylake.datastore.policies.graph_policy import GraphPolicy
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.graph import PolicyGraph, TorchPolicy
@@ -230,12 +231,12 @@ def test_what_follows_the_last_step(tmp_path):
 
 
 def test_a_policy_with_a_state_is_refused(table_policy):
-    class Remembers(type(table_policy(HASTY))):
+    class Remembers(GraphPolicy):
         def initial_state(self, n):
             return np.zeros(n)
 
     with pytest.raises(SpaceUnsupported, match="with a state"):
-        TargetPolicy(Remembers(table_policy(HASTY)._graph))
+        TargetPolicy(Remembers(table_policy(HASTY).spec, lambda inputs: {}))
 
 
 def test_masks_of_next_steps_hold(tmp_path, table_policy):

@@ -1,0 +1,160 @@
+"""GraphPolicy: a Policy made of a graph, whoever runs that, and of the head that its spec names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.policies.heads import act_from_head
+from replaylake.datastore.policies.log_probs import (
+    action_probs_of,
+    check_has_density,
+    log_probs_of,
+)
+from replaylake.datastore.policies.policy import Act, PolicySpec
+from replaylake.datastore.spaces import (
+    Array,
+    Dict,
+    Space,
+    Tuple,
+    Values,
+    as_values,
+    children,
+    num_values,
+)
+
+
+class GraphPolicy:
+    """Acts with a graph: stateless.
+
+    run: maps the graph's inputs by name, as `graph_inputs` makes them, to the outputs that
+    `policy.HEAD_OUTPUTS` lists for the head.
+    """
+
+    def __init__(
+        self, spec: PolicySpec, run: Callable[[dict[str, Array]], dict[str, Array]]
+    ) -> None:
+        self._spec = spec
+        self._run = run
+
+    @property
+    def spec(self) -> PolicySpec:
+        """Spaces and head."""
+        return self._spec
+
+    def initial_state(self, n: int) -> Any:
+        """Return None: stateless."""
+        return None
+
+    def act(
+        self,
+        observations: Values,
+        state: Any = None,
+        *,
+        rng: np.random.Generator | None = None,
+        deterministic: bool = True,
+        temperature: float = 1.0,
+        epsilon: float = 0.0,
+        action_mask: Array | None = None,
+    ) -> Act:
+        """Choose actions; see Policy.act."""
+        inputs = graph_inputs(self._spec, observations, rng)
+        return act_from_head(
+            self._spec,
+            self._run(inputs),
+            rng,
+            deterministic=deterministic,
+            temperature=temperature,
+            epsilon=epsilon,
+            mask=action_mask,
+        )
+
+    def action_probs(
+        self,
+        observations: Values,
+        state: Any = None,
+        *,
+        deterministic: bool = True,
+        temperature: float = 1.0,
+        epsilon: float = 0.0,
+        action_mask: Array | None = None,
+    ) -> Array:
+        """Return the probability of each action; see Policy.action_probs."""
+        return action_probs_of(
+            self._spec,
+            self._run(graph_inputs(self._spec, observations)),
+            deterministic=deterministic,
+            temperature=temperature,
+            epsilon=epsilon,
+            mask=action_mask,
+        )
+
+    def log_probs(
+        self,
+        observations: Values,
+        actions: Values,
+        state: Any = None,
+        *,
+        deterministic: bool = True,
+        temperature: float = 1.0,
+        epsilon: float = 0.0,
+        action_mask: Array | None = None,
+    ) -> Array:
+        """Return log-probabilities of given actions; see Policy.log_probs."""
+        # Before the graph is run, whose noise nobody has drawn.
+        check_has_density(self._spec, deterministic=deterministic, temperature=temperature)
+        return log_probs_of(
+            self._spec,
+            self._run(graph_inputs(self._spec, observations)),
+            actions,
+            deterministic=deterministic,
+            temperature=temperature,
+            epsilon=epsilon,
+            mask=action_mask,
+        )
+
+    def observe(self, state: Any, rewards: Array) -> Any:
+        """Return the state unchanged."""
+        return state
+
+
+def graph_input_names(spec: PolicySpec) -> tuple[str, ...]:
+    """Return the graph's inputs: `observations`, or one `observations.<leaf>` a leaf; `noise`."""
+    names = tuple(_leaf_values(spec.observation_space, None, "observations"))
+    return (*names, "noise") if spec.noise_size else names
+
+
+def graph_inputs(
+    spec: PolicySpec, observations: Values, rng: np.random.Generator | None = None
+) -> dict[str, Array]:
+    """Check observations [N, *obs] against the spec; returns the graph's inputs by name, in order.
+
+    Floats become float32, as replay decodes them for learning; other dtypes stay. Raises:
+    EpisodeInvalid if a shape or dtype differs or a number is not finite: nothing is reshaped.
+    """
+    checked = as_values(spec.observation_space, observations, "observation")
+    inputs = {
+        name: array.astype(np.float32) if array.dtype.kind == "f" else array
+        for name, array in _leaf_values(spec.observation_space, checked, "observations").items()
+    }
+    if spec.noise_size:
+        if rng is None:
+            raise EpisodeInvalid(
+                f"act: found no rng, expected a numpy Generator: head {spec.head} draws noise."
+            )
+        noise = rng.standard_normal((num_values(checked), spec.noise_size))
+        inputs["noise"] = noise.astype(np.float32)
+    return inputs
+
+
+def _leaf_values(space: Space, values: Any, name: str) -> dict[str, Any]:
+    """Return a Dict's or Tuple's leaves by dotted name, depth first; values may be None."""
+    if not isinstance(space, Dict | Tuple):
+        return {name: values}
+    found: dict[str, Any] = {}
+    for key, sub in children(space).items():
+        found |= _leaf_values(sub, None if values is None else values[key], f"{name}.{key}")
+    return found
