@@ -2,8 +2,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from torch import nn
 
 from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.spaces import Box, Discrete
+from replaylake.offline.graph import PolicyGraph
 from replaylake.offline.learner import Update
 from replaylake.offline.training.config import TrainConfig
 from replaylake.offline.training.selection import Selection
@@ -40,7 +44,8 @@ class Counting:
         return Update({"loss": Lazy(loss)}, self._priorities)
 
     def policy(self):
-        return None
+        spec = PolicySpec(Box((1,), "float32"), Discrete(2), "q_values")
+        return PolicyGraph(nn.Linear(1, 2), spec)
 
 
 class Sampler:
