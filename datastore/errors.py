@@ -20,6 +20,7 @@
     ├── RolloutFailed          an environment that raised, or a rollout worker that died
     ├── PackageInvalid         a policy package with missing, altered or unreadable files
     ├── StorageFailed          the disk or object store said no
+    │   └── FailedInPassing    for now: a full disk, a store out of reach
     ├── ServeFailed            the server could not start
     └── ExtraMissing           an optional dependency that is not installed
 
@@ -105,6 +106,13 @@ class PackageInvalid(ReplayLakeError):
 
 class StorageFailed(ReplayLakeError):
     """The disk or the object store refused an operation."""
+
+
+class FailedInPassing(StorageFailed):
+    """A refusal after which the same may work, once there is room or the store answers again.
+
+    It may have been carried out already.
+    """
 
 
 class ServeFailed(ReplayLakeError):

@@ -6,15 +6,19 @@ object store another (object_storage.py); locations.py tells them apart by the l
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Final, Protocol
 
-from replaylake.datastore.errors import NameRefused, StorageFailed
+from replaylake.datastore.errors import FailedInPassing, NameRefused, StorageFailed
 from replaylake.datastore.names import new_ulid
+
+# Of a full disk, or a quota that is used up: it may have room again.
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -266,9 +270,14 @@ def _reported(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        said = f"{target}: {error.strerror or error}, expected to read or write it."
+        if error.errno in _NO_ROOM:
+            raise FailedInPassing(
+                f"{said} Make room; what was committed before stays, and is recognised."
+            ) from error
         raise StorageFailed(
-            f"{target}: {error.strerror or error}, expected to read or write it. Make room or mend "
-            "the permission, then run it again: what was committed before is recognised."
+            f"{said} Make room or mend the permission, then run it again: what was committed "
+            "before is recognised."
         ) from error
 
 

@@ -17,8 +17,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from replaylake.datastore.errors import ExtraMissing, NameRefused, ShardCorrupt, StorageFailed
-from replaylake.datastore.remote.refusal import FailedInPassing, is_of_bucket, refusal
+from replaylake.datastore.errors import (
+    ExtraMissing,
+    FailedInPassing,
+    NameRefused,
+    ShardCorrupt,
+    StorageFailed,
+)
+from replaylake.datastore.remote.refusal import is_of_bucket, refusal
 from replaylake.datastore.remote.shard_cache import PARALLEL_REQUESTS, ShardCache
 from replaylake.datastore.storage import Blob, StoredFile
 
@@ -153,7 +159,7 @@ class ObjectStorage:
                 break
             time.sleep(wait_s)
             wait_s *= 2
-        raise StorageFailed(str(last)) from last
+        raise FailedInPassing(str(last)) from last
 
     def get(self, path: str) -> bytes | None:
         """Return the blob, or None if there is none. Raises: StorageFailed if no bucket is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import FailedInPassing, StorageFailed
 
 _SIGNS_OF_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 # What is asked where the environment has no credentials.
@@ -23,10 +23,6 @@ _CREDENTIALS: Final = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "memory": "none",
 }
-
-
-class FailedInPassing(StorageFailed):
-    """A failure after which the same request may work, and may have been carried out already."""
 
 
 def is_of_bucket(error: Exception) -> bool:

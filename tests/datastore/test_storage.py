@@ -123,7 +123,7 @@ def test_a_failing_call_leaves_no_name_and_no_temporary(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing)
-        with pytest.raises(StorageFailed, match=r"blob: No space left on device.*run it again"):
+        with pytest.raises(StorageFailed, match=r"blob: No space left on device.*Make room"):
             storage.put_new("folder/blob", b"bytes")
     assert storage.get("folder/blob") is None
     assert storage.names("_lake/tmp") == []
