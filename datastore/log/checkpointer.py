@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
+import pyarrow as pa
+
 from replaylake.datastore.errors import ReplayLakeError
 from replaylake.datastore.log.checkpoint import prepare
 from replaylake.datastore.log.folder import LogFolder
@@ -42,6 +44,9 @@ class Checkpointer:
             # The commit stands without it: the JSON log says the same, and the next follows soon.
             with suppress(ReplayLakeError):
                 self._folder.write_checkpoint(state)
+            # Each of these threads has memory of its own from Arrow, which otherwise keeps it: 90
+            # MiB after 300 checkpoints of 30,000 rows (2026-11).
+            pa.default_memory_pool().release_unused()
 
     def _next(self) -> LogState | None:
         with self._lock:

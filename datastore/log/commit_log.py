@@ -32,6 +32,10 @@ from replaylake.datastore.log.state import LogState
 from replaylake.datastore.storage import Storage
 
 CHECKPOINT_INTERVAL: Final = 100
+# A checkpoint has a row for each commit there ever was, as what makes a repeated one a no-op: every
+# 100 commits, those of a run's million commits would take 26 GB. So from here on they are written
+# as much more seldom as they are larger.
+_ROWS_AN_INTERVAL: Final = 10_000
 # In the info of an expiry's commit: the infos of commits that were dropped and are not forgotten.
 EARLIER: Final = "earlier"
 
@@ -119,7 +123,7 @@ class CommitLog:
             with self._lock:
                 if self._newest.version == state.version:
                     self._newest = made
-            if version and version % CHECKPOINT_INTERVAL == 0:
+            if _is_checkpoint_due(made):
                 self._checkpointer.start(made)
             return Committed(version, False)
 
@@ -279,6 +283,14 @@ class CommitLog:
             f"{self.folder.commit_path(version)}: missing, expected every version up to {newest}. "
             "Restore the file from a copy of the lake."
         )
+
+
+def _is_checkpoint_due(state: LogState) -> bool:
+    if not state.version or state.version % CHECKPOINT_INTERVAL:
+        return False
+    # Counted at a hundredth of all versions only: it merges what the state shares.
+    times = max(1, state.num_actions // _ROWS_AN_INTERVAL)
+    return state.version % (times * CHECKPOINT_INTERVAL) == 0
 
 
 def _next_timestamp_ms(state: LogState) -> int:

@@ -76,6 +76,7 @@ def compact(
     target_bytes: int = DEFAULT_TARGET_BYTES,
     open_s: float = OPEN_S,
     now_ms: int | None = None,
+    once: bool = False,
     on_progress: OnProgress | None = None,
 ) -> list[Compacted]:
     """Compact a dataset's steps, and the decisions and rewards served into it.
@@ -86,6 +87,8 @@ def compact(
         target_bytes: how large a shard becomes, 64 to 256 MiB.
         open_s: an episode without an end is left where it is while its newest row is younger (s).
         now_ms: the time to judge that by (ms since 1970); the clock's by default.
+        once: plan once, and leave what others append meanwhile, as a run that goes on for hours;
+            by default it goes on until there is nothing to do.
         on_progress: called with (shards done, shards) as it goes on.
 
     Raises: NotFound, ConfigInvalid, ShardCorrupt (nothing of that shard is rewritten then),
@@ -102,6 +105,7 @@ def compact(
             target_bytes=target_bytes,
             open_s=open_s,
             now_ms=now_ms,
+            once=once,
             on_progress=on_progress,
         )
         for table in handle.tables()
@@ -114,6 +118,7 @@ def compact_table(
     target_bytes: int = DEFAULT_TARGET_BYTES,
     open_s: float = OPEN_S,
     now_ms: int | None = None,
+    once: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Compacted:
     """Compact one table, as `compact` does."""
@@ -133,6 +138,9 @@ def compact_table(
             # Two compactors that both begin with the oldest would meet at every group.
             random.shuffle(left)
         run.merge_all(snapshot, left)
+        if once:
+            snapshot = table.snapshot()
+            break
     return Compacted(
         table=table.root,
         version=snapshot.version,

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,20 @@ def test_checkpoints_every_hundred_versions(storage: LocalStorage, long_log: Com
     pointer = json.loads(storage.get("t/_delta_log/_last_checkpoint") or b"{}")
     # 200 files, 201 transactions, protocol and metaData.
     assert pointer == {"version": 200, "size": 403}
+
+
+def test_large_checkpoints_are_as_much_rarer(storage: LocalStorage) -> None:
+    """Else all of them together would grow with the square of the number of commits."""
+    state = created(storage).newest()
+    version = 20_498
+    transactions = {f"p#{number}": number for number in range(version)}
+    large = replace(state, version=version, transactions=transactions)
+    CommitLog(storage, "large").folder.write_checkpoint(large)
+    log = CommitLog(storage, "large")
+    for sequence in range(version, version + 103):
+        add(log, "p", sequence)
+    wait_for_checkpoint()
+    assert log.folder.listing().checkpoints == [version, 20_600]
 
 
 @pytest.mark.parametrize("version", [0, 1, 99, 100, 101, 199, 200, 204, 205])

@@ -297,6 +297,19 @@ def test_a_writer_may_append_meanwhile(
     assert len(keys_of(many.dataset("d").table.snapshot())) == 33
 
 
+def test_once_leaves_what_comes_meanwhile(many: Lake, make_episode: Make) -> None:
+    """Beside a run that goes on for hours it would never end."""
+    dataset = many.dataset("d")
+
+    def append(done: int, total: int) -> None:
+        for number in range(3):
+            dataset.append([make_episode(f"more{done}.{number}", terminated=True)])
+
+    (done,) = compact(many, "d", once=True, on_progress=append)
+    assert (done.num_commits, done.num_rewritten) == (1, 10)
+    assert done.shards_after == len(dataset.snapshot().files) == 4
+
+
 @pytest.mark.parametrize("size", [1, (64 << 20) - 1, (256 << 20) + 1])
 def test_a_size_that_shards_should_not_have_is_refused(many: Lake, size: int) -> None:
     with pytest.raises(ConfigInvalid, match="target_bytes: found"):
