@@ -37,6 +37,10 @@ class SampleSource(ABC):
     def candidates(self, item: Item) -> Candidates:
         """Return the items that may be selected. Raises: EmptyReplay if there can be none."""
 
+    def finished(self, item: Item) -> Candidates:
+        """Return the items to which no step is added any more: all, where none is."""
+        return self.candidates(item)
+
     @abstractmethod
     def assembler(self, item: Item) -> Assembler:
         """Return what copies selected items out of the records."""
@@ -80,10 +84,13 @@ class SampleSource(ABC):
     ) -> InOrderSampler:
         """Return a sampler that draws every item once, in the order of the records.
 
-        after: the row key [2] of the last one that was consumed before, `sampler.last_key`.
+        Of a live view, in that of arrival; sequences come when they have all their steps, or their
+        episode ended. after: the row key [2] of the last one that was consumed before,
+        `sampler.last_key`.
         Raises: EmptyReplay; NotFound if no item has that key.
         """
-        return InOrderSampler(*self.items(item), batch_size, after)
+        _check_item(item)
+        return InOrderSampler(self.finished(item), self.assembler(item), batch_size, after)
 
     def prioritized(
         self,
@@ -155,9 +162,13 @@ class SampleSource(ABC):
 
     def items(self, item: Item) -> tuple[Candidates, Assembler]:
         """Return which items there are and what copies them. Raises: EmptyReplay, ConfigInvalid."""
-        if isinstance(item, type) or not isinstance(item, Item):
-            raise ConfigInvalid(
-                f"replay: found item {item!r}, expected what a row is to be: Transitions(0.99), "
-                "Sequences(80), Episodes() or Hindsight(...). Leave it out for transitions."
-            )
+        _check_item(item)
         return self.candidates(item), self.assembler(item)
+
+
+def _check_item(item: Item) -> None:
+    if isinstance(item, type) or not isinstance(item, Item):
+        raise ConfigInvalid(
+            f"replay: found item {item!r}, expected what a row is to be: Transitions(0.99), "
+            "Sequences(80), Episodes() or Hindsight(...). Leave it out for transitions."
+        )

@@ -33,14 +33,14 @@ class Contents:
         self._in_place = changes_in_place
         self.ring = Ring(layout, max_steps)
         self._runs: deque[LiveRun] = deque()
-        self.items = Numbering(self.ring, self._runs)
+        self._table = RunIndex()
+        self.items = Numbering(self.ring, self._runs, self._table)
         self.num_steps = 0
         self.num_transitions = 0
         self._max_steps = max_steps
         # At a time: as many fall out first, and there is always something to sample.
         self._most_steps = min(self.ring.margin - layout.frame_stack, -(-max_steps // 4))
         self._head = self.ring.size
-        self._table = RunIndex()
         self._links = Links(self.ring, self._late)
         self._cut_off: list[LiveRun] = []
 

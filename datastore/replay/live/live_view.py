@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
+from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.arguments import whole_number
 from replaylake.datastore.replay.layout import make_layout
 from replaylake.datastore.replay.live.candidates import LiveCandidates
 from replaylake.datastore.replay.live.contents import Contents
 from replaylake.datastore.replay.live.follower import Follower
-from replaylake.datastore.replay.live.log_reader import LogReader
+from replaylake.datastore.replay.live.log_reader import FollowTimings, LogReader
+from replaylake.datastore.replay.live.piece_block import PiecePacker
 from replaylake.datastore.replay.live.stream import Intake, Stream
 from replaylake.datastore.replay.protocols import Assembler, Item
 from replaylake.datastore.replay.selectors.saved_priorities import PriorityFolder
@@ -48,6 +50,7 @@ class LiveView(SampleSource):
         frame_stack: int = 1,
         where_steps: str | None = None,
         since: Since = "start",
+        without_producers: Collection[str] = (),
     ) -> None:
         """Bring in what the dataset has, and follow it. See Dataset.follow."""
         max_steps = whole_number("follow: max_steps", max_steps, least=1)
@@ -71,7 +74,8 @@ class LiveView(SampleSource):
         )
         self._where_steps = query.where_steps
         self._contents = Contents(layout, max_steps, changes_in_place=where_steps is None)
-        reader = LogReader(table, layout, self._where_steps)
+        self._packer = PiecePacker(layout)
+        reader = LogReader(table, layout, self._where_steps, frozenset(without_producers))
         self._follower = Follower(
             reader, self._contents, max_steps, is_remote=table.storage.is_remote
         )
@@ -109,6 +113,11 @@ class LiveView(SampleSource):
         return self._contents.num_transitions
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the records, once the view is full: its replay budget."""
+        return self._contents.ring.words.nbytes
+
+    @property
     def version(self) -> int:
         """The newest version whose steps can be sampled."""
         return self._follower.version
@@ -126,13 +135,33 @@ class LiveView(SampleSource):
         Raises: ConfigInvalid for a view with `where_steps`, which is asked of committed steps.
         """
         if self._where_steps is not None:
-            raise ConfigInvalid(
-                f"stream: found a view with where_steps {self._where_steps}, expected one without: "
-                "SQL is evaluated on what was committed. Append to the dataset instead."
-            )
+            raise self._not_committed("stream")
         stream = Stream(self._intake, episode_id, agent_id, first_step)
         self._intake.add(stream)
         return stream
+
+    def put(self, pieces: Sequence[Episode]) -> None:
+        """Add episodes, or pieces of them, to this view, not to the dataset.
+
+        They can be sampled when it returns: for a loop that collects in this process. When the same
+        steps come by a commit, they are recognised by episode, agent and step; put them before, so
+        that a deletion finds them. Pieces of one episode are linked, in whatever order they come.
+        Cost: 0.13 ms, 13 us a piece and 0.1 us a step of 56 bytes (2 cores, 2026-11).
+
+        Raises: EpisodeInvalid, SchemaMismatch, as Dataset.append would, for the first piece that
+        does not fit: those up to some megabytes before it are there then; SpaceUnsupported;
+        ConfigInvalid for a view with `where_steps`, which is asked of committed steps.
+        """
+        if self._where_steps is not None:
+            raise self._not_committed("put")
+        with self._follower.arrived:
+            for block in self._packer.blocks(pieces):
+                self._contents.add(block)
+            self._follower.arrived.notify_all()
+
+    def timings(self) -> FollowTimings:
+        """Return what following took since the last call: looking at the log, and decoding."""
+        return self._follower.timings()
 
     def wait_for(
         self,
@@ -187,6 +216,20 @@ class LiveView(SampleSource):
         with self._follower.lock:
             return self._contents.items.candidates(item, self._intake.refresh)
 
+    def finished(self, item: Item) -> LiveCandidates:
+        """Return the items to which no step is added any more, in the order in which that is so.
+
+        Of sequences those that have all their steps, or whose episode ended before.
+        """
+        with self._follower.lock:
+            return self._contents.items.finished(item, self._intake.refresh)
+
     def assembler(self, item: Item) -> Assembler:
         """Return what copies selected items out of the ring."""
         return item.assembler(self._contents.ring)
+
+    def _not_committed(self, what: str) -> ConfigInvalid:
+        return ConfigInvalid(
+            f"{what}: found a view with where_steps {self._where_steps}, expected one without: "
+            "SQL is evaluated on what was committed. Append to the dataset instead."
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 from replaylake.datastore.errors import (
     NotFound,
@@ -55,14 +57,66 @@ class Change:
     removed: IntervalSet | None = None
 
 
+class Taken(NamedTuple):
+    """Seconds that something took; items (commits, or steps) and bytes that went through it."""
+
+    seconds: float = 0.0
+    items: int = 0
+    num_bytes: int = 0
+
+
+class FollowTimings(NamedTuple):
+    """tail: looking at the log; items are commits. decode: reading shards; items are steps."""
+
+    tail: Taken
+    decode: Taken
+
+
+class _Meter:
+    """Adds up in one thread, and tells another what came since it was last asked."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.items = self.num_bytes = 0
+        self._told = Taken()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of the block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def taken(self) -> Taken:
+        """Return what was added since the last call."""
+        before, now = self._told, Taken(self.seconds, self.items, self.num_bytes)
+        self._told = now
+        return Taken(
+            now.seconds - before.seconds,
+            now.items - before.items,
+            now.num_bytes - before.num_bytes,
+        )
+
+
 class LogReader:
     """Reads a table's log from some version on. Not for use by several threads at once."""
 
-    def __init__(self, table: Table, layout: RecordLayout, where_steps: str | None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        layout: RecordLayout,
+        where_steps: str | None,
+        without_producers: Collection[str] = (),
+    ) -> None:
+        """without_producers: `next` leaves out what these append; it comes by another way."""
         self._table = table
         self._layout = layout
         self._where_steps = where_steps
+        self._without = without_producers
         self._state = LogState()
+        self._tail, self._decode = _Meter(), _Meter()
 
     @property
     def version(self) -> int:
@@ -72,7 +126,8 @@ class LogReader:
     def begin(self, version: int | None) -> None:
         """Go on after a version, by default the newest. Raises: NotFound, LogCorrupt."""
         log = self._table.log
-        self._state = log.newest() if version is None else log.at(version)
+        found = log.newest() if version is None else log.at(version)
+        self._state = replace(found, transactions={})
 
     def newest_rows(self, num_rows: int) -> list[list[FileEntry]]:
         """Return the shards with so many of the newest rows, to be read a few together."""
@@ -91,6 +146,10 @@ class LogReader:
             size += entry.num_rows
         return groups
 
+    def timings(self) -> FollowTimings:
+        """Return what looking at the log and decoding took since the last call of this."""
+        return FollowTimings(self._tail.taken(), self._decode.taken())
+
     def read(self, entries: Sequence[FileEntry]) -> Block:
         """Decode some shards, each checked against its sha256.
 
@@ -98,9 +157,13 @@ class LogReader:
         """
         snapshot = self._snapshot(entries)
         flags = None
-        if self._where_steps is not None:
-            flags = selected_steps(snapshot, self._where_steps)
-        return make_block(pack(snapshot, self._layout, start_flags=flags))
+        with self._decode.timed():
+            if self._where_steps is not None:
+                flags = selected_steps(snapshot, self._where_steps)
+            block = make_block(pack(snapshot, self._layout, start_flags=flags))
+        self._decode.items += block.packed.num_steps
+        self._decode.num_bytes += sum(entry.size_bytes for entry in entries)
+        return block
 
     def change(self, entries: Sequence[FileEntry], removed: IntervalSet | None = None) -> Change:
         """Return what shards bring, as far as they can be read."""
@@ -124,7 +187,9 @@ class LogReader:
         """
         first = self._state
         try:
-            return self._next(self._table.log.newest())
+            with self._tail.timed():
+                newest = self._table.log.newest()
+            return self._next(newest)
         except BaseException:
             # A store that does not answer now may do so later: nothing of these commits was taken.
             self._state = first
@@ -135,14 +200,20 @@ class LogReader:
         self._check_same(newest)
         entries: list[FileEntry] = []
         while self._state.version < newest.version:
-            actions = self._actions(self._state.version + 1)
-            before, after = self._state, self._state.apply([actions])
-            added = [after.files[path] for path in _paths(actions, "add")]
+            with self._tail.timed():
+                actions = self._actions(self._state.version + 1)
+                # Without who committed: a run's hundred thousand commits would be kept twice.
+                changes = [action for action in actions if "txn" not in action]
+                before, after = self._state, self._state.apply([changes])
             removed = [before.files[p] for p in _paths(actions, "remove") if p in before.files]
+            added = [after.files[path] for path in _paths(actions, "add")]
+            if not removed and _producer(actions) in self._without:
+                added = []
             num_rows = sum(entry.num_rows for entry in (*entries, *added))
             if entries and (removed or num_rows > _ROWS_AT_ONCE):
                 break
             self._state = after
+            self._tail.items += 1
             if removed:
                 return self.change(added, self._removed(removed))
             entries += added
@@ -208,6 +279,12 @@ class LogReader:
             found.pairs.tolist(), found.first_steps.tolist(), found.lengths.tolist(), strict=True
         )
         return IntervalSet(Interval(episodes[pair], *steps) for pair, *steps in rows)
+
+
+def _producer(actions: Sequence[dict[str, Any]]) -> str:
+    """Return who made a commit; "" where another engine did."""
+    transactions = (str(action["txn"]["appId"]) for action in actions if "txn" in action)
+    return next(transactions, "").rpartition("#")[0]
 
 
 def _paths(actions: Sequence[dict[str, Any]], kind: str) -> list[str]:

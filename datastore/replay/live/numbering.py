@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.replay.items.episodes import Episodes
+from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE
 from replaylake.datastore.replay.live.candidates import LiveCandidates
+from replaylake.datastore.replay.live.finished import FinishedSequences
 from replaylake.datastore.replay.live.ring import Ring
-from replaylake.datastore.replay.live.runs import LiveRun
+from replaylake.datastore.replay.live.runs import LiveRun, RunIndex
 from replaylake.datastore.replay.protocols import Item
 from replaylake.datastore.replay.records import Packed, Records, Runs
 
@@ -25,11 +27,13 @@ _CHAIN_STEPS: Final = 4096
 class Numbering:
     """Candidates of each kind of item, from when it is first asked for."""
 
-    def __init__(self, ring: Ring, runs: Collection[LiveRun]) -> None:
-        """Take the ring and the runs that are in it, in their order."""
+    def __init__(self, ring: Ring, runs: Collection[LiveRun], table: RunIndex) -> None:
+        """Take the ring and the runs that are in it, in their order, and by episode and step."""
         self._ring = ring
         self._runs = runs
+        self._table = table
         self._candidates: dict[Item, LiveCandidates] = {}
+        self._finished: dict[Sequences, FinishedSequences] = {}
 
     def candidates(self, item: Item, refresh: Callable[[], None]) -> LiveCandidates:
         """Return the items of a kind that there are, kept up to date from now on."""
@@ -38,6 +42,20 @@ class Numbering:
             made.add(self._starts(item, [run for run in self._runs if run.is_there]))
             self._candidates[item] = made
         return self._candidates[item]
+
+    def finished(self, item: Item, refresh: Callable[[], None]) -> LiveCandidates:
+        """Return the items to which no step is added any more, kept up to date from now on."""
+        if not isinstance(item, Sequences):
+            return self.candidates(item, refresh)
+        if item not in self._finished:
+            self._finished[item] = FinishedSequences(
+                item,
+                LiveCandidates(self._ring, refresh),
+                self._ring,
+                self._table,
+                [run for run in self._runs if run.is_there],
+            )
+        return self._finished[item].candidates
 
     def came(
         self, packed: Packed, shift: int, runs: Sequence[LiveRun], *, are_new: bool = True
@@ -52,6 +70,8 @@ class Numbering:
                 candidates.add(item.starts(packed) + shift)
             else:
                 candidates.add_new(self._starts(item, runs))
+        for finished in self._finished.values():
+            finished.came(runs)
 
     def late(self, position: int) -> None:
         """Take a step that can be bootstrapped only now, as what follows it came.
@@ -74,13 +94,19 @@ class Numbering:
     def clear(self, position: int, num: int) -> None:
         """Note that new records come at a position."""
         place = self._ring.place(position)
-        for candidates in self._candidates.values():
+        for candidates in self._all():
             candidates.clear(slice(place, place + num))
 
     def forget(self) -> None:
         """Note that some items are gone."""
-        for candidates in self._candidates.values():
+        for candidates in self._all():
             candidates.forget()
+        for finished in self._finished.values():
+            finished.forget()
+
+    def _all(self) -> Iterator[LiveCandidates]:
+        yield from self._candidates.values()
+        yield from (finished.candidates for finished in self._finished.values())
 
     def _starts(self, item: Item, runs: Iterable[LiveRun]) -> NDArray[np.int64]:
         """Return where items start in the chains of some runs, in order of arrival."""

@@ -92,15 +92,30 @@ class RunIndex:
 
     def overlapping(self, steps: Interval) -> list[LiveRun]:
         """Return the runs that have some of these steps, in order."""
-        runs = self._runs.get(steps.episode, [])
+        runs = self._runs.get(steps.episode)
+        if runs is None or runs[-1].end <= steps.first_step:
+            return []
         at = max(0, bisect_left(runs, steps.first_step, key=_FIRST_STEP) - 1)
         until = bisect_left(runs, steps.end, key=_FIRST_STEP)
         return [run for run in runs[at:until] if run.end > steps.first_step]
 
     def at(self, episode: bytes, step: int) -> LiveRun | None:
         """Return the run that has a step."""
-        found = self.overlapping(Interval(episode, step, 1))
-        return found[0] if found else None
+        found = self.first_from(episode, step)
+        return found if found is not None and found.first_step <= step else None
+
+    def first_from(self, episode: bytes, step: int) -> LiveRun | None:
+        """Return the run that has a step, or else the next one of its episode."""
+        runs = self._runs.get(episode)
+        # Pieces come in order, nearly always: what is asked for is at the end.
+        if runs is None or runs[-1].end <= step:
+            return None
+        if len(runs) == 1 or runs[-2].end <= step:
+            return runs[-1]
+        at = bisect_left(runs, step + 1, key=_FIRST_STEP)
+        if at and runs[at - 1].end > step:
+            return runs[at - 1]
+        return runs[at]
 
 
 def without(steps: Interval, others: Iterable[Interval | LiveRun]) -> Iterator[Interval]:

@@ -26,7 +26,7 @@ def row_keys(pairs: Sequence[str], codes: NDArray[np.int64], steps: Array) -> ND
 
     pairs: `pair_name` of each episode and agent, of which `codes` int64 [N] names one a row.
     """
-    return keys_of_steps(_digests([pair.encode() for pair in pairs])[codes], steps)
+    return keys_of_steps(digests_of(pairs)[codes], steps)
 
 
 def pair_name(episode_id: str, agent_id: str) -> str:
@@ -34,8 +34,13 @@ def pair_name(episode_id: str, agent_id: str) -> str:
     return f"{episode_id}\0{agent_id}"
 
 
+def digests_of(pairs: Sequence[str]) -> NDArray[np.uint64]:
+    """Return the first 128 bits of the sha256 of each `pair_name`: uint64 [N, 2]."""
+    return _digests([pair.encode() for pair in pairs])
+
+
 def pair_digests(episode_ids: pa.Array, agent_ids: pa.Array) -> NDArray[np.uint64]:
-    """Return the first 128 bits of the sha256 of each `pair_name`: uint64 [N, 2].
+    """Return `digests_of` the names of pairs, given as columns.
 
     Cost: 0.5 us each, most of it Python's: for 1M names DuckDB's sha256 took no less with its
     conversion from hex (2 cores, 2026-11).

@@ -104,6 +104,13 @@ class InOrderSampler(Sampler):
         return self._num_before + self._num_handed
 
     @property
+    def num_available(self) -> int:
+        """Rows that could be drawn now, without those that left a live view. Raises: as sample."""
+        low, high = self._candidates.bounds()
+        drawn = len(self._numbers) - self._num_handed
+        return drawn + max(0, high - max(self._in_order.next, low))
+
+    @property
     def num_missed(self) -> int:
         """Items that left a live view before they were consumed."""
         return self._next - self._origin - self.num_consumed

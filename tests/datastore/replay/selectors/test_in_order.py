@@ -61,9 +61,11 @@ def rewards(sampler: Sampler, num: int) -> list[float]:
 def test_each_step_comes_once_in_order_and_then_nothing(view: ReplayView) -> None:
     sampler = view.in_order(8)
     assert sampler.last_key is None
+    assert sampler.num_available == 100
     assert [len(sampler.sample()) for _ in range(12)] == [8] * 12
-    assert sampler.num_consumed == 96
+    assert (sampler.num_consumed, sampler.num_available) == (96, 4)
     assert len(sampler.sample()) == 4
+    assert sampler.num_available == 0
     for _ in range(2):
         with pytest.raises(EmptyReplay, match="found nothing after item 100"):
             sampler.sample()
@@ -79,6 +81,7 @@ def test_the_cursor_holds_in_the_view_made_again(view: ReplayView, num_before: i
     restored = view.in_order(8)
     restored.load_state_dict(state)
     assert restored.state_dict() == state
+    assert restored.num_available == max(0, 100 - 8 * num_before)
     assert restored.num_consumed == sampler.num_consumed == min(100, 8 * num_before)
     assert rewards(restored, 13 - num_before) == REWARDS[8 * num_before :]
     other_size = view.in_order(25)
