@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,14 @@ class Commit:
 
 
 @dataclass(frozen=True)
+class EncodedEpisodes:
+    """Episodes that were checked, as the rows that a dataset has of them."""
+
+    num_episodes: int
+    rows: pa.Table
+
+
+@dataclass(frozen=True)
 class WrittenEpisodes:
     """Whole episodes in durable shards, not committed yet; may be sent to another process."""
 
@@ -63,6 +71,11 @@ class WrittenEpisodes:
     def num_steps(self) -> int:
         """Steps of all of them."""
         return self.rows.num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shards."""
+        return sum(entry.size_bytes for entry in self.rows.entries)
 
 
 class Dataset:
@@ -202,13 +215,21 @@ class Dataset:
         """Check episodes as `append` would, and write nothing. Raises: as append."""
         self._rows(episodes, self.spec if self.exists() else infer_spec(episodes))
 
-    def write(self, episodes: Sequence[Episode]) -> WrittenEpisodes:
+    def encode(self, episodes: Sequence[Episode]) -> EncodedEpisodes:
+        """Check episodes and lay them out as rows, for `write`.
+
+        Raises: EpisodeInvalid, SchemaMismatch; NotFound if the dataset does not exist.
+        """
+        return EncodedEpisodes(len(episodes), self._rows(episodes, self.spec))
+
+    def write(self, episodes: Sequence[Episode] | EncodedEpisodes) -> WrittenEpisodes:
         """Check episodes and write them durably, for `commit` to make readable.
 
         Rollout workers write; their run's one committer commits. Raises: as append; NotFound if
         the dataset does not exist.
         """
-        return WrittenEpisodes(len(episodes), self.table.write(self._rows(episodes, self.spec)))
+        ready = episodes if isinstance(episodes, EncodedEpisodes) else self.encode(episodes)
+        return WrittenEpisodes(ready.num_episodes, self.table.write(ready.rows))
 
     def commit(
         self,
@@ -291,6 +312,7 @@ class Dataset:
         frame_stack: int = 1,
         where_steps: str | None = None,
         since: Since = "start",
+        without_producers: Collection[str] = (),
     ) -> LiveView:
         """Return a replay view of the newest steps, which follows what is appended from now on.
 
@@ -302,6 +324,8 @@ class Dataset:
             where_steps: SQL condition over `steps`; items may start at these steps alone.
             since: "start" for the newest steps that there are, or a version: what it holds stays
                 out, and later commits come in.
+            without_producers: what these append from now on is not read, as it comes by the view's
+                `put`; what others delete or label of it later shows all the same.
 
         Raises: NotFound, ShardCorrupt, SpaceUnsupported, QueryRefused, QueryFailed, ConfigInvalid.
         """
@@ -314,6 +338,7 @@ class Dataset:
             frame_stack=frame_stack,
             where_steps=where_steps,
             since=since,
+            without_producers=without_producers,
         )
 
     def history(self) -> list[dict[str, Any]]:

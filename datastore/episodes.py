@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from replaylake.datastore.episode import MAX_STEP, Episode, checked
+from replaylake.datastore.episode_columns import EpisodeColumns
 from replaylake.datastore.errors import EpisodeInvalid
-from replaylake.datastore.spaces import Space, as_batch, as_values, concatenate, take
+from replaylake.datastore.spaces import Space, Values, as_batch, as_values, concatenate, take
 
 # Mean steps above which a check of each costs little beside its steps, and a join would copy much.
 _SHORT_STEPS: Final = 64
@@ -30,14 +32,21 @@ def checked_all(
     action_space: Space,
     *,
     rewards_optional: bool = False,
-) -> list[Episode]:
-    """Return the episodes as `checked` returns each.
+) -> Sequence[Episode]:
+    """Return the episodes as `checked` returns each; EpisodeColumns stay such.
 
     Short ones are joined to one long pseudo-episode, checked and cut again: 60,000 episodes/s of
     one step where one by one gives 11,000 (1 core, 2026-11).
 
     Raises: EpisodeInvalid with the first that does not fit.
     """
+    if isinstance(episodes, EpisodeColumns):
+        # Joined arrays do not tell which is at fault: one by one, below, it is named.
+        with suppress(EpisodeInvalid):
+            return episodes.checked(
+                observation_space, action_space, rewards_optional=rewards_optional
+            )
+        episodes = episodes[:]
     num_steps = sum(map(len, episodes))
     if len(episodes) > 1 and num_steps <= _SHORT_STEPS * len(episodes):
         try:
@@ -51,12 +60,25 @@ def checked_all(
     ]
 
 
-def _checked_together(
+def checked_as_one(
     episodes: Sequence[Episode],
     observation_space: Space,
     action_space: Space,
     rewards_optional: bool,
-) -> list[Episode]:
+    optional: Sequence[str] = _OPTIONAL,
+) -> tuple[Episode, Values | None]:
+    """Return the steps of all episodes, checked as those of one; further columns are left out.
+
+    And the final observations of those that have one, [F, *obs]. optional: the fields that an
+    episode may lack which are looked at, by default all. Raises: EpisodeInvalid, ValueError,
+    KeyError, TypeError or AttributeError where one does not fit or they cannot be joined, which
+    does not tell which one is at fault.
+    """
+    if isinstance(episodes, EpisodeColumns):
+        columns = episodes.checked(
+            observation_space, action_space, rewards_optional=rewards_optional
+        )
+        return columns.steps, columns.final_observations
     lengths = [len(episode) for episode in episodes]
     firsts = np.asarray([episode.first_step for episode in episodes])
     if min(lengths) == 0 or firsts.min() < 0 or (firsts + lengths).max() > MAX_STEP + 1:
@@ -67,21 +89,39 @@ def _checked_together(
             observations=_joined([e.observations for e in episodes], lengths),
             actions=_joined([e.actions for e in episodes], lengths),
             rewards=_joined([e.rewards for e in episodes], lengths),
-            **{name: _joined_optional(episodes, name, lengths) for name in _OPTIONAL},
+            **{name: _joined_optional(episodes, name, lengths) for name in optional},
         ),
         observation_space,
         action_space,
         rewards_optional=rewards_optional,
     )
-    finals = _checked_finals(episodes, observation_space)
+    given = [as_batch(e.final_observation) for e in episodes if e.final_observation is not None]
+    if not given:
+        return whole, None
+    finals = _joined(given, [1] * len(given))
+    return whole, as_values(observation_space, finals, "final_observation", len(given))
+
+
+def _checked_together(
+    episodes: Sequence[Episode],
+    observation_space: Space,
+    action_space: Space,
+    rewards_optional: bool,
+) -> list[Episode]:
+    whole, finals = checked_as_one(episodes, observation_space, action_space, rewards_optional)
     names = [name for name in _OPTIONAL if getattr(whole, name) is not None]
     ready = []
-    start = 0
-    for episode, num, final in zip(episodes, lengths, finals, strict=True):
+    start = num_finals = 0
+    for episode in episodes:
+        num = len(episode)
         rows = slice(start, start + num)
         start += num
         if episode.extras and any(len(array) != num for array in episode.extras.values()):
             raise EpisodeInvalid("a further column of another length")
+        final = None
+        if episode.final_observation is not None and finals is not None:
+            final = take(finals, num_finals)
+            num_finals += 1
         ready.append(
             replace(
                 episode,
@@ -93,15 +133,6 @@ def _checked_together(
             )
         )
     return ready
-
-
-def _checked_finals(episodes: Sequence[Episode], space: Space) -> list[Any]:
-    given = [as_batch(e.final_observation) for e in episodes if e.final_observation is not None]
-    if not given:
-        return [None] * len(episodes)
-    values = as_values(space, _joined(given, [1] * len(given)), "final_observation", len(given))
-    singles = (take(values, row) for row in range(len(given)))
-    return [None if e.final_observation is None else next(singles) for e in episodes]
 
 
 def _joined_optional(episodes: Sequence[Episode], name: str, lengths: Sequence[int]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from replaylake.datastore import schema
 from replaylake.datastore.arrow_values import is_list
 from replaylake.datastore.delta_schema import plain_type
 from replaylake.datastore.episode import Episode
+from replaylake.datastore.episode_columns import EpisodeColumns
 from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
 from replaylake.datastore.schema import (
     NAMES_TYPE,
@@ -37,45 +39,42 @@ def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
     Columns in `extras` that the spec lacks are added at the end, as nullable.
     Raises: SchemaMismatch; EpisodeInvalid, also for a step that is there twice.
     """
-    _check_ids(episodes)
-    _check_distinct(episodes)
-    lengths = np.asarray([len(episode) for episode in episodes])
+    outline = _outline(episodes)
+    _check_outline(outline)
+    _check_distinct(outline)
+    # What there is one of a step comes in as many parts as it was handed over in.
+    parts = [episodes.steps] if isinstance(episodes, EpisodeColumns) else episodes
+    nums = np.asarray([len(part) for part in parts])
+    lengths = outline.lengths
     ends = lengths.cumsum() - 1
     num = int(lengths.sum())
     last = np.zeros(num, dtype=bool)
     last[ends] = True
     steps = np.arange(num, dtype=np.int64)
-    first = np.asarray([episode.first_step for episode in episodes])
-    steps += np.repeat(first - (ends - lengths + 1), lengths)
+    steps += np.repeat(outline.first_steps - (ends - lengths + 1), lengths)
     steps = steps.astype(np.int32)
     columns: dict[str, Any] = {
-        schema.EPISODE_ID: _per_episode([e.episode_id for e in episodes], lengths).cast(
-            pa.string()
-        ),
+        schema.EPISODE_ID: _per_episode(outline.episode_ids, lengths).cast(pa.string()),
         schema.STEP: steps,
-        schema.ENV_STEP: _or_default([e.env_steps for e in episodes], steps, lengths),
-        schema.AGENT_ID: _per_episode([e.agent_id for e in episodes], lengths),
+        schema.ENV_STEP: _or_default([p.env_steps for p in parts], steps, nums),
+        schema.AGENT_ID: _per_episode(outline.agent_ids, lengths),
         schema.OBSERVATION: to_arrow(
-            spec.observation_space, concatenate([e.observations for e in episodes])
+            spec.observation_space, concatenate([p.observations for p in parts])
         ),
         schema.FINAL_OBSERVATION: _final_observations(episodes, spec.observation_space, ends, num),
-        schema.ACTION: to_arrow(spec.action_space, concatenate([e.actions for e in episodes])),
-        schema.REWARD: _rewards([e.rewards for e in episodes], spec),
-        schema.TERMINATED: last & np.repeat([e.terminated for e in episodes], lengths),
-        schema.TRUNCATED: last & np.repeat([e.truncated for e in episodes], lengths),
-        schema.BEHAVIOR_LOG_PROB: _log_probs([e.behavior_log_probs for e in episodes], lengths),
-        schema.POLICY: _optional([e.policies for e in episodes], lengths, NAMES_TYPE),
-        schema.POLICY_VERSION: _optional(
-            [e.policy_versions for e in episodes], lengths, pa.int64()
-        ),
-        schema.TIMESTAMP: _optional([e.timestamps for e in episodes], lengths, TIMESTAMP_TYPE),
-        schema.SOURCE_EPISODE_ID: _per_episode(
-            [e.source_episode_id for e in episodes], lengths
-        ).cast(pa.string()),
+        schema.ACTION: to_arrow(spec.action_space, concatenate([p.actions for p in parts])),
+        schema.REWARD: _rewards([p.rewards for p in parts], spec),
+        schema.TERMINATED: last & np.repeat(outline.terminated, lengths),
+        schema.TRUNCATED: last & np.repeat(outline.truncated, lengths),
+        schema.BEHAVIOR_LOG_PROB: _log_probs([p.behavior_log_probs for p in parts], nums),
+        schema.POLICY: _optional([p.policies for p in parts], nums, NAMES_TYPE),
+        schema.POLICY_VERSION: _optional([p.policy_versions for p in parts], nums, pa.int64()),
+        schema.TIMESTAMP: _optional([p.timestamps for p in parts], nums, TIMESTAMP_TYPE),
+        schema.SOURCE_EPISODE_ID: _per_episode(outline.source_ids, lengths).cast(pa.string()),
     }
-    if spec.mask_size is not None or any(e.action_masks is not None for e in episodes):
-        columns[schema.ACTION_MASK] = _masks(episodes, spec, lengths)
-    extras = _encoded_extras(episodes, spec, lengths) if _has_extras(episodes) else {}
+    if spec.mask_size is not None or any(p.action_masks is not None for p in parts):
+        columns[schema.ACTION_MASK] = _masks(parts, spec, nums)
+    extras = _encoded_extras(parts, spec, nums) if _has_extras(parts) else {}
     fields = arrow_schema(spec)
     arrays = {name: pa.array(column) for name, column in columns.items()}
     arrays |= {name: extras.pop(name) for name in spec.extras if name in extras}
@@ -86,15 +85,56 @@ def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
     return table
 
 
-def _check_ids(episodes: Sequence[Episode]) -> None:
-    for episode in episodes:
-        for what, value in (("episode_id", episode.episode_id), ("agent_id", episode.agent_id)):
+@dataclass(frozen=True)
+class _Outline:
+    """What there is one of an episode, [E] each."""
+
+    episode_ids: Sequence[str]
+    agent_ids: Sequence[str]
+    source_ids: Sequence[str | None]
+    lengths: Array
+    first_steps: Array
+    terminated: Array
+    truncated: Array
+
+
+def _outline(episodes: Sequence[Episode]) -> _Outline:
+    if isinstance(episodes, EpisodeColumns):
+        num, agents = len(episodes), episodes.agent_ids
+        return _Outline(
+            episodes.episode_ids,
+            [""] * num if agents is None else agents,
+            [None] * num,
+            episodes.lengths,
+            episodes.first_steps,
+            episodes.terminated,
+            episodes.truncated,
+        )
+    return _Outline(
+        [episode.episode_id for episode in episodes],
+        [episode.agent_id for episode in episodes],
+        [episode.source_episode_id for episode in episodes],
+        np.asarray([len(episode) for episode in episodes]),
+        np.asarray([episode.first_step for episode in episodes]),
+        np.asarray([episode.terminated for episode in episodes]),
+        np.asarray([episode.truncated for episode in episodes]),
+    )
+
+
+def check_ids(episodes: Sequence[Episode]) -> None:
+    """Refuse ids that no column could hold or no key tell apart. Raises: EpisodeInvalid."""
+    _check_outline(_outline(episodes))
+
+
+def _check_outline(outline: _Outline) -> None:
+    for episode_id, agent_id in zip(outline.episode_ids, outline.agent_ids, strict=True):
+        for what, value in (("episode_id", episode_id), ("agent_id", agent_id)):
             if not isinstance(value, str) or "\0" in value:
                 raise EpisodeInvalid(
-                    f"episode {episode.episode_id!r}: {what}: found {value!r}, expected a string "
+                    f"episode {episode_id!r}: {what}: found {value!r}, expected a string "
                     "without NUL."
                 )
-        if not episode.episode_id:
+        if not episode_id:
             raise EpisodeInvalid("episode_id: found '', expected the id of an episode.")
 
 
@@ -104,7 +144,7 @@ def check_encodable(episode: Episode, spec: DatasetSpec) -> None:
     Raises: EpisodeInvalid, SchemaMismatch.
     """
     lengths = np.asarray([len(episode)])
-    _check_ids([episode])
+    check_ids([episode])
     if episode.action_masks is not None:
         _masks([episode], spec, lengths)
     if episode.extras:
@@ -115,30 +155,30 @@ def _has_extras(episodes: Sequence[Episode]) -> bool:
     return any(episode.extras for episode in episodes)
 
 
-def _check_distinct(episodes: Sequence[Episode]) -> None:
+def _check_distinct(outline: _Outline) -> None:
     """Refuse one step of an episode and agent twice: which of the two happened is not known."""
     numbers: dict[tuple[str, str], int] = {}
-    codes = np.asarray(
-        [numbers.setdefault((e.episode_id, e.agent_id), len(numbers)) for e in episodes]
-    )
-    if len(numbers) == len(episodes):
+    keys = zip(outline.episode_ids, outline.agent_ids, strict=True)
+    codes = np.asarray([numbers.setdefault(key, len(numbers)) for key in keys])
+    if len(numbers) == len(codes):
         return
-    first = np.asarray([episode.first_step for episode in episodes])
+    first = outline.first_steps
     order = np.lexsort((first, codes))
-    ends = first + np.asarray([len(episode) for episode in episodes])
+    ends = first + outline.lengths
     before, after = order[:-1], order[1:]
     overlap = (codes[before] == codes[after]) & (first[after] < ends[before])
     if overlap.any():
-        episode = episodes[int(after[np.argmax(overlap)])]
-        agent = f" of agent {episode.agent_id!r}" if episode.agent_id else ""
+        row = int(after[np.argmax(overlap)])
+        agent_id = outline.agent_ids[row]
+        agent = f" of agent {agent_id!r}" if agent_id else ""
         raise EpisodeInvalid(
-            f"episode {episode.source_episode_id or episode.episode_id}: found step "
-            f"{episode.first_step}{agent} twice, expected each step once. Give every episode an id "
+            f"episode {outline.source_ids[row] or outline.episode_ids[row]}: found step "
+            f"{first[row]}{agent} twice, expected each step once. Give every episode an id "
             "of its own, and the pieces of one episode their first_step."
         )
 
 
-def _per_episode(values: list[str | None], lengths: Array) -> pa.DictionaryArray:
+def _per_episode(values: Sequence[str | None], lengths: Array) -> pa.DictionaryArray:
     codes = pa.array(values, pa.string()).dictionary_encode()
     indices = codes.indices.take(pa.array(np.repeat(np.arange(len(values)), lengths)))
     return pa.DictionaryArray.from_arrays(indices, codes.dictionary)
@@ -147,10 +187,13 @@ def _per_episode(values: list[str | None], lengths: Array) -> pa.DictionaryArray
 def _final_observations(
     episodes: Sequence[Episode], space: Space, ends: Array, num: int
 ) -> pa.Array:
-    having = [i for i, episode in enumerate(episodes) if episode.final_observation is not None]
-    if not having:
-        return pa.nulls(num, arrow_type(space))
-    finals = concatenate([as_batch(episodes[i].final_observation) for i in having])
+    if isinstance(episodes, EpisodeColumns):
+        having, finals = list(range(len(episodes))), episodes.final_observations
+    else:
+        having = [i for i, episode in enumerate(episodes) if episode.final_observation is not None]
+        if not having:
+            return pa.nulls(num, arrow_type(space))
+        finals = concatenate([as_batch(episodes[i].final_observation) for i in having])
     kind = arrow_type(space)
     if pa.types.is_fixed_size_list(kind) and isinstance(finals, np.ndarray):
         return _sparse_vectors(finals, kind, ends[having], num)

@@ -14,6 +14,7 @@ from replaylake.datastore.names import (
     content_ulid,
     is_column_name,
     new_ulid,
+    new_ulids,
 )
 
 OUTSIDE = ["", "..", ".", "a/b", "a/../b", "/etc", "a%2e", "a\0b", "a'b", 'a"b', "ä", "a b", "a\n"]
@@ -82,3 +83,13 @@ def test_the_same_content_has_the_same_name() -> None:
     assert len(set(named)) == 3
     assert all(re.fullmatch("[0-9a-hjkmnp-tv-z]{26}", name) for name in named)
     assert named == [content_ulid(sha256) for sha256 in ones]
+
+
+def test_many_ulids_are_like_one() -> None:
+    before, many, after = new_ulid(), new_ulids(1000), new_ulid()
+    assert len(set(many)) == 1000
+    assert all(re.fullmatch(r"[0-9a-hjkmnp-tv-z]{26}", ulid) for ulid in many)
+    assert before[:10] <= many[0][:10] <= after[:10]
+    # Each of the 16 random digits takes every one of its 32 values.
+    assert {len({ulid[place] for ulid in many}) for place in range(10, 26)} == {32}
+    assert new_ulids(0) == []
