@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from replaylake.datastore.errors import PackageInvalid
-from replaylake.datastore.policies.graph_policy import graph_inputs
+from replaylake.datastore.policies.graph_policy import graph_inputs, graph_output_names
 from replaylake.datastore.policies.manifest import GRAPH
 from replaylake.datastore.policies.package import GraphSession
-from replaylake.datastore.policies.policy import HEAD_OUTPUTS
+from replaylake.datastore.policies.policy import NEXT_STATE
 from replaylake.datastore.spaces import (
     Array,
     Box,
@@ -51,11 +51,26 @@ def export_onnx(graph: PolicyGraph) -> bytes:
     Raises: PackageInvalid if an operation cannot be exported, or onnxruntime's outputs differ from
     torch's on 64 random observations and on one.
     """
-    # A copy, because a learner on a GPU goes on training the one it has there.
-    graph = PolicyGraph(deepcopy(graph.module).eval().cpu(), graph.spec)
+    graph = copied(graph)
+    onnx = traced(graph)
+    check_same(graph, onnx)
+    return onnx
+
+
+def copied(graph: PolicyGraph) -> PolicyGraph:
+    """Return it as it is now, on the CPU: a learner on a GPU goes on training the one there."""
+    return PolicyGraph(deepcopy(graph.module).eval().cpu(), graph.spec)
+
+
+def traced(graph: PolicyGraph, *, folded: bool = True) -> bytes:
+    """Return a graph on the CPU as ONNX, unchecked. Raises: PackageInvalid, as export_onnx.
+
+    folded: what is computed from weights alone is computed now; else the weights are there as they
+    are, and onnxruntime folds them when it loads the graph.
+    """
     module = _Flattened(graph.module)
-    inputs = graph_inputs(graph.spec, _random_values(graph.spec.observation_space, 2), _rng())
-    outputs = HEAD_OUTPUTS[graph.spec.head]
+    inputs = random_inputs(graph, 2)
+    outputs = graph_output_names(graph.spec)
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / GRAPH
         warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -68,6 +83,7 @@ def export_onnx(graph: PolicyGraph) -> bytes:
                 output_names=list(outputs),
                 dynamic_axes={name: {0: "N"} for name in (*inputs, *outputs)},
                 opset_version=_OPSET,
+                do_constant_folding=folded,
                 dynamo=False,
             )
         except (RuntimeError, torch.onnx.errors.OnnxExporterError) as error:
@@ -75,10 +91,17 @@ def export_onnx(graph: PolicyGraph) -> bytes:
                 f"policy graph {type(graph.module).__name__}: torch {torch.__version__} cannot "
                 f"export it to ONNX: {error}"
             ) from error
-        onnx = path.read_bytes()
+        return path.read_bytes()
+
+
+def check_same(graph: PolicyGraph, onnx: bytes) -> None:
+    """Refuse ONNX that differs from torch on 64 random observations, or one: PackageInvalid.
+
+    graph: on the CPU.
+    """
+    session = GraphSession(onnx, graph.spec, "exported policy graph")
     for num in (64, 1):
-        _check_same(graph, onnx, num)
-    return onnx
+        _check_outputs(graph, session, num)
 
 
 class _Flattened(nn.Module):
@@ -92,10 +115,10 @@ class _Flattened(nn.Module):
         return tuple(self.module(*inputs))
 
 
-def _check_same(graph: PolicyGraph, onnx: bytes, num: int) -> None:
-    inputs = graph_inputs(graph.spec, _random_values(graph.spec.observation_space, num), _rng())
+def _check_outputs(graph: PolicyGraph, session: GraphSession, num: int) -> None:
+    inputs = random_inputs(graph, num)
     expected = run_graph(graph, inputs)
-    found = GraphSession(onnx, graph.spec, "exported policy graph").run(inputs)
+    found = session.run(inputs)
     for name, array in expected.items():
         same = found[name].shape == array.shape
         if same:
@@ -112,12 +135,29 @@ def _check_same(graph: PolicyGraph, onnx: bytes, num: int) -> None:
             )
 
 
-def _random_values(space: Space, num: int) -> Values:
+def random_inputs(graph: PolicyGraph, num: int) -> dict[str, Array]:
+    """Return inputs [num, ...] by name, for a graph on the CPU; the same for the same weights.
+
+    A state is that of every second row's beginning, and of the others after two steps.
+    """
+    spec, rng = graph.spec, _rng()
+
+    def inputs(state: Array) -> dict[str, Array]:
+        return graph_inputs(spec, _random_values(spec.observation_space, num, rng), rng, state)
+
+    state = np.zeros((num, spec.state_size), np.float32)
+    if spec.state_size:
+        for _ in range(2):
+            state = run_graph(graph, inputs(state))[NEXT_STATE]
+        state[::2] = 0
+    return inputs(state)
+
+
+def _random_values(space: Space, num: int, rng: np.random.Generator) -> Values:
     if isinstance(space, Dict | Tuple):
-        return {key: _random_values(sub, num) for key, sub in children(space).items()}
+        return {key: _random_values(sub, num, rng) for key, sub in children(space).items()}
     if isinstance(space, Text):
         raise PackageInvalid("policy graph: found a Text observation, which ONNX has no input for.")
-    rng = _rng()
     shape = (num, *value_shape(space))
     if isinstance(space, Box) and value_dtype(space).kind == "f":
         values: Array = rng.standard_normal(shape)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from replaylake.datastore.policies.graph_policy import GraphPolicy
-from replaylake.datastore.policies.policy import HEAD_OUTPUTS, PolicySpec
+from replaylake.datastore.policies.graph_policy import GraphPolicy, graph_output_names
+from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Array
 
 
@@ -17,8 +17,8 @@ class PolicyGraph:
     """A module and what its outputs mean.
 
     The module maps the inputs that `graph_policy.graph_inputs` makes (one tensor [N, ...] per leaf
-    of the observation space, then the noise of a `sampled` head) to the tuple of outputs that
-    `policy.HEAD_OUTPUTS` lists for the head, each [N, ...].
+    of the observation space, then the state of a policy that has one and the noise of a `sampled`
+    head) to the tuple of outputs that `graph_policy.graph_output_names` lists, each [N, ...].
     """
 
     module: nn.Module
@@ -35,11 +35,11 @@ class TorchPolicy(GraphPolicy):
 def run_graph(
     graph: PolicyGraph, inputs: dict[str, Array], device: torch.device | str = "cpu"
 ) -> dict[str, Array]:
-    """Run the module on the graph's inputs by name; returns the head's parameters."""
+    """Run the module on the graph's inputs by name; returns its outputs by name."""
     was_training = graph.module.training
     graph.module.eval()
     with torch.no_grad():
         outputs = graph.module(*(torch.from_numpy(array).to(device) for array in inputs.values()))
     graph.module.train(was_training)
-    names = HEAD_OUTPUTS[graph.spec.head]
+    names = graph_output_names(graph.spec)
     return {name: tensor.cpu().numpy() for name, tensor in zip(names, outputs, strict=True)}

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import AlreadyExists, NotFound, ServeFailed, StorageFailed
 from replaylake.datastore.policies.package import check_package
+from replaylake.datastore.policies.policy import check_stateless
 from replaylake.datastore.policies.registry import PolicyRef
 from replaylake.datastore.version import VERSION
 
@@ -83,10 +84,12 @@ def package_bento(policy: PolicyRef, output: Path) -> BentoReceipt:
 
     `bentoml serve OUTPUT` starts it wherever replaylake[serve] is installed; it needs neither the
     lake nor this checkout. Raises: PackageInvalid if the package is not whole, AlreadyExists if
-    `output` exists, NotFound if its parent does not, ServeFailed if BentoML refuses.
+    `output` exists, NotFound if its parent does not, SpaceUnsupported for a policy with a state,
+    ServeFailed if BentoML refuses.
     """
     output = Path(output).absolute()
     manifest = check_package(policy.path)
+    check_stateless(manifest.spec, f"policy {policy}")
     if output.exists():
         raise AlreadyExists(
             f"{output}: found a file or folder of that name, expected a free one for the Bento. "

@@ -12,7 +12,7 @@ from replaylake.datastore.lake import open_lake
 from replaylake.datastore.locations import absolute_lake, check_shareable
 from replaylake.datastore.policies.exploration import Exploration, parse_exploration
 from replaylake.datastore.policies.package import check_package, load_policy
-from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.policies.policy import PolicySpec, check_stateless
 from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S, ensure_feedback_tables
 from replaylake.datastore.sessions.journal import JournalConfig
@@ -140,6 +140,7 @@ def load_serving(config: ServeConfig) -> Serving:
     Raises: PackageInvalid, NotFound, SchemaMismatch, SpaceUnsupported, ConfigInvalid.
     """
     policy = load_policy(config.package)
+    check_stateless(policy.spec, f"policy {config.policy}:{config.version}")
     exploration = parse_exploration(config.explore)
     check_exploration(exploration, policy.spec)
     reference = config.reference or f"{config.policy}:{config.version}"
@@ -164,6 +165,7 @@ def load_serving(config: ServeConfig) -> Serving:
 def check_servable(config: ServeConfig) -> None:
     """Find out before anything starts what a worker would stumble over. Raises: as load_serving."""
     spec = check_package(config.package).spec
+    check_stateless(spec, f"policy {config.policy}:{config.version}")
     check_exploration(parse_exploration(config.explore), spec)
     if config.lake is not None and config.log_to is not None:
         check_shareable(config.lake, "serve")

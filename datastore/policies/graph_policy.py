@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from replaylake.datastore.policies.log_probs import (
     check_has_density,
     log_probs_of,
 )
-from replaylake.datastore.policies.policy import Act, PolicySpec
+from replaylake.datastore.policies.policy import HEAD_OUTPUTS, NEXT_STATE, STATE, Act, PolicySpec
 from replaylake.datastore.spaces import (
     Array,
     Dict,
@@ -28,10 +29,10 @@ from replaylake.datastore.spaces import (
 
 
 class GraphPolicy:
-    """Acts with a graph: stateless.
+    """Acts with a graph; what it remembers, if anything, the caller keeps from call to call.
 
-    run: maps the graph's inputs by name, as `graph_inputs` makes them, to the outputs that
-    `policy.HEAD_OUTPUTS` lists for the head.
+    run: maps the graph's inputs by name, as `graph_inputs` makes them, to its outputs by the names
+    that `graph_output_names` lists.
     """
 
     def __init__(
@@ -45,14 +46,15 @@ class GraphPolicy:
         """Spaces and head."""
         return self._spec
 
-    def initial_state(self, n: int) -> Any:
-        """Return None: stateless."""
-        return None
+    def initial_state(self, n: int) -> Array | None:
+        """Return zeros float32 [n, S] for n fresh episodes; None if it is stateless."""
+        size = self._spec.state_size
+        return np.zeros((n, size), np.float32) if size else None
 
     def act(
         self,
         observations: Values,
-        state: Any = None,
+        state: Array | None = None,
         *,
         rng: np.random.Generator | None = None,
         deterministic: bool = True,
@@ -61,21 +63,22 @@ class GraphPolicy:
         action_mask: Array | None = None,
     ) -> Act:
         """Choose actions; see Policy.act."""
-        inputs = graph_inputs(self._spec, observations, rng)
-        return act_from_head(
+        outputs = self._run(graph_inputs(self._spec, observations, rng, state))
+        act = act_from_head(
             self._spec,
-            self._run(inputs),
+            outputs,
             rng,
             deterministic=deterministic,
             temperature=temperature,
             epsilon=epsilon,
             mask=action_mask,
         )
+        return replace(act, state=outputs[NEXT_STATE]) if self._spec.state_size else act
 
     def action_probs(
         self,
         observations: Values,
-        state: Any = None,
+        state: Array | None = None,
         *,
         deterministic: bool = True,
         temperature: float = 1.0,
@@ -85,7 +88,7 @@ class GraphPolicy:
         """Return the probability of each action; see Policy.action_probs."""
         return action_probs_of(
             self._spec,
-            self._run(graph_inputs(self._spec, observations)),
+            self._run(graph_inputs(self._spec, observations, state=state)),
             deterministic=deterministic,
             temperature=temperature,
             epsilon=epsilon,
@@ -96,7 +99,7 @@ class GraphPolicy:
         self,
         observations: Values,
         actions: Values,
-        state: Any = None,
+        state: Array | None = None,
         *,
         deterministic: bool = True,
         temperature: float = 1.0,
@@ -108,7 +111,7 @@ class GraphPolicy:
         check_has_density(self._spec, deterministic=deterministic, temperature=temperature)
         return log_probs_of(
             self._spec,
-            self._run(graph_inputs(self._spec, observations)),
+            self._run(graph_inputs(self._spec, observations, state=state)),
             actions,
             deterministic=deterministic,
             temperature=temperature,
@@ -116,21 +119,34 @@ class GraphPolicy:
             mask=action_mask,
         )
 
-    def observe(self, state: Any, rewards: Array) -> Any:
+    def observe(self, state: Array | None, rewards: Array) -> Array | None:
         """Return the state unchanged."""
         return state
 
 
 def graph_input_names(spec: PolicySpec) -> tuple[str, ...]:
-    """Return the graph's inputs: `observations`, or one `observations.<leaf>` a leaf; `noise`."""
+    """Return the graph's inputs: `observations`, or one `observations.<leaf>` a leaf, and so on.
+
+    After them `state`, then `noise`, where the spec has them.
+    """
     names = tuple(_leaf_values(spec.observation_space, None, "observations"))
+    names += (STATE,) if spec.state_size else ()
     return (*names, "noise") if spec.noise_size else names
 
 
+def graph_output_names(spec: PolicySpec) -> tuple[str, ...]:
+    """Return the graph's outputs: the head's, then `next_state` where there is a state."""
+    names = HEAD_OUTPUTS[spec.head]
+    return (*names, NEXT_STATE) if spec.state_size else names
+
+
 def graph_inputs(
-    spec: PolicySpec, observations: Values, rng: np.random.Generator | None = None
+    spec: PolicySpec,
+    observations: Values,
+    rng: np.random.Generator | None = None,
+    state: Array | None = None,
 ) -> dict[str, Array]:
-    """Check observations [N, *obs] against the spec; returns the graph's inputs by name, in order.
+    """Check observations [N, *obs] and state [N, S]; returns the graph's inputs by name, in order.
 
     Floats become float32, as replay decodes them for learning; other dtypes stay. Raises:
     EpisodeInvalid if a shape or dtype differs or a number is not finite: nothing is reshaped.
@@ -140,6 +156,8 @@ def graph_inputs(
         name: array.astype(np.float32) if array.dtype.kind == "f" else array
         for name, array in _leaf_values(spec.observation_space, checked, "observations").items()
     }
+    if spec.state_size:
+        inputs[STATE] = _checked_state(spec, state, num_values(checked))
     if spec.noise_size:
         if rng is None:
             raise EpisodeInvalid(
@@ -148,6 +166,17 @@ def graph_inputs(
         noise = rng.standard_normal((num_values(checked), spec.noise_size))
         inputs["noise"] = noise.astype(np.float32)
     return inputs
+
+
+def _checked_state(spec: PolicySpec, state: Array | None, num: int) -> Array:
+    found = "none" if state is None else f"{state.dtype} {list(state.shape)}"
+    if state is None or state.shape != (num, spec.state_size) or state.dtype != np.float32:
+        raise EpisodeInvalid(
+            f"act: found state {found}, expected float32 [{num}, {spec.state_size}]: the policy "
+            "remembers. Pass what the last call returned, and initial_state where an episode "
+            "begins."
+        )
+    return state
 
 
 def _leaf_values(space: Space, values: Any, name: str) -> dict[str, Any]:

@@ -23,7 +23,9 @@ from replaylake.datastore.spaces import from_json, to_json
 from replaylake.datastore.storage import Blob, LocalStorage, Storage
 from replaylake.datastore.version import VERSION
 
-FORMAT_VERSION: Final = 1
+# 2: the policy has a state. Of what has none, 1 is written: any ReplayLake can act with it.
+FORMAT_VERSION: Final = 2
+_WITHOUT_STATE: Final = 1
 GRAPH: Final = "policy.onnx"
 MANIFEST: Final = "manifest.json"
 LEARNER: Final = "learner.safetensors"
@@ -98,8 +100,8 @@ def read_checked(directory: Path) -> tuple[Manifest, dict[str, bytes]]:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, ReplayLakeError) as error:
         raise PackageInvalid(
-            f"{path}: is no manifest of format {FORMAT_VERSION} ({type(error).__name__}: {error}). "
-            "Package the policy again."
+            f"{path}: is no manifest of format {_WITHOUT_STATE} or {FORMAT_VERSION} "
+            f"({type(error).__name__}: {error}). Package the policy again."
         ) from error
     if GRAPH not in hashes:
         raise PackageInvalid(f"{path}: found files {sorted(hashes)}, expected {GRAPH} among them.")
@@ -146,7 +148,7 @@ def manifest_bytes(
     if taken:
         raise PackageInvalid(f"manifest: found fields {taken}, which the package writes itself.")
     body = {
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION if spec.state_size else _WITHOUT_STATE,
         "written_by": VERSION,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "policy": _spec_to_json(spec),
@@ -176,6 +178,8 @@ def _spec_to_json(spec: PolicySpec) -> dict[str, Any]:
         "action_space": to_json(spec.action_space),
         "head": spec.head,
         "noise_size": spec.noise_size,
+        **({"state_size": spec.state_size} if spec.state_size else {}),
+        **({"frame_stack": spec.frame_stack} if spec.frame_stack > 1 else {}),
         **({} if spec.encoding is None else {"encoding": spec.encoding.to_json()}),
     }
 
@@ -188,4 +192,6 @@ def _spec_from_json(data: Mapping[str, Any]) -> PolicySpec:
         data["head"],
         int(data["noise_size"]),
         None if encoding is None else encoding_from_json(encoding),
+        int(data.get("state_size", 0)),
+        int(data.get("frame_stack", 1)),
     )

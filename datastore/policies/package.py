@@ -29,7 +29,11 @@ from replaylake.datastore.errors import (
     StorageFailed,
 )
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.policies.graph_policy import GraphPolicy, graph_input_names
+from replaylake.datastore.policies.graph_policy import (
+    GraphPolicy,
+    graph_input_names,
+    graph_output_names,
+)
 from replaylake.datastore.policies.manifest import (
     GRAPH,
     LEARNER,
@@ -38,7 +42,7 @@ from replaylake.datastore.policies.manifest import (
     manifest_bytes,
     read_checked,
 )
-from replaylake.datastore.policies.policy import HEAD_OUTPUTS, PolicySpec
+from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import (
     Array,
 )
@@ -66,12 +70,12 @@ class GraphSession:
                 f"{what}: onnxruntime {onnxruntime.__version__} cannot load it: {error}. Package "
                 "the policy again."
             ) from error
-        self._outputs = list(HEAD_OUTPUTS[spec.head])
+        self._outputs = list(graph_output_names(spec))
         self._check_names("inputs", self._session.get_inputs(), graph_input_names(spec), what)
         self._check_names("outputs", self._session.get_outputs(), tuple(self._outputs), what)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Map the graph's inputs, each [N, ...], to the head's parameters, each [N, ...]."""
+        """Map the graph's inputs, each [N, ...], to its outputs by name, each [N, ...]."""
         return dict(zip(self._outputs, self._session.run(self._outputs, inputs), strict=True))
 
     @staticmethod
@@ -85,7 +89,7 @@ class GraphSession:
 
 
 class PackagedPolicy(GraphPolicy):
-    """A Policy that acts from a package; stateless, and safe to share between threads."""
+    """A Policy that acts from a package; safe to share between threads."""
 
     def __init__(self, onnx: bytes, manifest: Manifest, what: str = GRAPH) -> None:
         self.manifest = manifest
@@ -158,6 +162,11 @@ def load_policy(directory: Path) -> PackagedPolicy:
     directory = Path(directory)
     manifest, files = read_checked(directory)
     return PackagedPolicy(files[GRAPH], manifest, str(directory / GRAPH))
+
+
+def graph_policy(onnx: bytes, spec: PolicySpec, what: str = GRAPH) -> GraphPolicy:
+    """Return a policy of a graph alone. Raises: PackageInvalid if it does not fit the spec."""
+    return GraphPolicy(spec, GraphSession(onnx, spec, what).run)
 
 
 def load_learner_weights(directory: Path) -> dict[str, Array]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from math import prod
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -37,6 +38,9 @@ HEAD_OUTPUTS: Final[Mapping[str, tuple[str, ...]]] = {
     "uniform": (),
 }
 HEADS: Final = tuple(HEAD_OUTPUTS)
+# What a policy with a state has beside those: an input after the observations, and the last output.
+STATE: Final = "state"
+NEXT_STATE: Final = "next_state"
 DISCRETE_HEADS: Final = ("categorical", "q_values")
 
 
@@ -57,6 +61,12 @@ class PolicySpec:
 
     encoding says what the elements of an observation are and what actions are called, as the
     dataset had it that the policy learned from; None where nothing was encoded.
+
+    state_size: how many numbers the policy remembers of an episode, zeros at its start; 0 where it
+    acts on the observation alone. The graph then takes `state` float32 [N, state_size] after the
+    observations, and gives `next_state`, of the same shape, as its last output. frame_stack: it
+    sees the last so many observations, which are a Box; those before this one are the end of its
+    state (see offline/networks/frame_stack.py).
     """
 
     observation_space: Space
@@ -64,12 +74,20 @@ class PolicySpec:
     head: str
     noise_size: int = 0
     encoding: Encoding | None = None
+    state_size: int = 0
+    frame_stack: int = 1
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
             raise SpaceUnsupported(
                 f"policy head: found {self.head!r}, expected one of {list(HEADS)}."
             )
+        if self.state_size < 0 or (self.state_size and self.head == "uniform"):
+            raise SpaceUnsupported(
+                f"policy head {self.head}: found a state of {self.state_size} numbers, expected 0 "
+                "or more, and none of a uniform policy."
+            )
+        self._check_frame_stack()
         if self.head == "uniform":
             return
         expected: tuple[type, ...] = (Box,)
@@ -83,19 +101,53 @@ class PolicySpec:
                 f"expected a {' or '.join(kind.__name__ for kind in expected)}."
             )
 
+    @property
+    def recorded_state_size(self) -> int:
+        """How many numbers at the state's beginning a rollout records with each step.
+
+        The frames after them are there already, as the observations of the steps before.
+        """
+        return self.state_size - self._num_of_frames()
+
+    def _num_of_frames(self) -> int:
+        space = self.observation_space
+        if self.frame_stack == 1 or not isinstance(space, Box):
+            return 0
+        return (self.frame_stack - 1) * prod(space.shape) + 1
+
+    def _check_frame_stack(self) -> None:
+        num = self._num_of_frames()
+        if self.frame_stack < 1 or self.state_size < num or (self.frame_stack > 1 and not num):
+            raise SpaceUnsupported(
+                f"policy frame_stack: found {self.frame_stack} over "
+                f"{describe(self.observation_space)} and a state of {self.state_size} numbers, "
+                "expected 1, or more of a Box with a state that holds those before the last, and "
+                "one number that says whether there are any."
+            )
+
+
+def check_stateless(spec: PolicySpec, what: str) -> None:
+    """Refuse a policy that remembers where it is asked once at a time. Raises: SpaceUnsupported."""
+    if spec.state_size:
+        raise SpaceUnsupported(
+            f"{what}: found a state of {spec.state_size} numbers that it keeps through an episode, "
+            "expected a policy that acts on the observation alone, as each request comes by "
+            "itself. Use it in rollouts and evaluation, or serve one without a state."
+        )
+
 
 @dataclass(frozen=True)
 class Act:
     """One decision for each of N observations.
 
     actions int64 [N], [N, K] of K elements, or the Box's dtype [N, *act]; log_probs float32 [N], or
-    None where the head has no density; state, what to pass to the next call (None if stateless);
-    q_values float32 [N, A] of a q_values head, else None.
+    None where the head has no density; state float32 [N, S], what to pass to the next call (None
+    if stateless); q_values float32 [N, A] of a q_values head, else None.
     """
 
     actions: Array
     log_probs: Array | None
-    state: Any = None
+    state: Array | None = None
     q_values: Array | None = None
 
 
@@ -107,14 +159,14 @@ class Policy(Protocol):
         """Spaces and head."""
         ...
 
-    def initial_state(self, n: int) -> Any:
-        """Return the state for n fresh episodes; None if the policy is stateless."""
+    def initial_state(self, n: int) -> Array | None:
+        """Return the state for n fresh episodes, float32 [n, S]; None if it is stateless."""
         ...
 
     def act(
         self,
         observations: Values,
-        state: Any = None,
+        state: Array | None = None,
         *,
         rng: np.random.Generator | None = None,
         deterministic: bool = True,
@@ -124,6 +176,8 @@ class Policy(Protocol):
     ) -> Act:
         """Choose an action for each observation [N, *obs].
 
+        state float32 [N, S] is what the last call returned for the same episodes, initial_state for
+        those that begin; a policy with a state refuses to go without, so none forgets unnoticed.
         `deterministic` takes the mode; otherwise rng is required and the head is sampled at
         `temperature`. With probability `epsilon` a countable action is drawn uniformly from the
         allowed ones instead, all its elements at once, also when deterministic. log_probs are those
@@ -135,7 +189,7 @@ class Policy(Protocol):
     def action_probs(
         self,
         observations: Values,
-        state: Any = None,
+        state: Array | None = None,
         *,
         deterministic: bool = True,
         temperature: float = 1.0,
@@ -153,7 +207,7 @@ class Policy(Protocol):
         self,
         observations: Values,
         actions: Values,
-        state: Any = None,
+        state: Array | None = None,
         *,
         deterministic: bool = True,
         temperature: float = 1.0,
@@ -168,6 +222,6 @@ class Policy(Protocol):
         """
         ...
 
-    def observe(self, state: Any, rewards: Array) -> Any:
+    def observe(self, state: Array | None, rewards: Array) -> Array | None:
         """Tell a stateful policy the rewards [N] of its last actions; returns the new state."""
         ...

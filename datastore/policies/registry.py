@@ -10,13 +10,14 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import CommitConflict, NotFound
+from replaylake.datastore.errors import CommitConflict, NotFound, StorageFailed
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import LogState
@@ -108,8 +109,7 @@ class Registry:
         check_policy_name(name)
         manifest, files = read_checked(Path(package))
         folder = f"{LAKE_ROOT}/policies/{name}/{new_ulid()}"
-        for file, data in files.items():
-            self._storage.put(f"{folder}/{file}", data)
+        self._put(folder, files)
         body = {
             "path": folder,
             "run_id": run_id,
@@ -144,6 +144,16 @@ class Registry:
 
         self._commit_run(run_id, build)
         return PolicyRef(name, version, folder, "version", self._storage)
+
+    def _put(self, folder: str, files: Mapping[str, bytes]) -> None:
+        """Write a package's files; where the store refuses one, the others go again."""
+        try:
+            for file, data in files.items():
+                self._storage.put(f"{folder}/{file}", data)
+        except StorageFailed:
+            with suppress(StorageFailed):
+                self._storage.delete(f"{folder}/{file}" for file in files)
+            raise
 
     def resolve(self, text: str) -> PolicyRef:
         """Find `name:version`, `name@alias`, or `name` (its champion if set, else the newest).

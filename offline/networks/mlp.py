@@ -9,9 +9,9 @@ layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,9 @@ class MLP(nn.Module):
 
     def sunk(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients go to the sink, in its order."""
-        return list(self.layers.parameters())
+        # Not `parameters()`, which walks the tree of modules: a tenth of a small network's pass.
+        linears = cast("Iterable[nn.Linear]", self.layers)
+        return [p for layer in linears for p in (layer.weight, layer.bias)]
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return self._outputs(features, self.sunk())

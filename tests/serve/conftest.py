@@ -42,6 +42,27 @@ def linear_graph(weights, output, num_inputs):
     return model.SerializeToString()
 
 
+def stateful_graph(num_inputs, state_size):
+    """Return a graph whose logits are its first two observations, and whose state stays."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("Split", ["observations"], ["logits", "rest"], axis=1),
+            helper.make_node("Identity", ["state"], ["next_state"]),
+        ],
+        "stateful",
+        [
+            helper.make_tensor_value_info("observations", TensorProto.FLOAT, ["n", num_inputs]),
+            helper.make_tensor_value_info("state", TensorProto.FLOAT, ["n", state_size]),
+        ],
+        [
+            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 2]),
+            helper.make_tensor_value_info("next_state", TensorProto.FLOAT, ["n", state_size]),
+        ],
+    )
+    opset = helper.make_opsetid("", 17)
+    return helper.make_model(graph, opset_imports=[opset], ir_version=8).SerializeToString()
+
+
 def save_policy(folder: Path, spec: PolicySpec = CARTPOLE, graph: bytes | None = None) -> Path:
     save_package(
         folder,

@@ -11,10 +11,18 @@ import httpx
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import AlreadyExists, NotFound, PackageInvalid
+from replaylake.datastore.errors import (
+    AlreadyExists,
+    NotFound,
+    PackageInvalid,
+    SpaceUnsupported,
+)
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.package import load_policy
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.spaces import Box, Discrete
 from replaylake.serve.bento import package_bento
+from replaylake.serve.config import ServeConfig, check_servable, load_serving
 
 
 @pytest.fixture
@@ -85,5 +93,19 @@ def test_what_cannot_be_packaged_is_refused(ref, tmp_path):
         package_bento(ref, tmp_path / "nowhere" / "bento")
     (ref.path / "policy.onnx").write_bytes(b"altered")
     with pytest.raises(PackageInvalid, match="sha256"):
+        package_bento(ref, tmp_path / "bento")
+    assert not (tmp_path / "bento").exists()
+
+
+def test_a_policy_that_remembers_is_neither_packaged_nor_served(tmp_path, kit):
+    spec = PolicySpec(Box((4,)), Discrete(2), "categorical", state_size=3)
+    package = kit.save_policy(tmp_path / "package", spec, kit.stateful_graph(4, 3))
+    lake = open_lake(tmp_path / "lake", create=True)
+    ref = lake.registry.register("recurrent", package, run_id="run", lineage={})
+    config = ServeConfig(package=package, policy="recurrent", version=1)
+    for serve in (check_servable, load_serving):
+        with pytest.raises(SpaceUnsupported, match=r"recurrent:1: found a state of 3 numbers"):
+            serve(config)
+    with pytest.raises(SpaceUnsupported, match=r"recurrent:1: found a state"):
         package_bento(ref, tmp_path / "bento")
     assert not (tmp_path / "bento").exists()

@@ -21,6 +21,7 @@ from replaylake.datastore.policies.manifest import GRAPH, LEARNER, MANIFEST
 from replaylake.datastore.policies.package import (
     check_package,
     graph_input_names,
+    graph_policy,
     load_learner_weights,
     load_policy,
     save_package,
@@ -113,11 +114,102 @@ def test_a_missing_file_is_named(package):
         check_package(package)
 
 
+def counting_graph(state_size=1):
+    """Return a graph whose logits are its state and minus that, and which adds one to its state."""
+    shape = ["N", state_size]
+    graph = helper.make_graph(
+        [
+            helper.make_node("Neg", ["state"], ["less"]),
+            helper.make_node("Concat", ["state", "less"], ["logits"], axis=1),
+            helper.make_node("Add", ["state", "one"], ["next_state"]),
+        ],
+        "policy",
+        [
+            helper.make_tensor_value_info("observations", TensorProto.FLOAT, ["N", 2]),
+            helper.make_tensor_value_info("state", TensorProto.FLOAT, shape),
+        ],
+        [
+            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 2]),
+            helper.make_tensor_value_info("next_state", TensorProto.FLOAT, shape),
+        ],
+        [numpy_helper.from_array(np.ones(1, np.float32), "one")],
+    )
+    opset = [helper.make_opsetid("", 17)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+
+
+STATEFUL = PolicySpec(Box((2,)), Discrete(2), "categorical", state_size=1)
+
+
+@pytest.fixture
+def stateful(tmp_path):
+    save_package(
+        tmp_path / "p", onnx=counting_graph(), spec=STATEFUL, manifest={}, learner_weights=None
+    )
+    return tmp_path / "p"
+
+
+def test_a_policy_with_a_state_acts_on_what_it_is_given_back(stateful):
+    policy = load_policy(stateful)
+    assert policy.spec == STATEFUL
+    observations = np.zeros((3, 2), np.float32)
+    state = policy.initial_state(3)
+    np.testing.assert_array_equal(state, np.zeros((3, 1)))
+    act = policy.act(observations, state)
+    np.testing.assert_array_equal(act.state, np.ones((3, 1)))
+    # Logits (-2, 2), (0, 0) and (3, -3).
+    state = np.array([[-2], [0], [3]], np.float32)
+    probs = 1 / (1 + np.exp(-2 * state[:, 0].astype(np.float64)))
+    found = policy.action_probs(observations, state, deterministic=False)
+    np.testing.assert_allclose(found, np.stack([probs, 1 - probs], axis=1))
+    found = policy.log_probs(observations, np.array([0, 0, 1]), state, deterministic=False)
+    np.testing.assert_allclose(found, np.log([probs[0], 0.5, 1 - probs[2]]))
+    np.testing.assert_array_equal(policy.act(observations, state).actions, [1, 0, 0])
+    assert policy.observe(state, np.zeros(3)) is state
+
+
+@pytest.mark.parametrize(
+    "state", [None, np.zeros((2, 1), np.float32), np.zeros((3, 1)), np.zeros(3, np.float32)]
+)
+def test_a_state_that_does_not_fit_is_refused(stateful, state):
+    policy = load_policy(stateful)
+    observations = np.zeros((3, 2), np.float32)
+    for ask in (policy.act, policy.action_probs, lambda o, s: policy.log_probs(o, [0, 0, 0], s)):
+        with pytest.raises(EpisodeInvalid, match=r"found state .*expected float32 \[3, 1\]"):
+            ask(observations, state)
+
+
+def test_only_a_policy_with_a_state_needs_the_newer_format(package, stateful):
+    # Those of an earlier ReplayLake say nothing of a state, as one without does here.
+    old = check_package(package).body
+    assert old["format_version"] == 1
+    assert "state_size" not in old["policy"]
+    assert load_policy(package).spec.state_size == 0
+    assert load_policy(package).initial_state(2) is None
+    new = check_package(stateful).body
+    assert new["format_version"] == 2
+    assert new["policy"]["state_size"] == 1
+
+
+def test_a_manifest_remembers_how_many_frames_are_stacked(tmp_path):
+    spec = PolicySpec(Box((2,)), Discrete(2), "categorical", state_size=5, frame_stack=3)
+    save_package(
+        tmp_path / "p", onnx=counting_graph(), spec=spec, manifest={}, learner_weights=None
+    )
+    assert check_package(tmp_path / "p").spec == spec
+
+
+def test_a_graph_without_the_state_that_its_manifest_names_is_refused(tmp_path):
+    spec = PolicySpec(Box((2,)), Discrete(3), "categorical", state_size=4)
+    with pytest.raises(PackageInvalid, match=r"inputs \['observations'\].*'state'"):
+        graph_policy(linear_graph(), spec)
+
+
 def test_a_newer_format_is_refused_with_the_version_needed(package):
     path = package / MANIFEST
     body = json.loads(path.read_text())
-    path.write_text(json.dumps({**body, "format_version": 2, "written_by": "9.8.7"}))
-    with pytest.raises(FormatTooNew, match=r"format 2.*up to 1.*9\.8\.7"):
+    path.write_text(json.dumps({**body, "format_version": 3, "written_by": "9.8.7"}))
+    with pytest.raises(FormatTooNew, match=r"format 3.*up to 2.*9\.8\.7"):
         load_policy(package)
 
 

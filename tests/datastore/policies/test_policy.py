@@ -51,6 +51,26 @@ def test_a_head_refuses_the_other_kind_of_action(head, space):
         PolicySpec(OBSERVATION, space, head)
 
 
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        ("categorical", {"state_size": -1}),
+        ("uniform", {"state_size": 2}),
+        ("categorical", {"frame_stack": 2}),  # of a Discrete
+        ("categorical", {"frame_stack": 0}),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(head, options):
+    with pytest.raises(SpaceUnsupported, match="state"):
+        PolicySpec(Discrete(3), Discrete(2), head, **options)
+
+
+def test_a_stack_of_frames_needs_a_state_that_holds_them():
+    PolicySpec(Box((5,)), Discrete(2), "categorical", state_size=11, frame_stack=3)
+    with pytest.raises(SpaceUnsupported, match=r"found 3 over .* a state of 10 numbers"):
+        PolicySpec(Box((5,)), Discrete(2), "categorical", state_size=10, frame_stack=3)
+
+
 def test_the_mode_of_logits_is_certain():
     act = act_from_head(discrete(), {"logits": np.array([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]])})
     np.testing.assert_array_equal(act.actions, [1, 0])

@@ -1,5 +1,7 @@
 """Fitted Q evaluation against values worked out by hand and by dynamic programming."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -237,6 +239,12 @@ def test_a_policy_with_a_state_is_refused(table_policy):
 
     with pytest.raises(SpaceUnsupported, match="with a state"):
         TargetPolicy(Remembers(table_policy(HASTY).spec, lambda inputs: {}))
+
+
+def test_a_policy_that_remembers_by_its_spec_is_refused(table_policy):
+    spec = replace(table_policy(HASTY).spec, state_size=3)
+    with pytest.raises(SpaceUnsupported, match=r"q_values: found a policy with a state.*in an env"):
+        TargetPolicy(GraphPolicy(spec, lambda inputs: {}))
 
 
 def test_masks_of_next_steps_hold(tmp_path, table_policy):
