@@ -12,8 +12,10 @@ import typer
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
+    EnvArgsOption,
     JsonOption,
     LakeOption,
+    parse_env_args,
 )
 from replaylake.cli.report import Report, count, interval_text, number_text, table_lines
 
@@ -39,8 +41,15 @@ def evaluate(
         ),
     ],
     env: Annotated[
-        str, typer.Option("--env", metavar="ID", help="Gymnasium id.", show_default=False)
+        str,
+        typer.Option(
+            "--env",
+            metavar="ID",
+            help="Gymnasium id, or module:function.",
+            show_default=False,
+        ),
     ],
+    env_arg: EnvArgsOption = None,
     episodes: Annotated[
         int, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes to run.")
     ] = 20,
@@ -89,17 +98,20 @@ def evaluate(
         from replaylake.cli.curves import check_picture
 
         check_picture(plot)
-    acting = _policies(policies, env, lake)
+    env_args = parse_env_args(env_arg)
+    acting = _policies(policies, env, env_args, lake)
     if comparing:
-        compared = _compare(report, acting, env, episodes, seed, not sample)
+        compared = _compare(report, acting, env, env_args, episodes, seed, not sample)
         returns = {one.policy: one.evaluation.returns for one in compared}
         body, lines = _body(compared, acting), list(_table(compared, seed))
     else:
         ((label, (policy, about)),) = acting.items()
-        film = None if video is None else _film(video, env)
+        film = None if video is None else _film(video, env, env_args)
         # A random policy draws whatever it is asked for.
         mode = not sample and policies != [RANDOM]
-        result = _evaluate(report, policy, env, episodes, seed, mode, film, video_episodes)
+        result = _evaluate(
+            report, policy, env, env_args, episodes, seed, mode, film, video_episodes
+        )
         returns = {label: result.returns}
         body, lines = {**about, **result.to_json()}, [_sentence(label, result)]
     if plot is not None:
@@ -132,11 +144,11 @@ def _check_number(policies: Sequence[str], comparing: bool, video: Path | None) 
         )
 
 
-def _policies(texts: Sequence[str], env: str, lake: str) -> _Acting:
+def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake: str) -> _Acting:
     from replaylake.datastore.lake import open_lake
     from replaylake.datastore.policies.package import load_policy
     from replaylake.datastore.policies.uniform import UniformPolicy
-    from replaylake.offline.environments import spaces_of
+    from replaylake.offline.environments.ids import spaces_of
 
     found: dict[str, tuple[Policy, dict[str, Any]]] = {}
     versions: list[tuple[Any, Any]] = []
@@ -144,7 +156,7 @@ def _policies(texts: Sequence[str], env: str, lake: str) -> _Acting:
     for text in texts:
         if text == RANDOM:
             named = {"policy": RANDOM, "version": None, "selected_by": "reserved name"}
-            policy: Policy = UniformPolicy(*spaces_of(env))
+            policy: Policy = UniformPolicy(*spaces_of(env, env_args))
         else:
             ref = open_lake(lake).registry.resolve(text)
             named = {"policy": ref.name, "version": ref.version, "selected_by": ref.selected_by}
@@ -159,19 +171,20 @@ def _policies(texts: Sequence[str], env: str, lake: str) -> _Acting:
     return found
 
 
-def _film(path: Path, env: str) -> Video:
-    from replaylake.offline.environments import frames_per_second
+def _film(path: Path, env: str, env_args: Mapping[str, Any]) -> Video:
+    from replaylake.offline.environments.pictures import frames_per_second
     from replaylake.offline.video import Video
 
     # It is drawn into an array. Without a screen SDL writes an error of its own otherwise.
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    return Video(path, frames_per_second(env))
+    return Video(path, frames_per_second(env, env_args))
 
 
 def _evaluate(
     report: Report,
     policy: Policy,
     env: str,
+    env_args: Mapping[str, Any],
     episodes: int,
     seed: int,
     deterministic: bool,
@@ -184,6 +197,7 @@ def _evaluate(
         result = run(
             policy,
             env,
+            env_args=env_args,
             episodes=episodes,
             seed=seed,
             deterministic=deterministic,
@@ -198,7 +212,13 @@ def _evaluate(
 
 
 def _compare(
-    report: Report, acting: _Acting, env: str, episodes: int, seed: int, deterministic: bool
+    report: Report,
+    acting: _Acting,
+    env: str,
+    env_args: Mapping[str, Any],
+    episodes: int,
+    seed: int,
+    deterministic: bool,
 ) -> list[Compared]:
     from replaylake.offline.comparison import compare
 
@@ -206,6 +226,7 @@ def _compare(
         return compare(
             {label: policy for label, (policy, _) in acting.items()},
             env,
+            env_args=env_args,
             episodes=episodes,
             seed=seed,
             deterministic=deterministic,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -16,9 +16,11 @@ from replaylake.cli.mapping import misspelt, resolve
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
+    EnvArgsOption,
     JsonOption,
     LakeOption,
     parse_duration,
+    parse_env_args,
     parse_pairs,
 )
 from replaylake.cli.receipt import check_lines, receipt_lines
@@ -168,9 +170,11 @@ def ingest(
             "--env",
             rich_help_panel=_UNITS,
             metavar="ID",
-            help="Check against this Gymnasium id: its spaces and, where it can, its dynamics.",
+            help="Check against this environment, a Gymnasium id or module:function: its spaces "
+            "and, where it can, its dynamics.",
         ),
     ] = None,
+    env_arg: EnvArgsOption = None,
     action_scale: Annotated[
         float | None,
         typer.Option(
@@ -283,6 +287,7 @@ def ingest(
     from replaylake.datastore.ingest.ingest import ingest as run
 
     report = Report(as_json)
+    env_args = parse_env_args(env_arg, has_env=env is not None)
     flags = {
         "map": parse_pairs(mapping or [], "--map"),
         "fill": parse_pairs(fill or [], "--fill"),
@@ -311,7 +316,7 @@ def ingest(
                 dataset,
                 format=form,
                 options=options,
-                spaces=None if env is None else _spaces(env),
+                spaces=None if env is None else _spaces(env, env_args),
                 flush_every_s=parse_duration(flush_every or "10s", "--flush-every"),
                 stream=stream,
             )
@@ -319,7 +324,7 @@ def ingest(
     for flag, value in (("--flush-every", flush_every), ("--stream", stream)):
         if value is not None:
             raise typer.BadParameter("found it without --follow.", param_hint=flag)
-    observation_space, action_space = (None, None) if env is None else _spaces(env)
+    observation_space, action_space = (None, None) if env is None else _spaces(env, env_args)
     with report.progress(*_STAGES["hash"]) as progress, _flags_are_usage():
         try:
             receipt = run(
@@ -332,7 +337,7 @@ def ingest(
                 action_space=action_space,
                 on_invalid=on_invalid.value,
                 on_progress=partial(_tell, progress),
-                align=None if env is None else _alignment(env),
+                align=None if env is None else _alignment(env, env_args),
             )
         except NothingValid as error:
             if not as_json:  # main() prints the checks with the error
@@ -375,13 +380,13 @@ def _lake(url: str) -> Lake:
     return lake
 
 
-def _spaces(env: str) -> tuple[Space, Space]:
-    from replaylake.offline.environments import spaces_of
+def _spaces(env: str, env_args: Mapping[str, Any]) -> tuple[Space, Space]:
+    from replaylake.offline.environments.ids import spaces_of
 
-    return spaces_of(env)
+    return spaces_of(env, env_args)
 
 
-def _alignment(env: str) -> Align:
+def _alignment(env: str, env_args: Mapping[str, Any]) -> Align:
     from replaylake.offline.align import check_alignment
 
-    return partial(check_alignment, env)
+    return partial(check_alignment, env, env_args=env_args)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -17,6 +18,8 @@ DEFAULT_LAKE: Final = "lake"
 NOTHING_CHANGED: Final = "nothing was changed: --yes does it"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+# As a text, False would be true.
+_PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?")
 
 
@@ -71,6 +74,14 @@ DatasetsArgument = Annotated[
         help="By default all, and what crashes left of the lake itself.",
     ),
 ]
+EnvArgsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env-arg",
+        metavar="KEY=VALUE",
+        help="What the environment is made with, as JSON or else as text. Repeatable.",
+    ),
+]
 PolicyArgument = Annotated[
     str,
     typer.Argument(
@@ -103,6 +114,27 @@ def parse_pairs(texts: Sequence[str], option: str, form: str = "key=value") -> d
             raise typer.BadParameter(f"found {key.strip()!r} twice.", param_hint=option)
         pairs[key.strip()] = value.strip()
     return pairs
+
+
+def parse_env_args(texts: Sequence[str] | None, *, has_env: bool = True) -> dict[str, Any]:
+    """Return what --env-arg says: `speed=2`, `goal=[1, 2]`, `is_slippery=false`, `map_name=8x8`.
+
+    A value that is not JSON is a text, but for Python's True, False and None. has_env: whether an
+    environment was named. Raises: typer.BadParameter (exit 2).
+    """
+    if texts and not has_env:
+        raise typer.BadParameter("found it without --env.", param_hint="--env-arg")
+    pairs = parse_pairs(texts or [], "--env-arg", "KEY=VALUE")
+    return {key: _json_or_text(value) for key, value in pairs.items()}
+
+
+def _json_or_text(text: str) -> Any:
+    if text in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def parse_duration(text: str, option: str) -> float:

@@ -6,9 +6,9 @@ normalised observations, rewards of the step before. Each of them is tried where
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.ingest.alignment import Alignment
 from replaylake.datastore.spaces import Array
 from replaylake.offline.env_states import state_setter
-from replaylake.offline.environments import Environment, make
+from replaylake.offline.environments.games import Game
+from replaylake.offline.environments.ids import make_any
+from replaylake.offline.environments.spaces import Environment
 from replaylake.offline.logged_rows import (
     TOLERANCE,
     LoggedRows,
@@ -40,25 +42,31 @@ class _Cause:
     rows: LoggedRows
 
 
-def check_alignment(env_id: str, episodes: Sequence[Episode]) -> Alignment | None:
+def check_alignment(
+    env_id: str, episodes: Sequence[Episode], *, env_args: Mapping[str, Any] | None = None
+) -> Alignment | None:
     """Replay every step of `episodes` that has a next observation through the environment.
 
-    Returns None where the environment's state cannot be set from an observation, or no row can be
-    checked. An environment joins by `set_state_from_observation` (see env_states). Actions that it
-    does not take, and what it raises on them, count as rows that disagree. Cost: a step of the
-    environment a row, and eight more where rows disagree.
+    Returns None where the environment's state cannot be set from an observation, it is one of
+    several agents, or no row can be checked. An environment joins by `set_state_from_observation`
+    (see env_states). Actions that it does not take, and what it raises on them, count as rows that
+    disagree. Cost: a step of the environment a row, and eight more where rows disagree.
 
-    Raises: NotFound, ExtraMissing as `environments.make`.
+    env_args: what the environment is made with.
+
+    Raises: NotFound, ExtraMissing, ConfigInvalid as `make`.
     """
-    env = make(env_id)
+    env = make_any(env_id, env_args)
     try:
+        if isinstance(env, Game):
+            return None
         replay = replay_of(env)
         rows = logged_rows(episodes)
         if replay is None or rows is None:
             return None
         return _judge(env_id, env, rows, replay)
     finally:
-        env.close()  # type: ignore[no-untyped-call]
+        env.close()
 
 
 def _judge(env_id: str, env: Environment, rows: LoggedRows, replay: Replay) -> Alignment:

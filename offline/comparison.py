@@ -40,6 +40,7 @@ def compare(
     policies: Mapping[str, Policy],
     env_id: str,
     *,
+    env_args: Mapping[str, Any] | None = None,
     episodes: int = 20,
     seed: int = 0,
     deterministic: bool = True,
@@ -63,6 +64,7 @@ def compare(
         evaluation = evaluate(
             policy,
             env_id,
+            env_args=env_args,
             episodes=episodes,
             seed=seed,
             deterministic=deterministic,

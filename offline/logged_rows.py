@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.spaces import Array
 from replaylake.offline.env_states import state_setter, transition_table
-from replaylake.offline.environments import Environment
+from replaylake.offline.environments.spaces import Environment
 
 Mask = NDArray[np.bool_]
 

@@ -104,7 +104,7 @@ if TYPE_CHECKING:
         Tuple,
     )
     from replaylake.datastore.versions.diff import diff
-    from replaylake.offline.environments import record
+    from replaylake.offline.environments.recorder import record
     from replaylake.offline.evaluate import evaluate
     from replaylake.offline.train import resume, train
     from replaylake.offline.training.config import TrainConfig
@@ -152,7 +152,7 @@ _HOMES = {
     "open": ("datastore.lake", "open_lake"),
     "prefetch": ("datastore.replay.prefetch", "prefetch"),
     "purge": ("datastore.maintenance.purge.purge", "purge"),
-    "record": ("offline.environments", "record"),
+    "record": ("offline.environments.recorder", "record"),
     "resume": ("offline.train", "resume"),
     "sessionise": ("datastore.sessions.sessionise", "sessionise"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),

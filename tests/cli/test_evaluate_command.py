@@ -14,7 +14,7 @@ from PIL import Image, ImageSequence
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.package import save_package
 from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.offline.environments import spaces_of
+from replaylake.offline.environments.ids import spaces_of
 
 ENV = "replaylake-test/Toss-v0"
 

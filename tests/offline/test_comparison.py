@@ -7,7 +7,7 @@ import pytest
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.policies.policy import Act, PolicySpec
 from replaylake.offline.comparison import compare
-from replaylake.offline.environments import spaces_of
+from replaylake.offline.environments.ids import spaces_of
 
 
 class Bonus(gymnasium.Env):

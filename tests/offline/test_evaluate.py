@@ -3,6 +3,8 @@ import sys
 import gymnasium
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from replaylake.datastore.errors import (
     ConfigInvalid,
@@ -15,8 +17,9 @@ from replaylake.datastore.policies.heads import act_from_head
 from replaylake.datastore.policies.policy import Act, PolicySpec
 from replaylake.datastore.policies.uniform import UniformPolicy
 from replaylake.datastore.spaces import Box, Discrete
-from replaylake.offline.environments import spaces_of
+from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.evaluate import evaluate
+from replaylake.offline.graph import PolicyGraph, TorchPolicy
 
 
 class Rule:
@@ -142,9 +145,35 @@ def test_masks_of_the_environment_are_honoured(masked_id):
 def test_a_policy_with_state_keeps_one_per_episode():
     policy = Remembering()
     found = evaluate(policy, "CartPole-v1", episodes=2, num_envs=2)
-    assert policy.seen[0] == [[1, 1]]
+    assert policy.seen[0] == [[1, 1], [1, 1]]
     assert [found.lengths[0]] * 2 in [state[0] for state in policy.seen]
     assert max(state[0][0] for state in policy.seen) == max(found.lengths)
+
+
+class Alternating(nn.Module):
+    """Pushes left and right in turn, which its state counts; the graph is the same for any row."""
+
+    def forward(self, observations, state):
+        is_odd = state.remainder(2)
+        return torch.cat([1 - is_odd, is_odd], dim=1), state + 1
+
+
+def test_states_of_many_environments_do_not_mix():
+    spec = PolicySpec(*spaces_of("CartPole-v1"), "categorical", state_size=1)
+    policy = TorchPolicy(PolicyGraph(Alternating(), spec))
+    together = evaluate(policy, "CartPole-v1", episodes=6, seed=3, num_envs=4)
+    assert together == evaluate(policy, "CartPole-v1", episodes=6, seed=3, num_envs=1)
+    env = gymnasium.make("CartPole-v1")
+    lengths = []
+    for seed in range(3, 9):
+        env.reset(seed=seed)
+        length, ended = 0, False
+        while not ended:
+            _, _, terminated, truncated, _ = env.step(length % 2)
+            length, ended = length + 1, terminated or truncated
+        lengths.append(length)
+    assert list(together.lengths) == lengths
+    assert len(set(lengths)) > 1
 
 
 def test_progress_counts_episodes():

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.lake import Lake, open_lake
-from replaylake.offline.environments import make, make_rendering, record, rendered, spaces_of
+from replaylake.offline.environments.ids import make, spaces_of
+from replaylake.offline.environments.pictures import make_rendering, rendered
+from replaylake.offline.environments.recorder import record
 from replaylake.offline.frame_grid import (
     BAR,
     BEST_RETURN,

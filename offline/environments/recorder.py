@@ -1,177 +1,25 @@
-"""Environments: Gymnasium's, by id; their spaces as ours; and `record`, which records any loop.
+"""Recorder: `record` writes down what any loop does with an environment.
 
 Needs gymnasium alone: neither torch nor ray, so that a user's own loop can be recorded anywhere.
 """
 
 from __future__ import annotations
 
-import difflib
-import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from replaylake.datastore.dataset import Dataset, EpisodeWriter, new_episode_id
 from replaylake.datastore.episode import Episode, checked
-from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EpisodeInvalid,
-    ExtraMissing,
-    NotFound,
-    SchemaMismatch,
-    SpaceUnsupported,
-)
-from replaylake.datastore.spaces import (
-    Array,
-    Box,
-    Dict,
-    Discrete,
-    MultiBinary,
-    MultiDiscrete,
-    Space,
-    Text,
-    Tuple,
-    children,
-)
+from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.spaces import Array, Dict, Space, Text, Tuple, children
 from replaylake.datastore.writer.open_episode import copied
-
-try:
-    import gymnasium
-except ModuleNotFoundError as _error:
-    raise ExtraMissing(
-        "environments: found no gymnasium, expected it to step and record. Install replaylake[gym]."
-    ) from _error
-
-Environment = gymnasium.Env[Any, Any]
-
-# Imported when it is made.
-gymnasium.register(
-    "ReplayLake/FrameGrid-v0",
-    entry_point="replaylake.offline.frame_grid:FrameGrid",
-    max_episode_steps=10,
+from replaylake.offline.environments.spaces import (
+    Environment,
+    action_mask,
+    from_gymnasium,
+    gymnasium,
 )
-
-
-def make(env_id: str, **kwargs: Any) -> Environment:
-    """Make an environment, without Gymnasium's checker, which costs a third of a CartPole step.
-
-    Raises: NotFound for an id that is not registered, with the near matches; ExtraMissing where the
-    environment's own library is not installed.
-    """
-    try:
-        with warnings.catch_warnings():
-            # An older version of an environment is the user's choice, made by its id.
-            warnings.filterwarnings("ignore", message=".*is out of date", category=UserWarning)
-            env: Environment = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
-            return env
-    except gymnasium.error.DependencyNotInstalled as error:
-        raise ExtraMissing(f"environment {env_id}: {error}.") from error
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        near = difflib.get_close_matches(env_id, list(gymnasium.registry), n=3, cutoff=0.6)
-        raise NotFound(
-            f"environment {env_id!r}: not registered with Gymnasium ({error}) "
-            f"Expected {' or '.join(near) if near else 'an id such as CartPole-v1'}; "
-            "`module:Name-v0` imports the module that registers it."
-        ) from error
-
-
-def make_rendering(env_id: str) -> Environment:
-    """Make an environment that draws itself for `rendered`.
-
-    Raises: as make; ConfigInvalid if it cannot draw into an array.
-    """
-    env = make(env_id)
-    modes = [str(mode) for mode in env.metadata.get("render_modes") or []]
-    env.close()  # type: ignore[no-untyped-call]
-    if "rgb_array" not in modes:
-        raise ConfigInvalid(
-            f"environment {env_id}: found render modes {modes}, expected rgb_array among them: it "
-            "cannot draw itself into pictures. Leave the video out."
-        )
-    return make(env_id, render_mode="rgb_array")
-
-
-def frames_per_second(env_id: str) -> float:
-    """Return at how many steps a second the environment is meant to be watched; 30 by default."""
-    env = make(env_id)
-    env.close()  # type: ignore[no-untyped-call]
-    return float(env.metadata.get("render_fps") or 30)
-
-
-def rendered(env: Environment) -> Array:
-    """Return what an environment of `make_rendering` looks like now: uint8 [height, width, 3].
-
-    Raises: ExtraMissing without the library that it draws with, ConfigInvalid for other pictures.
-    """
-    try:
-        found: Any = env.render()
-    except gymnasium.error.DependencyNotInstalled as error:
-        raise ExtraMissing(
-            f"environment {env.spec.id if env.spec else env}: drawing it: {error}."
-        ) from error
-    frame = np.asarray(found)
-    if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-        raise ConfigInvalid(
-            f"environment {env.spec.id if env.spec else env}: its picture is {frame.dtype} "
-            f"{list(frame.shape)}, expected uint8 [height, width, 3]. Mend its render(), or leave "
-            "the video out."
-        )
-    return frame
-
-
-def spaces_of(env_id: str) -> tuple[Space, Space]:
-    """Return an environment's (observation space, action space). Raises: as make."""
-    env = make(env_id)
-    try:
-        return from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
-    finally:
-        env.close()  # type: ignore[no-untyped-call]
-
-
-def from_gymnasium(space: gymnasium.Space[Any]) -> Space:
-    """Return the same space as ours. Raises: SpaceUnsupported for Graph, Sequence and OneOf."""
-    kinds = gymnasium.spaces
-    if isinstance(space, kinds.Box):
-        dtype = np.dtype(space.dtype).name
-        return Box(space.shape, dtype, space.low.tolist(), space.high.tolist())
-    if isinstance(space, kinds.Discrete):
-        return Discrete(int(space.n), int(space.start))
-    if isinstance(space, kinds.MultiDiscrete) and space.nvec.ndim == 1 and not space.start.any():
-        return MultiDiscrete(tuple(space.nvec.tolist()))
-    if isinstance(space, kinds.MultiBinary) and len(space.shape) == 1:
-        return MultiBinary(int(space.shape[0]))
-    if isinstance(space, kinds.Text):
-        return Text()
-    if isinstance(space, kinds.Dict):
-        return Dict({key: from_gymnasium(sub) for key, sub in space.spaces.items()})
-    if isinstance(space, kinds.Tuple):
-        return Tuple(tuple(from_gymnasium(sub) for sub in space.spaces))
-    raise SpaceUnsupported(
-        f"found Gymnasium space {space}, expected Box, Discrete, MultiDiscrete and MultiBinary "
-        "with one dim and starting at 0, Text, Dict or Tuple. Wrap the environment to give one of "
-        "these."
-    )
-
-
-def to_gymnasium(space: Space) -> gymnasium.Space[Any]:
-    """Return the same space as Gymnasium's."""
-    kinds = gymnasium.spaces
-    if isinstance(space, Box):
-        dtype = np.dtype(space.dtype)
-        low, high = (_bound_array(bound, space) for bound in (space.low, space.high))
-        return kinds.Box(low, high, space.shape, dtype.type)
-    if isinstance(space, Discrete):
-        return kinds.Discrete(space.n, start=space.start)
-    if isinstance(space, MultiDiscrete):
-        return kinds.MultiDiscrete(list(space.nvec))
-    if isinstance(space, MultiBinary):
-        return kinds.MultiBinary(space.n)
-    if isinstance(space, Dict):
-        return kinds.Dict({key: to_gymnasium(sub) for key, sub in space.spaces.items()})
-    if isinstance(space, Tuple):
-        return kinds.Tuple([to_gymnasium(sub) for sub in space.spaces])
-    return kinds.Text(max_length=2**31 - 1)
 
 
 def record(
@@ -297,12 +145,6 @@ class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._writer.write(episode)
 
 
-def action_mask(info: Mapping[str, Any]) -> Array | None:
-    """Return the mask bool [A] that an environment puts into info["action_mask"], if it does."""
-    mask = info.get("action_mask")
-    return None if mask is None else np.asarray(mask).astype(bool)
-
-
 def _parsed_policy(policy: str | None) -> tuple[str | None, int | None]:
     """Split `name:version`; `run:<id>` is a name of its own."""
     if policy is None or policy.startswith("run:") or ":" not in policy:
@@ -335,7 +177,3 @@ def _stacked(space: Space, values: tuple[Any, ...], what: str) -> Any:
     if isinstance(space, Text):
         return np.array(values, dtype=object)
     return _stack(values, what)
-
-
-def _bound_array(bound: Any, space: Box) -> Array:
-    return np.broadcast_to(np.asarray(bound), space.shape).astype(space.dtype)

@@ -5,30 +5,11 @@ import gymnasium
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EpisodeInvalid,
-    NotFound,
-    SchemaMismatch,
-    SpaceUnsupported,
-)
+from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
 from replaylake.datastore.lake import open_lake
-from replaylake.datastore.spaces import (
-    Box,
-    Dict,
-    Discrete,
-    MultiBinary,
-    MultiDiscrete,
-    Text,
-    Tuple,
-)
-from replaylake.offline.environments import (
-    from_gymnasium,
-    make,
-    record,
-    spaces_of,
-    to_gymnasium,
-)
+from replaylake.datastore.spaces import Box, Discrete
+from replaylake.offline.environments.ids import make
+from replaylake.offline.environments.recorder import record
 
 
 @pytest.fixture
@@ -358,45 +339,6 @@ def test_a_step_before_reset_is_refused(lake):
     env = record(Counter(), lake.dataset("log"))
     with pytest.raises(EpisodeInvalid, match="reset"):
         env.step(0)
-
-
-SPACES = [
-    Box((2,), "float32", -1.0, 1.0),
-    Box((2,), "float64", [-1.0, -2.0], [1.0, float("inf")]),
-    Box((8, 8, 3), "uint8", 0, 255),
-    Discrete(4, 2),
-    MultiDiscrete((2, 3)),
-    MultiBinary(4),
-    Dict({"a": Discrete(2), "b": Tuple((Box((1,)), Text()))}),
-]
-
-
-@pytest.mark.parametrize("space", SPACES)
-def test_spaces_go_there_and_back(space):
-    assert from_gymnasium(to_gymnasium(space)) == space
-
-
-def test_a_space_without_a_column_is_refused():
-    sequence = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(2))
-    with pytest.raises(SpaceUnsupported, match="Sequence"):
-        from_gymnasium(sequence)
-
-
-def test_spaces_of_cartpole():
-    observation, action = spaces_of("CartPole-v1")
-    assert observation.shape == (4,)
-    assert action == Discrete(2)
-
-
-@pytest.mark.parametrize("env_id", ["CartPol-v1", "CartPole-v9", "nowhere:Thing-v0", "a/B-v0"])
-def test_an_unknown_environment_is_not_found(env_id):
-    with pytest.raises(NotFound, match=f"'{env_id}'"):
-        make(env_id)
-
-
-def test_a_misspelt_environment_gets_the_near_match():
-    with pytest.raises(NotFound, match="Expected CartPole-v1"):
-        make("CartPol-v1")
 
 
 def test_recording_needs_neither_torch_nor_ray():

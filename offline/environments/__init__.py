@@ -1,0 +1,1 @@
+"""Environments: what an id names, spaces, games of several agents, recording, pictures."""

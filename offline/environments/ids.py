@@ -1,0 +1,155 @@
+"""Ids: what an environment's id names, and how the environment is made.
+
+CartPole-v1                          one of Gymnasium's registry
+module:Name-v0                       the same, registered when the module is imported
+pettingzoo:classic/connect_four-v3   one of PettingZoo's registry
+module:function                      what the function returns: an environment of Gymnasium's, or
+                                     one of PettingZoo's for several agents
+
+The second and the fourth are told apart by what follows the colon: a version, `-v` and a number,
+is no part of a name in Python.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final
+
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    ExtraMissing,
+    NotFound,
+    ReplayLakeError,
+)
+from replaylake.datastore.spaces import Space
+from replaylake.offline import user_code
+from replaylake.offline.environments.games import Game, game_of, registered
+from replaylake.offline.environments.spaces import Environment, from_gymnasium, gymnasium
+
+_VERSIONED: Final = re.compile(r"-v\d+$")
+_PETTINGZOO: Final = "pettingzoo"
+
+# Imported when it is made.
+gymnasium.register(
+    "ReplayLake/FrameGrid-v0",
+    entry_point="replaylake.offline.frame_grid:FrameGrid",
+    max_episode_steps=10,
+)
+
+
+def make(env_id: str, /, **env_args: Any) -> Environment:
+    """Make an environment of one agent.
+
+    Gymnasium's checker is left out, which costs a third of a CartPole step.
+
+    Args:
+        env_id: see above.
+        env_args: for whatever makes it: Gymnasium's `make`, or the function.
+
+    Raises: NotFound for an id that is not registered, with the near matches, or a module or
+    function that is not there; ExtraMissing where the environment's own library is not installed;
+    ConfigInvalid for arguments that it does not take, for a function that returns something else,
+    and for an environment of several agents.
+    """
+    made = make_any(env_id, env_args)
+    if isinstance(made, Game):
+        made.close()
+        raise ConfigInvalid(
+            f"environment {env_id}: found one of several agents ({', '.join(made.agents)}), "
+            "expected one of a single agent. `rollout` collects with several, and says what each "
+            "returned."
+        )
+    return made
+
+
+def make_any(env_id: str, env_args: Mapping[str, Any] | None = None) -> Environment | Game:
+    """Make an environment of one agent or of several. Raises: as make, and SchemaMismatch."""
+    given = dict(env_args or {})
+    module, colon, name = env_id.partition(":")
+    if not colon or (_VERSIONED.search(name) and module != _PETTINGZOO):
+        return _of_gymnasium(env_id, given)
+    try:
+        with warnings.catch_warnings():
+            # PettingZoo's, of the modules that are named as its documentation still does.
+            warnings.filterwarnings("ignore", message="The old environment creation API")
+            made = registered(name, given) if _VERSIONED.search(name) else _factory(env_id)(**given)
+    except ReplayLakeError:
+        raise
+    except ModuleNotFoundError as error:
+        raise _missing(env_id, error) from error
+    except Exception as error:
+        raise _refused(env_id, given, error) from error
+    if isinstance(made, gymnasium.Env):
+        return made
+    return game_of(made, env_id)
+
+
+def spaces_of(env_id: str, env_args: Mapping[str, Any] | None = None) -> tuple[Space, Space]:
+    """Return an environment's (observation space, action space); of several agents, each one's.
+
+    Raises: as make; SchemaMismatch where agents have different ones.
+    """
+    env = make_any(env_id, env_args)
+    try:
+        return from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
+    finally:
+        env.close()
+
+
+def _of_gymnasium(env_id: str, env_args: Mapping[str, Any]) -> Environment:
+    try:
+        with warnings.catch_warnings():
+            # An older version of an environment is the user's choice, made by its id. Of which
+            # category the warning is depends on Gymnasium's own version.
+            warnings.filterwarnings("ignore", message=".*is out of date")
+            options = {"disable_env_checker": True, **env_args}
+            module, colon, _ = env_id.partition(":")
+            if colon and module:
+                # Gymnasium does it too, but not from the current folder.
+                user_code.imported(module)
+            env: Environment = gymnasium.make(env_id, **options)
+            return env
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ExtraMissing(f"environment {env_id}: {error}.") from error
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        near = difflib.get_close_matches(env_id, list(gymnasium.registry), n=3, cutoff=0.6)
+        raise NotFound(
+            f"environment {env_id!r}: not registered with Gymnasium ({error}) "
+            f"Expected {' or '.join(near) if near else 'an id such as CartPole-v1'}; "
+            "`module:Name-v0` imports the module that registers it, `module:function` calls the "
+            "function that makes it."
+        ) from error
+    except Exception as error:
+        raise _refused(env_id, env_args, error) from error
+
+
+def _factory(env_id: str) -> Any:
+    function = user_code.named(env_id, "environment", "my_environments:make_arm")
+    if not callable(function):
+        raise ConfigInvalid(
+            f"environment {env_id}: found {type(function).__name__}, expected a function or class "
+            "that returns an environment. For one that is registered with Gymnasium name its "
+            "version: module:Name-v0."
+        )
+    return function
+
+
+def _missing(env_id: str, error: ModuleNotFoundError) -> ExtraMissing:
+    library = (error.name or str(error)).partition(".")[0]
+    install = "replaylake[multiagent]" if library == _PETTINGZOO else library
+    return ExtraMissing(
+        f"environment {env_id}: found no {library}, which it imports, expected it installed. "
+        f"Install {install}."
+    )
+
+
+def _refused(env_id: str, env_args: Mapping[str, Any], error: Exception) -> ConfigInvalid:
+    given = ", ".join(f"{key}={value!r}" for key, value in env_args.items()) or "no arguments"
+    return ConfigInvalid(
+        f"environment {env_id}: made with {given} it raised {type(error).__name__}: {error}. "
+        "Expected an environment: check its arguments (--env-arg) and its code (--debug shows "
+        "where)."
+    )
