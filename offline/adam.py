@@ -36,9 +36,16 @@ class Optimizer(Protocol):
 OptimizerFunction = Callable[[list[dict[str, Any]]], Optimizer]
 
 
-def adam(learning_rate: float) -> OptimizerFunction:
-    """Return an optimizer function: Adam with one learning rate for all groups."""
-    return lambda groups: FusedAdam(groups, learning_rate)
+def adam(
+    learning_rate: float, *, eps: float = _EPS, max_gradient_norm: float | None = None
+) -> OptimizerFunction:
+    """Return an optimizer function: Adam with one learning rate for all groups.
+
+    max_gradient_norm: of all groups' gradients together; see clip_gradients.
+    """
+    return lambda groups: FusedAdam(
+        groups, learning_rate, eps=eps, max_gradient_norm=max_gradient_norm
+    )
 
 
 def adam_by_group(rates: Mapping[str, float]) -> OptimizerFunction:
@@ -51,6 +58,19 @@ def adam_by_group(rates: Mapping[str, float]) -> OptimizerFunction:
 def adam_with_decay(learning_rate: float, weight_decay: float) -> OptimizerFunction:
     """Return an optimizer function: Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
     return lambda groups: FusedAdam(groups, learning_rate, weight_decay=weight_decay)
+
+
+def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float | None) -> None:
+    """Scale all gradients by one number, in place, so that their norm is `max_norm` at most.
+
+    Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks",
+    algorithm 1. Cost: a pass over each, and another one to scale it.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if max_norm is None or not gradients:
+        return
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp_(max=1.0))
 
 
 @dataclass
@@ -77,8 +97,10 @@ class FusedAdam:
         betas: tuple[float, float] = _BETAS,
         eps: float = _EPS,
         weight_decay: float = 0.0,
+        max_gradient_norm: float | None = None,
     ) -> None:
         """Start all moments at 0."""
+        self._max_norm = max_gradient_norm
         self._weight_decay = weight_decay
         self._groups = [(g["params"], float(g.get("lr", learning_rate))) for g in groups]
         self._betas, self._eps = betas, eps
@@ -95,6 +117,7 @@ class FusedAdam:
     @torch.no_grad()
     def step(self) -> None:
         """Step each parameter that has a gradient."""
+        clip_gradients([p for params, _ in self._groups for p in params], self._max_norm)
         moments = iter(self._moments)
         for params, learning_rate in self._groups:
             due = [(p, m) for p, m in zip(params, moments, strict=False) if p.grad is not None]

@@ -53,6 +53,25 @@ class Target:
         expect(self.period >= 1, "target: period", self.period, "1 or more")
 
 
+@dataclass(frozen=True)
+class OnPolicy:
+    """How an algorithm learns from what its own policy just did, each step of it once.
+
+    length: T, the steps of a sequence. num_sequences: B of them make the batch of one update.
+    epochs: how often the update goes through that batch, in another order each time. minibatches:
+    parts that a pass is cut into, each of which is one optimizer step.
+    """
+
+    length: int
+    num_sequences: int
+    epochs: int = 1
+    minibatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            expect(value >= 1, f"on-policy: {name}", value, "1 or more")
+
+
 Networks = nn.ModuleDict
 LossFunction = Callable[[Networks, Networks, Batch, torch.Generator, frozenset[str]], Losses]
 
@@ -94,6 +113,12 @@ class Algorithm:
     n_step, how far off they are; needs_returns, Monte-Carlo returns; needs_next_actions, the logged
     action that follows; needs_propensities, behavior_log_probs, all of them known.
 
+    on_policy: None for one that learns from any log, over and over. Else its batches are sequences
+    [B, T, ...] that are consumed once: `postprocess` gets such a batch whole, and returns one whose
+    rows, sequences still or single steps, are shuffled and cut into the minibatches that `losses`
+    gets. What it computes for them goes into the batch's `columns`. update_periods and the periods
+    of targets then count minibatches.
+
     config: the options it was made with, for the manifest; normalisation: likewise.
     """
 
@@ -110,6 +135,7 @@ class Algorithm:
     needs_returns: bool = False
     needs_next_actions: bool = False
     needs_propensities: bool = False
+    on_policy: OnPolicy | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     normalisation: Mapping[str, Any] = field(default_factory=dict)
 

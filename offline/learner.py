@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -13,14 +13,16 @@ from torch import nn
 
 from replaylake.datastore.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
+from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.spaces import Array
-from replaylake.offline.algorithm import Algorithm, Networks
+from replaylake.offline.algorithm import Algorithm, Networks, OnPolicy
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.flat import FlatGroup, flattened
 from replaylake.offline.graph import PolicyGraph
+from replaylake.offline.minibatches import minibatches
 from replaylake.offline.networks.actors import NO_FACTS
 from replaylake.offline.options import expect
 from replaylake.offline.state import pack_state, unpack_state
@@ -47,8 +49,13 @@ class Learner(Protocol):
         ...
 
     @property
-    def item(self) -> Transitions:
+    def item(self) -> Transitions | Sequences:
         """What the rows of its batches are: how many steps, and with what of those beyond."""
+        ...
+
+    @property
+    def on_policy(self) -> OnPolicy | None:
+        """How it learns from what its own policy just did; None if it learns from any log."""
         ...
 
     @property
@@ -66,7 +73,10 @@ class Learner(Protocol):
         ...
 
     def update(self, batch: Batch) -> Update:
-        """Take one gradient step on a batch, of numpy arrays or of tensors on its device."""
+        """Learn from a batch, of numpy arrays or of tensors on its device.
+
+        One gradient step; of an on-policy learner one for each minibatch of each epoch.
+        """
         ...
 
     def policy(self) -> PolicyGraph:
@@ -110,13 +120,7 @@ class GradientLearner:
         self._algorithm = algorithm
         self._facts = facts
         self._reduce = reduce
-        self._item = Transitions(
-            discount,
-            n_step=algorithm.n_step,
-            only_bootstrappable=algorithm.needs_bootstrap,
-            returns=algorithm.needs_returns,
-            next_actions=algorithm.needs_next_actions,
-        )
+        self._item = _item(algorithm, discount)
         self._device = torch.device(device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -145,9 +149,14 @@ class GradientLearner:
         return self._item.discount
 
     @property
-    def item(self) -> Transitions:
+    def item(self) -> Transitions | Sequences:
         """What the algorithm says that its batches hold."""
         return self._item
+
+    @property
+    def on_policy(self) -> OnPolicy | None:
+        """The algorithm's own."""
+        return self._algorithm.on_policy
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -163,10 +172,21 @@ class GradientLearner:
         """Do nothing: what is learned comes in batches."""
 
     def update(self, batch: Batch) -> Update:
-        """Step each parameter group that is due down its own loss, then let the targets follow."""
+        """Step each parameter group that is due down its own loss, then let the targets follow.
+
+        An on-policy learner does so for each minibatch, and says the means of their metrics; there
+        are none where a batch has no step to learn from.
+        """
         tensors = self._scaled(batch)
         with torch.no_grad():
             tensors = self._algorithm.postprocess(self._networks, tensors)
+        if (how := self.on_policy) is None:
+            return self._step(tensors)
+        parts = minibatches(tensors, self._rng, epochs=how.epochs, num=how.minibatches)
+        return _mean([self._step(part).metrics for part in parts])
+
+    def _step(self, tensors: Batch) -> Update:
+        """Take one step of the optimizer."""
         self._num_updates += 1
         due = self._due()
         losses = self._algorithm.losses(self._networks, self._targets, tensors, self._rng, due)
@@ -248,6 +268,25 @@ class GradientLearner:
                     ours.data.lerp_(theirs.data, target.tau)
                     if group in self._with_buffers:
                         _copy_buffers(self._targets[group], self._networks[group])
+
+
+def _item(algorithm: Algorithm, discount: float) -> Transitions | Sequences:
+    if algorithm.on_policy is not None:
+        return Sequences(algorithm.on_policy.length, discount=discount)
+    return Transitions(
+        discount,
+        n_step=algorithm.n_step,
+        only_bootstrappable=algorithm.needs_bootstrap,
+        returns=algorithm.needs_returns,
+        next_actions=algorithm.needs_next_actions,
+    )
+
+
+def _mean(each: Sequence[Mapping[str, Any]]) -> Update:
+    """Return the means of some steps' metrics, without waiting for the device."""
+    if not each:
+        return Update({})
+    return Update({name: torch.stack([one[name] for one in each]).mean() for name in each[0]})
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""Local Ray: the one of this process's own that trials, learners and rollout workers run in.
+"""Ray: one of this process's own for trials, learners and rollout workers, or a cluster's.
 
-Ray is imported when it is needed, because it takes a second and most runs need none of it.
+One of our own binds to loopback alone and asks for a token, which ends with the process. Ray is
+imported when it is needed, because it takes a second and most runs need none of it.
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
-from replaylake.datastore.errors import ExtraMissing, TrainingFailed
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    ExtraMissing,
+    ReplayLakeError,
+    TrainingFailed,
+)
 
-# What a Ray of our own is started with, unless the user's environment says otherwise. It stays set:
-# Ray reads it once a process, so a second run would start its processes with other settings.
+# What Ray is used with, unless the user's environment says otherwise. It stays set: Ray reads it
+# once a process, so a second run would start its processes with other settings.
 _ENVIRONMENT: Final = {
-    # Named for the systems where it is off by default; off, every Ray process binds to loopback.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # A cluster is connected to with its token, too: RAY_AUTH_TOKEN, or the file that Ray keeps.
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's choice from its next version on; said here, it does not warn.
@@ -40,18 +47,26 @@ _ENVIRONMENT: Final = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",
 }
+# Of a Ray of our own. Named for the systems where it is off by default; off, every Ray process
+# binds to loopback.
+_CLUSTERS: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # Ray would write a token of its own into the home folder; this one ends with the process.
 _TOKEN: Final = "RAY_AUTH_TOKEN"
+# Ray's proxy for drivers outside of the cluster.
+_CLIENT: Final = "ray://"
+_REACH_S: Final = 10.0
 # The least that Ray takes; what goes through it here are metrics and weights.
 _OBJECT_STORE_BYTES: Final = 100 << 20
 
 
-def import_ray(what: str) -> Any:
+def import_ray(what: str, address: str | None = None) -> Any:
     """Return the module, its environment set before it is first read.
 
-    what: who needs it for which option, as errors say it. Raises: ExtraMissing.
+    what: who needs it for which option, as errors say it. address: of the cluster that is to be
+    connected to; None for a Ray of this process's own. Raises: ExtraMissing.
     """
-    for name, value in {**_ENVIRONMENT, _TOKEN: secrets.token_hex(32)}.items():
+    of_our_own = {_CLUSTERS: "0", _TOKEN: secrets.token_hex(32)} if address is None else {}
+    for name, value in {**_ENVIRONMENT, **of_our_own}.items():
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -70,34 +85,40 @@ def quiet_at_exit() -> None:
 
 
 @contextmanager
-def running_ray(what: str, num_cpus: int, num_gpus: int = 0) -> Iterator[Any]:
+def running_ray(
+    what: str,
+    num_cpus: int,
+    num_gpus: int = 0,
+    *,
+    address: str | None = None,
+    working_folder: Path | None = None,
+    failure: type[ReplayLakeError] = TrainingFailed,
+) -> Iterator[Any]:
     """Yield the module, with a Ray that runs: of this process's own, ended with the block.
 
     Where the process is connected to one already that is used, and left as it is.
-    Raises: ExtraMissing; TrainingFailed where none starts.
+
+    Args:
+        what: who needs it for which option, as errors say it.
+        num_cpus: CPUs that a Ray of our own has to give away, whatever the machine has.
+        num_gpus: GPUs that it has.
+        address: of a cluster to connect to instead, `HOST:PORT`, or `auto` for one that runs on
+            this machine; this machine is one of its nodes.
+        working_folder: a zip file, unpacked on every node as its processes' working folder.
+        failure: raised where none starts.
+
+    Raises: ExtraMissing; `failure`; ConfigInvalid for an address of Ray's client.
     """
-    ray = import_ray(what)
+    ray = import_ray(what, address)
     owns_ray = not ray.is_initialized()
     if owns_ray:
-        terminated = signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-            )
-        except (RuntimeError, OSError, ValueError) as error:
-            raise TrainingFailed(
-                f"Ray: found {error}, expected it to start on this machine. Look for what listens "
-                "on its ports or fills its temporary folder."
-            ) from error
-        # Ray puts its own in its place, which ends the process without a checkpoint.
-        if threading.current_thread() is threading.main_thread() and terminated is not None:
-            signal.signal(signal.SIGTERM, terminated)
+        with _sigterm_as_before(ray):
+            if address is None:
+                _start(ray, num_cpus, num_gpus, failure)
+            else:
+                _connect(ray, address, working_folder, failure)
+        # It prints whose process died where data goes, stdout, and all of its known causes with it.
+        ray._private.worker._worker_logs_enabled = False
     try:
         # What goes wrong is said by our own errors.
         for name in ("ray.tune", "ray.train"):
@@ -106,3 +127,69 @@ def running_ray(what: str, num_cpus: int, num_gpus: int = 0) -> Iterator[Any]:
     finally:
         if owns_ray:
             ray.shutdown()
+
+
+def _start(ray: Any, num_cpus: int, num_gpus: int, failure: type[ReplayLakeError]) -> None:
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        raise failure(
+            f"Ray: found {error}, expected it to start on this machine. Look for what listens "
+            "on its ports or fills its temporary folder."
+        ) from error
+
+
+def _connect(
+    ray: Any, address: str, working_folder: Path | None, failure: type[ReplayLakeError]
+) -> None:
+    if address.startswith(_CLIENT):
+        raise ConfigInvalid(
+            f"--address: found {address}, expected HOST:PORT or auto: what writes for nodes that "
+            "do not see the lake runs beside this process. Run it on a node of the cluster."
+        )
+    try:
+        # Ray itself would go on trying for many minutes.
+        host, colon, port = address.rpartition(":")
+        if colon:
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env=None if working_folder is None else {"working_dir": str(working_folder)},
+        )
+    except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as error:
+        raise failure(
+            f"Ray at {address}: found {error}, expected a cluster of which this machine is a node. "
+            "Look at `ray status`, and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is the "
+            "cluster's; for one without a token set RAY_AUTH_MODE=disabled."
+        ) from error
+
+
+@contextmanager
+def _sigterm_as_before(ray: Any) -> Iterator[None]:
+    """Put back what is done on SIGTERM: Ray's own way ends the process without a checkpoint.
+
+    Where the block raises, Ray is ended.
+    """
+    terminated = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        yield
+    except BaseException as error:
+        ray.shutdown()
+        if isinstance(error, SystemExit) and is_main and callable(terminated):
+            # It came while Ray started, and Ray took it.
+            terminated(signal.SIGTERM, None)
+        raise
+    finally:
+        if is_main and terminated is not None:
+            signal.signal(signal.SIGTERM, terminated)

@@ -29,7 +29,7 @@ from replaylake.offline.training.config import TrainConfig, TrainRequest
 from replaylake.offline.training.data import OnReading, check_same_data
 from replaylake.offline.training.following import NOTHING_LEFT, follow
 from replaylake.offline.training.interruption import Interruption, RunInterrupted
-from replaylake.offline.training.job import TrainingJob, prepare
+from replaylake.offline.training.job import TrainingJob, closing_evaluation, prepare
 from replaylake.offline.training.lake_run import EVALUATION, LakeRun, OnMetrics
 from replaylake.offline.training.packaging import packaged
 from replaylake.offline.training.run_record import RunRecord, find_run
@@ -71,6 +71,7 @@ def train(
     reward: str | None = None,
     weight: str | None = None,
     env_id: str | None = None,
+    env_args: Mapping[str, Any] | None = None,
     on_reading: OnReading | None = None,
     on_start: Callable[[RunStart], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -90,7 +91,9 @@ def train(
         reward: SQL expression over `steps` in place of the logged reward.
         weight: SQL expression over the columns of a step and its episode: steps are drawn in
             proportion to it, instead of all alike.
-        env_id: Gymnasium id to choose and evaluate the policy in, kept in the package.
+        env_id: environment to choose and evaluate the policy in, kept in the package: a Gymnasium
+            id or `module:function`, see docs/ENVIRONMENTS.md.
+        env_args: what it is made with; JSON values.
         on_reading: called with (shards decoded, shards) as the episodes are read.
         on_start: called once before the first update.
         on_progress: called about four times a second, and after the last update.
@@ -117,6 +120,7 @@ def train(
         reward=reward,
         weight=weight,
         env_id=env_id,
+        env_args=dict(env_args or {}),
     )
     callbacks = Callbacks(on_reading, on_start, on_progress, on_metrics, should_end)
     work = _Work(new_ulid(), request.pinned(lake), sweep=sweep)
@@ -290,7 +294,13 @@ def _registered(
         "metrics": dict(chosen.metrics),
     }
     with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
-        package, evaluation = packaged(Path(scratch), job, manifest)
+        package, evaluation = packaged(
+            Path(scratch),
+            job.learner,
+            manifest,
+            encoding=job.data.view.spec.encoding,
+            evaluated=closing_evaluation(job.request),
+        )
         if evaluation is not None:
             run.measured(chosen.update, {EVALUATION: evaluation.mean_return})
         run.close()

@@ -32,7 +32,9 @@ from replaylake.offline.d3rlpy.table import TABLE, D3rlpyAlgorithm
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.learner import GradientLearner, Learner
 from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.networks.frame_stack import stacked_space
 from replaylake.offline.options import check_keys, from_options, near_matches
+from replaylake.offline.single_frames import SingleFrames
 
 _D3RLPY: Final = "d3rlpy:"
 
@@ -152,6 +154,23 @@ def check_rewards(name: str, action_space: Space, num_unknown: int, num_steps: i
     )
 
 
+def check_replayed(name: str, action_space: Space) -> None:
+    """Refuse one that cannot learn from a log. Raises: ConfigInvalid, as check_algorithm."""
+    if check_algorithm(name, action_space).consumes_once:
+        raise no_log(name, action_space)
+
+
+def no_log(name: str, action_space: Space) -> ConfigInvalid:
+    """Return the error of an algorithm that was given a log to learn from."""
+    kind = _actions_kind(action_space)
+    fitting = [info for info in algorithms() if info.actions == kind and not info.consumes_once]
+    return ConfigInvalid(
+        f"algorithm {name}: found a log to learn from, expected what its own policy is doing: it "
+        "learns from each step once, soon after it was taken. Use `replaylake train online`, or "
+        f"one that learns from logs: {', '.join(sorted({i.name for i in fitting}))}."
+    )
+
+
 def check_priorities(name: str, action_space: Space) -> None:
     """Refuse one without priorities to sample by. Raises: ConfigInvalid, as check_algorithm."""
     info = check_algorithm(name, action_space)
@@ -190,6 +209,7 @@ def make_learner(
     device: torch.device | str = "cpu",
     facts: DatasetFacts = NO_FACTS,
     reduce: Callable[[torch.Tensor], None] | None = None,
+    frame_stack: int = 1,
 ) -> Learner:
     """Make the named algorithm's learner for these spaces.
 
@@ -203,6 +223,8 @@ def make_learner(
         device: where torch computes.
         facts: what was measured on the data: what actions, observations and rewards are scaled by.
         reduce: changes the gradients of each update in place; see GradientLearner.
+        frame_stack: how many consecutive observations its batches hold as one; its policy takes
+            them one at a time.
 
     Raises: NotFound, SpaceUnsupported, ConfigInvalid (the device too; `reduce` of an algorithm
     that hides its gradients), ExtraMissing.
@@ -211,6 +233,19 @@ def make_learner(
     if reduce is not None:
         check_gradients(name, action_space)
     device = _checked_device(device)
+    if frame_stack > 1:
+        learner = make_learner(
+            name,
+            stacked_space(observation_space, frame_stack),
+            action_space,
+            options=options,
+            seed=seed,
+            discount=discount,
+            device=device,
+            facts=facts,
+            reduce=reduce,
+        )
+        return SingleFrames(learner, frame_stack)
     if info.provider == "d3rlpy":
         return D3rlpyLearner(
             d3rlpy_row(info),

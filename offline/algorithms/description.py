@@ -36,8 +36,9 @@ def needs(info: AlgorithmInfo) -> tuple[str, ...]:
 
     Of: rewards; next_observations, where steps without one are left out; returns, summed over what
     is logged of an episode; next_actions, those that were logged; propensities, the logged actions'
-    probabilities; neighbours, all data before the first update. One of the user's own says so
-    itself, once it is made for a dataset's spaces.
+    probabilities; sequences, of consecutive steps that its own policy took; neighbours, all data
+    before the first update. One of the user's own says so itself, once it is made for a dataset's
+    spaces.
     """
     if info.kind == "own":
         return ("what it asks for",)
@@ -55,6 +56,7 @@ def needs(info: AlgorithmInfo) -> tuple[str, ...]:
         "returns": algorithm.needs_returns,
         "next_actions": algorithm.needs_next_actions,
         "propensities": algorithm.needs_propensities,
+        "sequences": algorithm.on_policy is not None,
     }
     return (*found, *(name for name, is_needed in asked.items() if is_needed))
 

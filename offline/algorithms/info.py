@@ -36,6 +36,14 @@ class AlgorithmInfo:
         return self.kind in ("offline", "off-policy")
 
     @property
+    def consumes_once(self) -> bool:
+        """Whether it learns from each step once, and from its own policy's alone: not from a log.
+
+        One of the user's own may: its Algorithm says so.
+        """
+        return self.kind == "on-policy"
+
+    @property
     def gives_priorities(self) -> bool:
         """Whether it says how far off it was in each step, for prioritized sampling.
 

@@ -1,23 +1,23 @@
 """Own: an algorithm of the user's, named by the module and the function that makes it.
 
 `my_algorithms:filtered_cloning` is `def filtered_cloning(observation_space, action_space, config:
-FilteredConfig, facts: DatasetFacts) -> Algorithm` of a module that Python can import. Its options
-are the fields of the dataclass that `config` is annotated with.
+FilteredConfig, facts: DatasetFacts) -> Algorithm` of a module that Python can import, or of one in
+the current folder. Its options are the fields of the dataclass that `config` is annotated with.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, Final, get_type_hints
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.spaces import Space
+from replaylake.offline import user_code
 from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.table import AlgorithmFunction
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.options import near_matches, to_options
+from replaylake.offline.options import to_options
 
 _SIGNATURE: Final = (
     "def NAME(observation_space, action_space, config: YourConfig, facts: DatasetFacts) "
@@ -39,34 +39,8 @@ def own_algorithm(name: str) -> OwnAlgorithm:
     Runs the module, as any import does. Raises: NotFound if there is no such module or function;
     ConfigInvalid if the function is not annotated as one that makes an algorithm.
     """
-    module_name, _, function_name = name.partition(":")
-    module = _module(module_name, name)
-    named = getattr(module, function_name, None)
-    if named is None:
-        callables = [key for key, value in vars(module).items() if callable(value)]
-        raise NotFound(
-            f"algorithm {name!r}: module {module_name} ({module.__file__}) has no "
-            f"{function_name!r}, expected {near_matches(function_name, sorted(callables))}."
-        )
+    named = user_code.named(name, "algorithm", "my_algorithms:filtered_cloning")
     return OwnAlgorithm(_Checked(name, named), _config_class(name, named))
-
-
-def _module(module_name: str, name: str) -> Any:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A module that is there, but imports one that is not, has its own message.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise NotFound(
-            f"algorithm {name!r}: found no module {error.name!r}, expected module:function of a "
-            "module that Python can import. Install it, or add its folder to PYTHONPATH."
-        ) from error
-    except ValueError as error:
-        raise NotFound(
-            f"algorithm {name!r}: found no name of a module before the colon, expected "
-            "module:function, such as my_algorithms:filtered_cloning."
-        ) from error
 
 
 def _config_class(name: str, function: Any) -> type:

@@ -17,6 +17,7 @@ from replaylake.offline.algorithms.catalog import (
     algorithms,
     check_algorithm,
     check_masks,
+    check_replayed,
     check_rewards,
     d3rlpy_row,
     our_row,
@@ -80,7 +81,7 @@ def _is_stood_for(info: AlgorithmInfo, action_space: Space) -> bool:
 def _refusal(info: AlgorithmInfo, data: _Data) -> str | None:
     name, space = reference(info), data.spec.action_space
     try:
-        check_algorithm(name, space)
+        check_replayed(name, space)
         view = data.view
         if view.has_masked_actions:
             check_masks(name, space)

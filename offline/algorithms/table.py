@@ -11,18 +11,21 @@ from replaylake.offline.algorithms.awac import AWACConfig, awac
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.algorithms.cql import CQLConfig, cql
 from replaylake.offline.algorithms.discrete_cql import DiscreteCQLConfig, discrete_cql
+from replaylake.offline.algorithms.discrete_sac import DiscreteSACConfig, discrete_sac
 from replaylake.offline.algorithms.dqn import DQNConfig, dqn
 from replaylake.offline.algorithms.dr_bandit import DRBanditConfig, dr_bandit
+from replaylake.offline.algorithms.impala import IMPALAConfig, impala
 from replaylake.offline.algorithms.ips_bandit import IPSBanditConfig, ips_bandit
 from replaylake.offline.algorithms.iql import IQLConfig, iql
 from replaylake.offline.algorithms.marwil import MARWILConfig, marwil
+from replaylake.offline.algorithms.ppo import PPOConfig, ppo
 from replaylake.offline.algorithms.sac import SACConfig, sac
 from replaylake.offline.algorithms.td3 import TD3Config, td3
 from replaylake.offline.algorithms.td3_plus_bc import TD3PlusBCConfig, td3_plus_bc
 from replaylake.offline.facts import DatasetFacts
 
 Actions = Literal["discrete", "continuous", "multi_discrete"]
-Kind = Literal["imitation", "offline", "off-policy", "bandit"]
+Kind = Literal["imitation", "offline", "off-policy", "on-policy", "bandit"]
 
 
 class AlgorithmFunction(Protocol):
@@ -50,6 +53,21 @@ class OurAlgorithm:
     paper: str
     function: AlgorithmFunction
     config_class: type
+
+
+def _for_all_actions(
+    name: str, paper: str, function: AlgorithmFunction, config_class: type
+) -> tuple[OurAlgorithm, ...]:
+    """Return the rows of an on-policy algorithm."""
+    heads: tuple[tuple[Actions, str], ...] = (
+        ("discrete", "categorical"),
+        ("continuous", "squashed_gaussian"),
+        ("multi_discrete", "multi_categorical"),
+    )
+    return tuple(
+        OurAlgorithm(name, actions, head, "on-policy", paper, function, config_class)
+        for actions, head in heads
+    )
 
 
 OURS: Final = (
@@ -89,6 +107,15 @@ OURS: Final = (
         discrete_cql,
         DiscreteCQLConfig,
     ),
+    OurAlgorithm(
+        "sac",
+        "discrete",
+        "categorical",
+        "off-policy",
+        "Christodoulou 2019",
+        discrete_sac,
+        DiscreteSACConfig,
+    ),
     OurAlgorithm("dqn", "discrete", "q_values", "off-policy", "Mnih et al. 2015", dqn, DQNConfig),
     OurAlgorithm(
         "marwil", "discrete", "categorical", "offline", "Wang et al. 2018", marwil, MARWILConfig
@@ -96,6 +123,8 @@ OURS: Final = (
     OurAlgorithm(
         "marwil", "continuous", "gaussian", "offline", "Wang et al. 2018", marwil, MARWILConfig
     ),
+    *_for_all_actions("impala", "Espeholt et al. 2018", impala, IMPALAConfig),
+    *_for_all_actions("ppo", "Schulman et al. 2017", ppo, PPOConfig),
     OurAlgorithm(
         "ips_bandit",
         "discrete",

@@ -111,6 +111,11 @@ class D3rlpyLearner:
         return self._item
 
     @property
+    def on_policy(self) -> None:
+        """None: they learn from any log."""
+        return None
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """d3rlpy's own serialised config."""
         config: dict[str, Any] = self._d3rlpy.config.serialize_to_dict()

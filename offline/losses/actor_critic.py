@@ -1,8 +1,8 @@
-"""Actor-critic: what critics, actors and temperatures of continuous actions are fitted to.
+"""Actor-critic: what critics, actors and temperatures are fitted to.
 
 Pure functions. Suffixes: `_tm1` is the step acted upon, `_t` the one it led to. Several critics are
-the leading dim [num]. Actions are normalised to [-1, 1]. One value per element of the batch, unless
-said otherwise; the algorithm weighs and averages.
+the leading dim [num]. Box actions are normalised to [-1, 1]. One value per element of the batch,
+unless said otherwise; the algorithm weighs and averages.
 """
 
 from __future__ import annotations
@@ -35,6 +35,23 @@ def clipped_double_target(
     eq. 2 and 3.
     """
     return torch.addcmul(r_t, discount_t, q_t.amin(dim=0) - entropy_cost_t)
+
+
+def soft_values(
+    q: torch.Tensor, log_probs: torch.Tensor, temperature: torch.Tensor | float
+) -> torch.Tensor:
+    """Return sum_a pi(a|s) (min_i q(s, a) - temperature ln pi(a|s)), [B], of discrete actions.
+
+    Args:
+        q: float [num, B, A].
+        log_probs: float [B, A], ln pi; very negative but finite where an action is forbidden.
+        temperature: reward per nat of entropy.
+
+    Source: Christodoulou 2019, "Soft Actor-Critic for Discrete Action Settings", eq. 10; less it is
+    what the policy minimises, eq. 12.
+    """
+    values = q.amin(dim=0) - temperature * log_probs
+    return (torch.exp(log_probs) * values).sum(dim=-1)
 
 
 def smoothed_actions(

@@ -35,6 +35,9 @@ class TrainConfig:
     threads: int = 1
     # Processes that make each update together, each on its part of the batch; `threads` is of each.
     learners: int = 1
+    # How many consecutive observations are learned from as one; the policy still acts on single
+    # ones, and remembers the others.
+    frame_stack: int = 1
     # Fitted on the training steps and kept in the package; see normalisation.py.
     normalise_observations: bool = False
     normalise_rewards: RewardNormalisation = "none"
@@ -109,6 +112,7 @@ _FROM_ONE: Final = (
     "updates",
     "threads",
     "learners",
+    "frame_stack",
     "batch_size",
     "log_updates",
     "checkpoint_updates",
@@ -145,7 +149,8 @@ class TrainRequest:
     """All that `train` is asked for: enough to ask for it again, in another process too.
 
     datasets: `NAME`, `NAME@VERSION` or `NAME@TAG`; once pinned, each at a version, and `named` as
-    they were given. where, where_steps, reward, weight: SQL; see `train`.
+    they were given. where, where_steps, reward, weight: SQL; see `train`. env_args: what the
+    environment of env_id is made with, as JSON has it.
     """
 
     datasets: tuple[str, ...]
@@ -157,12 +162,18 @@ class TrainRequest:
     weight: str | None = None
     env_id: str | None = None
     named: tuple[str, ...] = ()
+    env_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.config.prioritized and self.weight is not None:
             raise ConfigInvalid(
                 f"training: found prioritized beside the weight {self.weight!r}, expected one of "
                 "them: both say how often a step is drawn. Leave one out."
+            )
+        if self.env_args and self.env_id is None:
+            raise ConfigInvalid(
+                f"training: found arguments of an environment ({', '.join(self.env_args)}) and no "
+                "environment, expected one. Name it with --env, or leave the arguments out."
             )
 
     def pinned(self, lake: Lake) -> TrainRequest:
@@ -177,7 +188,7 @@ class TrainRequest:
         """Return it as JSON has it."""
         config = {**asdict(self.config), "options": dict(self.config.options)}
         names = {"datasets": list(self.datasets), "named": list(self.named)}
-        return {**vars(self), **names, "config": config}
+        return {**vars(self), **names, "config": config, "env_args": dict(self.env_args)}
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> TrainRequest:

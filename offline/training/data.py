@@ -23,6 +23,7 @@ from replaylake.offline.algorithms.catalog import (
     check_masks,
     check_options,
     check_priorities,
+    check_replayed,
     check_rewards,
 )
 from replaylake.offline.algorithms.info import AlgorithmInfo
@@ -74,11 +75,12 @@ def open_data(
     snapshots = [lake.snapshot(text) for text in request.datasets]
     spec = _joined_spec(snapshots)
     algorithm = check_algorithm(config.algorithm, spec.action_space)
+    check_replayed(config.algorithm, spec.action_space)
     check_options(config.algorithm, spec.action_space, config.options, others=OWN_OPTIONS)
     if config.prioritized:
         check_priorities(config.algorithm, spec.action_space)
     if request.env_id is not None:
-        check_spaces(request.env_id, spec.observation_space, spec.action_space)
+        check_spaces(request.env_id, spec.observation_space, spec.action_space, request.env_args)
     measure = measure_name(request, algorithm.uses_rewards)
     split = config.split()
     if split is not None:
@@ -170,6 +172,7 @@ def _opened(
                 where,
                 where_steps=request.where_steps,
                 reward=request.reward,
+                frame_stack=request.config.frame_stack,
                 on_progress=reading.tell,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
@@ -34,22 +34,42 @@ class Interruption:
         In an update the learner is between two states, of which no checkpoint can be made. Handlers
         that the program set itself are left alone, and so are all outside of the main thread.
         """
-        if threading.current_thread() is not threading.main_thread():
+        with _handling(self._take):
             yield
-            return
-        before: dict[signal.Signals, Any] = {}
-        for number in _SIGNALS:
-            handler = signal.getsignal(number)
-            if handler in (signal.SIG_DFL, signal.default_int_handler):
-                before[number] = handler
-                signal.signal(number, self._handle)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _take(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True
+
+
+@contextmanager
+def interrupted_at_once() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt in the block, as Ctrl-C does: what was begun is ended.
+
+    For what is done before and after `awaited`, which may be within it.
+    """
+    with _handling(_raise):
+        yield
+
+
+@contextmanager
+def _handling(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[signal.Signals, Any] = {}
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        if handler in (signal.SIG_DFL, signal.default_int_handler, _raise):
+            before[number] = handler
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.policies.policy import Policy
 from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.algorithms.catalog import make_learner
+from replaylake.offline.algorithms.catalog import make_learner, no_log
+from replaylake.offline.evaluate import Evaluation, evaluate
 from replaylake.offline.graph import TorchPolicy
 from replaylake.offline.learner import Learner
 from replaylake.offline.normalisation import fit_facts
@@ -66,6 +69,20 @@ class TrainingJob:
         return sampler.describe()
 
 
+def closing_evaluation(request: TrainRequest) -> Callable[[Policy], Evaluation] | None:
+    """Return what measures the policy of a run's end, on seeds that its choice did not use."""
+    env_id = request.env_id
+    if env_id is None:
+        return None
+    return lambda policy: evaluate(
+        policy,
+        env_id,
+        episodes=request.config.evaluation_episodes,
+        seed=request.config.seed,
+        env_args=request.env_args,
+    )
+
+
 def prepare(
     lake: Lake,
     request: TrainRequest,
@@ -100,7 +117,11 @@ def prepare(
         device=config.device,
         facts=facts,
         reduce=averaging(team),
+        frame_stack=config.frame_stack,
     )
+    if learner.on_policy is not None:
+        # One of the user's own, of which this shows only now.
+        raise no_log(config.algorithm, spec.action_space)
     measure = make_measure(data.measure, request, data.held_out)
     if measure is not None:
         measure.check(TorchPolicy(learner.policy(), config.device))

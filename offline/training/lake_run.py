@@ -64,10 +64,14 @@ class LakeRun:
         return checkpoint
 
     def measured(self, update: int, values: Mapping[str, float]) -> None:
-        """Add to the run's metrics."""
-        self._metrics.add(update, values, time.time())
+        """Add to the run's metrics. Raises: StorageFailed; they are kept for the next time."""
         if self._on_metrics is not None:
             self._on_metrics(update, values)
+        self._metrics.add(update, values, time.time())
+
+    def flush(self) -> None:
+        """Write what metrics are left now. Raises: StorageFailed."""
+        self._metrics.flush()
 
     def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
         """Save a checkpoint, then remove those that are not to be kept.

@@ -28,7 +28,7 @@ from replaylake.datastore.spaces import Array, Box
 from replaylake.offline.evaluate import evaluate
 from replaylake.offline.ope.fqe import fitted_q_evaluation
 from replaylake.offline.ope.fqe_config import FQEConfig
-from replaylake.offline.training.config import TrainRequest
+from replaylake.offline.training.config import TrainConfig, TrainRequest
 
 MeasureName = Literal["environment", "fqe", "loss", "last"]
 
@@ -70,6 +70,7 @@ class EnvironmentReturn:
     env_id: str
     episodes: int
     seed: int
+    env_args: Mapping[str, Any] = field(default_factory=dict)
     name: MeasureName = "environment"
     higher_is_better: bool = True
 
@@ -78,7 +79,10 @@ class EnvironmentReturn:
 
     def __call__(self, policy: Policy) -> float:
         seed = FIRST_SEED + self.seed
-        return evaluate(policy, self.env_id, episodes=self.episodes, seed=seed).mean_return
+        evaluation = evaluate(
+            policy, self.env_id, env_args=self.env_args, episodes=self.episodes, seed=seed
+        )
+        return evaluation.mean_return
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
     if config.select == "auto":
         if request.env_id is not None:
             return "environment"
-        if not held_out:
+        if not held_out or config.frame_stack > 1:
             return "last"
         return "fqe" if uses_rewards else "loss"
     if config.select == "environment" and request.env_id is None:
@@ -184,7 +188,18 @@ def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
             "some: on what it was trained on every policy looks good",
             "Set holdout, as in --holdout 0.2",
         )
+    _check_stateless(config)
     return config.select
+
+
+def _check_stateless(config: TrainConfig) -> None:
+    if config.select in ("fqe", "loss") and config.frame_stack > 1:
+        raise _lacking(
+            config.select,
+            f"frame_stack {config.frame_stack}",
+            "1: its policies remember earlier observations, and held-out steps come without",
+            "Name an environment to choose in with --env",
+        )
 
 
 def make_measure(
@@ -194,7 +209,9 @@ def make_measure(
     config = request.config
     if name == "environment":
         assert request.env_id is not None, "measure_name checked it"
-        return EnvironmentReturn(request.env_id, config.selection_episodes, config.seed)
+        return EnvironmentReturn(
+            request.env_id, config.selection_episodes, config.seed, request.env_args
+        )
     if name == "last":
         return None
     assert held_out is not None, "the data were opened for this measure"

@@ -17,9 +17,11 @@ import torch
 
 from replaylake.datastore.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.spaces import Array
+from replaylake.offline.algorithm import OnPolicy
 from replaylake.offline.graph import PolicyGraph
 from replaylake.offline.learner import Learner, Update
 from replaylake.offline.training.selection import Measure, MeasureName
@@ -106,9 +108,14 @@ class TeamLearner:
         return self._learner.discount
 
     @property
-    def item(self) -> Transitions:
+    def item(self) -> Transitions | Sequences:
         """What the rows of its batches are."""
         return self._learner.item
+
+    @property
+    def on_policy(self) -> OnPolicy | None:
+        """How it learns from what its own policy just did."""
+        return self._learner.on_policy
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -20,7 +20,16 @@ from replaylake.offline.training.config import OWN_OPTIONS, TrainRequest, train_
 Mode = Literal["max", "min"]
 _TUNE: Final = "tune"
 # Keys of the file that `train offline` has as arguments and flags.
-_REQUEST: Final = ("datasets", "policy", "where", "where_steps", "reward", "weight", "env")
+_REQUEST: Final = (
+    "datasets",
+    "policy",
+    "where",
+    "where_steps",
+    "reward",
+    "weight",
+    "env",
+    "env_args",
+)
 _DISTRIBUTIONS: Final = ("uniform", "loguniform", "choice")
 
 
@@ -125,6 +134,7 @@ class Sweep:
             reward=_text(asked, "reward"),
             weight=_text(asked, "weight"),
             env_id=_text(asked, "env"),
+            env_args=_table(asked, "env_args"),
         )
         return Sweep(request, options, tune)
 
@@ -237,6 +247,12 @@ def _datasets(asked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, 
     is_list = isinstance(named, list) and all(isinstance(one, str) for one in named)
     expect(is_list and bool(named), "sweep: datasets", found, "a list such as ['cartpole@3']")
     return tuple(named)
+
+
+def _table(asked: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = asked.get(key, {})
+    expect(isinstance(value, dict), f"sweep: {key}", value, "a table")
+    return dict(value)
 
 
 def _text(asked: Mapping[str, Any], key: str) -> str | None:

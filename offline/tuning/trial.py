@@ -97,6 +97,7 @@ class Trial:
                     reward=request.reward,
                     weight=request.weight,
                     env_id=request.env_id,
+                    env_args=request.env_args,
                     sweep=work.sweep,
                     **callbacks,
                 )

@@ -44,7 +44,7 @@ def test_the_list_has_a_row_an_algorithm_and_names_that_train_takes(run):
     assert rows["rebrac", "continuous"]["needs"][-1] == "next_actions"
     # A namesake of ours is asked for with its provider, for the actions that ours takes.
     assert rows["d3rlpy:sac", "continuous"]["provider"] == "d3rlpy"
-    assert rows["sac", "discrete"]["provider"] == "d3rlpy"
+    assert rows["d3rlpy:sac", "discrete"]["provider"] == "d3rlpy"
     assert rows["sac", "continuous"]["provider"] == "replaylake"
 
 
@@ -88,7 +88,7 @@ def test_options_of_d3rlpys_are_those_that_train_takes(run, logged):
     both = run("algorithms", "sac", "--json").json["algorithms"]
     assert {(row["provider"], row["actions"]) for row in both} == {
         ("replaylake", "continuous"),
-        ("d3rlpy", "discrete"),
+        ("replaylake", "discrete"),
     }
 
 
@@ -119,7 +119,7 @@ def test_masks_leave_d3rlpys_out(run, logged):
     masks = np.array([[True, False], [True, True]])
     logged("d", action_masks=masks)
     body = run("algorithms", "--for", "d", "--json").json
-    assert {"bc", "cql", "dqn", "marwil"} == named(body)
+    assert {"bc", "cql", "dqn", "marwil", "sac"} == named(body)
     assert "masks" in next(row["why"] for row in body["refused"] if row["name"] == "d3rlpy:bc")
 
 

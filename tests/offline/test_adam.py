@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from replaylake.offline.adam import FusedAdam
+from replaylake.offline.adam import FusedAdam, adam, clip_gradients
 
 
 def two_groups(optimizer):
@@ -58,3 +58,26 @@ def test_a_process_that_learns_imports_no_compiler():
         "sys.exit('torch._dynamo' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_gradients_are_clipped_together():
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    first.grad, second.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    without = torch.nn.Parameter(torch.zeros(1))
+    clip_gradients([first, second, without], 10.0)
+    assert first.grad.tolist() == [3.0, 0.0]
+    clip_gradients([first, second, without], None)
+    assert second.grad.tolist() == [0.0, 4.0]
+    # The norm is 5.
+    clip_gradients([first, second, without], 0.5)
+    assert first.grad.tolist() == pytest.approx([0.3, 0.0])
+    assert second.grad.tolist() == pytest.approx([0.0, 0.4])
+
+
+def test_adam_steps_down_clipped_gradients():
+    # A step is as long as the learning rate, but for eps, which is large against what is clipped.
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = adam(1.0, eps=0.5, max_gradient_norm=0.5)([{"name": "a", "params": [parameter]}])
+    parameter.grad = torch.tensor([100.0])
+    optimizer.step()
+    assert parameter.item() == pytest.approx(-0.5)

@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from replaylake.datastore.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
 from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete, Text
 from replaylake.offline.algorithms.catalog import algorithms, check_algorithm, make_learner
@@ -36,6 +37,16 @@ SPACES = {
 }
 
 
+def as_sequences(batch, num):
+    """The rows of a batch, taken for steps of `num` sequences."""
+    fields = {
+        name: value if value is None else value.reshape(num, -1, *value.shape[1:])
+        for name, value in vars(batch).items()
+    }
+    mask = np.ones(fields["rewards"].shape, bool)
+    return Batch(**{**fields, "weights": batch.weights[:num], "mask": mask})
+
+
 @pytest.mark.parametrize("info", algorithms(), ids=lambda i: f"{i.provider}-{i.name}-{i.actions}")
 def test_the_list_says_what_gives_priorities(batch, info):
     if info.provider == "d3rlpy":
@@ -48,10 +59,13 @@ def test_the_list_says_what_gives_priorities(batch, info):
     )
     if info.actions == "multi_discrete":
         drawn = dataclasses.replace(drawn, actions=np.zeros((32, 2), np.int64))
+    if info.consumes_once:
+        drawn = as_sequences(drawn, 4)
     learner = make(info.name, SPACES[info.actions])
     assert (learner.update(drawn).priorities is not None) == info.gives_priorities
 
 
+@pytest.mark.needs_d3rlpy
 def test_ours_comes_first_and_theirs_on_request():
     assert isinstance(make("bc"), GradientLearner)
     assert isinstance(make("d3rlpy:bc"), D3rlpyLearner)

@@ -59,6 +59,19 @@ def make_batch(observation_space: Space, action_space: Space) -> Batch[Array]:
     )
 
 
+def as_sequences(batch: Batch[Array]) -> Batch[Array]:
+    """The rows, taken for steps of two sequences."""
+
+    def shaped(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shaped(sub) for key, sub in value.items()}
+        return value if value is None else value.reshape(2, NUM // 2, *value.shape[1:])
+
+    fields = {name: shaped(value) for name, value in vars(batch).items()}
+    mask = np.ones((2, NUM // 2), np.bool_)
+    return Batch(**{**fields, "weights": batch.weights[:2], "mask": mask})
+
+
 @pytest.mark.parametrize("kind", OBSERVATIONS)
 @pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row.name}-{row.actions}")
 def test_every_algorithm_learns_from_frames(row: OurAlgorithm, kind: str) -> None:
@@ -66,7 +79,8 @@ def test_every_algorithm_learns_from_frames(row: OurAlgorithm, kind: str) -> Non
     config = row.config_class(hidden_sizes=(16,))
     algorithm = row.function(observation_space, action_space, config, DatasetFacts())
     learner = GradientLearner(algorithm, seed=0)
-    batch = make_batch(observation_space, action_space)
+    rows = make_batch(observation_space, action_space)
+    batch = rows if learner.on_policy is None else as_sequences(rows)
     before = encoder_weights(learner)
     assert before
     for _ in range(2):
@@ -79,7 +93,7 @@ def test_every_algorithm_learns_from_frames(row: OurAlgorithm, kind: str) -> Non
     assert all(moved), [name for name, is_moved in zip(before, moved, strict=True) if not is_moved]
     graph = learner.policy()
     onnx = export_onnx(graph)
-    inputs = graph_inputs(graph.spec, batch.observations)
+    inputs = graph_inputs(graph.spec, rows.observations)
     found = GraphSession(onnx, graph.spec).run(inputs)
     for name, expected in run_graph(graph, inputs).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-3, atol=1e-4)

@@ -105,6 +105,8 @@ def lake(tmp_path, line_world):
 
 def families():
     for info in algorithms():
+        if info.consumes_once:  # they take no log
+            continue
         name = f"d3rlpy:{info.name}" if info.provider == "d3rlpy" else info.name
         is_fast = info.provider != "d3rlpy" or (info.name, info.actions) in FAST_D3RLPY
         marks = () if is_fast else (pytest.mark.slow,)

@@ -23,7 +23,7 @@ from replaylake.datastore.policies.package import (
 )
 from replaylake.datastore.spaces import Box
 from replaylake.offline.algorithms.catalog import make_learner
-from replaylake.offline.environments import make
+from replaylake.offline.environments.ids import make
 from replaylake.offline.evaluate import evaluate
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.graph import TorchPolicy
@@ -196,6 +196,7 @@ def test_a_log_trains_together_with_what_was_served(lake, line_world):
         assert (result.num_steps, result.num_episodes) == (60, 6)
 
 
+@pytest.mark.needs_d3rlpy
 def test_masked_actions_are_refused_by_what_ignores_masks(lake, line_world):
     masks = np.tile([True, False], (10, 1))
     episodes = [
@@ -245,7 +246,12 @@ def test_reading_counts_the_shards_of_all_datasets(lake, line_world):
         ("bc", "update", "updates"),
         ("dqn", "update", "updates"),
         ("dqn", "learning_rat", "learning_rate"),
-        ("d3rlpy:dqn", "gamma", "the training option discount"),
+        pytest.param(
+            "d3rlpy:dqn",
+            "gamma",
+            "the training option discount",
+            marks=pytest.mark.needs_d3rlpy,
+        ),
     ],
 )
 def test_an_unknown_option_is_refused_with_what_is_near(lake, algorithm, option, near):

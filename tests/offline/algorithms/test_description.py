@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete
 from replaylake.offline.algorithms.catalog import (
     algorithms,
@@ -41,6 +42,11 @@ def test_needs_are_the_learners(info):
         reference(info), Box((4,)), SPACES[info.actions], options={"hidden_sizes": [4]}, seed=0
     )
     item, found = learner.item, needs(info)
+    assert ("sequences" in found) == info.consumes_once == (learner.on_policy is not None)
+    if info.consumes_once:
+        assert item == Sequences(learner.on_policy.length, discount=learner.discount)
+        assert found == ("rewards", "next_observations", "propensities", "sequences")
+        return
     assert ("next_observations" in found) == item.only_bootstrappable
     assert ("returns" in found) == item.returns
     assert ("next_actions" in found) == item.next_actions

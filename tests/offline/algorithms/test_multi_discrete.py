@@ -115,5 +115,7 @@ def test_from_the_log_to_the_environment(tmp_path: Path) -> None:
 
 def test_who_can_take_it_is_said() -> None:
     assert check_algorithm("bc", MultiBinary(3)).head == "multi_categorical"
-    with pytest.raises(SpaceUnsupported, match=r"expected .*Algorithms that take it: bc\."):
+    with pytest.raises(
+        SpaceUnsupported, match=r"expected .*Algorithms that take it: bc, impala, ppo\."
+    ):
         check_algorithm("d3rlpy:dqn", SPACE)

@@ -90,7 +90,7 @@ def refused(lake, match, **given):
 def test_prioritized_sampling_is_refused_to_what_gives_no_priorities(tmp_path, line_world):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("d").append(line_world())
-    match = r"algorithm bc: found no priorities .*has them: cql, dqn, marwil\."
+    match = r"algorithm bc: found no priorities .*has them: cql, dqn, marwil, sac\."
     refused(lake, match, config=quick(prioritized=True))
     refused(lake, "found no priorities", config=quick(algorithm="d3rlpy:dqn", prioritized=True))
     assert train(

@@ -8,7 +8,7 @@ from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.policies.uniform import UniformPolicy
 from replaylake.datastore.spaces import Box, Discrete
-from replaylake.offline.environments import spaces_of
+from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.evaluate import evaluate
 from replaylake.offline.training.config import TrainConfig, TrainRequest
 from replaylake.offline.training.selection import (
