@@ -39,6 +39,7 @@ from replaylake.cli import (
     ope,
     package,
     policies,
+    profile_run,
     retention,
     rollout,
     runs,
@@ -47,6 +48,7 @@ from replaylake.cli import (
     sql,
     tag,
     train,
+    train_online,
     trim,
     tune,
     vacuum,
@@ -68,6 +70,7 @@ GROUPS: Final = {
         "tune",
         "algorithms",
         "runs",
+        "profile",
         "evaluate",
         "ope",
         "policies",
@@ -171,12 +174,14 @@ _register(app, "export", export.export)
 _register(app, "formats", formats.formats)
 app.add_typer(_train, name="train")
 _register(_train, "offline", train.offline)
+_register(_train, "online", train_online.online)
 _register(app, "tune", tune.tune)
 _register(app, "algorithms", algorithms.list_algorithms)
 app.add_typer(_runs, name="runs")
 _register(_runs, "list", runs.list_runs)
 _register(_runs, "show", runs.show_run)
 _register(_runs, "compare", runs.compare_runs)
+_register(app, "profile", profile_run.profile)
 _register(app, "evaluate", evaluate.evaluate)
 _register(app, "ope", ope.ope)
 app.add_typer(_policies, name="policies")
@@ -193,11 +198,6 @@ _register(app, "delete", delete.delete)
 _register(app, "vacuum", vacuum.vacuum)
 _register(app, "fsck", fsck.fsck)
 _register(app, "copy", copy.copy)
-
-
-@_train.callback()
-def _of_train() -> None:
-    """Keep `offline` a word of its own while it is the only command of `train`."""
 
 
 def _print_version(value: bool) -> None:

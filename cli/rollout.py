@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption, usage_errors
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    EnvArgsOption,
+    JsonOption,
+    LakeOption,
+    parse_env_args,
+    parse_pairs,
+    usage_errors,
+)
 from replaylake.cli.report import Report, count, number_text, size
 
 if TYPE_CHECKING:
@@ -27,7 +36,10 @@ class EnvRunner(StrEnum):
 
 def rollout(
     env: Annotated[
-        str, typer.Option("--env", metavar="ID", help="Gymnasium id.", show_default=False)
+        str,
+        typer.Option(
+            "--env", metavar="ID", help="Gymnasium id, or module:function.", show_default=False
+        ),
     ],
     dataset: Annotated[
         str,
@@ -41,6 +53,14 @@ def rollout(
             "--policy", metavar="POLICY", help="random, name, name:version or name@alias."
         ),
     ] = _RANDOM,
+    agent_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--agent-policy",
+            metavar="AGENT=POLICY",
+            help="Of one of several agents, in place of --policy. Repeatable.",
+        ),
+    ] = None,
     episodes: Annotated[
         int, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes to collect.")
     ] = 100,
@@ -71,6 +91,7 @@ def rollout(
             show_default="temperature=1",
         ),
     ] = None,
+    env_args: EnvArgsOption = None,
     env_runner: Annotated[
         EnvRunner,
         typer.Option("--env-runner", help="local: in this process without Ray, as --workers 0."),
@@ -100,29 +121,34 @@ def rollout(
         env,
         num_envs=envs_per_worker,
         seed=fresh_seed() if seed is None else seed,
-        temperature=exploration.temperature or 0.0,
-        epsilon=exploration.epsilon,
+        env_args=parse_env_args(env_args),
     )
+    agent_policies = parse_pairs(agent_policy or [], "--agent-policy", "AGENT=POLICY")
     with report.progress("collected", "episodes") as progress:
         receipt = run(
-            _lake(lake, policy),
+            _lake(lake, [policy, *agent_policies.values()]),
             dataset,
             policy,
             config,
             num_episodes=episodes,
+            agent_policies=agent_policies,
             num_workers=0 if env_runner is EnvRunner.local else workers,
+            temperature=exploration.temperature or 0.0,
+            epsilon=exploration.epsilon,
             on_progress=progress,
+            on_trouble=lambda trouble: report.say(f"paused: {trouble}"),
         )
     report.answer(receipt.to_json(), _summary(receipt))
 
 
-def _lake(url: str, policy: str) -> Lake:
+def _lake(url: str, policies: Sequence[str]) -> Lake:
     """Open the lake; for `random` it may be one that the rollout makes once it can begin."""
     from replaylake.datastore.lake import Lake, open_lake
     from replaylake.datastore.locations import open_storage
 
     lake = Lake(open_storage(url))
-    return lake if policy == _RANDOM and not lake.registry.exists() else open_lake(url)
+    is_free = all(policy == _RANDOM for policy in policies)
+    return lake if is_free and not lake.registry.exists() else open_lake(url)
 
 
 def _summary(receipt: RolloutReceipt) -> Iterator[str]:
@@ -131,9 +157,13 @@ def _summary(receipt: RolloutReceipt) -> Iterator[str]:
         f"{count(receipt.num_steps, 'step')} committed in {count(receipt.num_shards, 'shard')}, "
         f"{size(receipt.num_bytes)}"
     )
-    acted = receipt.policy + (f":{receipt.policy_version}" if receipt.policy != _RANDOM else "")
+    has_version = receipt.policy != _RANDOM and receipt.policy_version is not None
+    acted = receipt.policy + (f":{receipt.policy_version}" if has_version else "")
     by = count(receipt.num_workers, "worker") if receipt.num_workers else "this process"
     yield (
         f"  {acted} in {receipt.env_id}: mean return {number_text(receipt.mean_return)}; "
         f"{receipt.steps_per_s:,.0f} steps/s by {by}; seed {receipt.seed}"
     )
+    if receipt.agent_returns:
+        returns = [f"{a} {number_text(value)}" for a, value in receipt.agent_returns.items()]
+        yield f"  {count(receipt.num_games, 'game')}; mean returns: {', '.join(returns)}"

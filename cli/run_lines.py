@@ -18,13 +18,18 @@ COLUMNS: Final = (
     "status",
     "algorithm",
     "datasets",
+    "env_steps",
     "updates",
+    "return",
+    "staleness",
     "measure",
     "best",
     "policy",
     "started_at",
     "took",
 )
+# Of runs that collect; a table without any has no such columns.
+_ONLINE: Final = ("env_steps", "return", "staleness")
 Curves = Mapping[str, "Curve"]
 # Of a record, what is said above it, or drawn below.
 _TOLD: Final = (
@@ -34,6 +39,12 @@ _TOLD: Final = (
     "algorithm",
     "policy",
     "policy_version",
+    "dataset",
+    "env_id",
+    "num_steps",
+    "num_updates",
+    "mean_return",
+    "staleness",
     "update",
     "metrics",
     "selection",
@@ -46,15 +57,29 @@ _TOLD: Final = (
 
 
 def run_row(summary: RunSummary) -> dict[str, Any]:
-    reached = number_text(summary.update) if summary.update is not None else ""
-    of = f"/{summary.updates:,}" if summary.updates is not None else ""
     return {
         **summary.to_json(),
         "datasets": " ".join(summary.datasets),
-        "updates": f"{reached}{of}",
+        "env_steps": _reached(summary.env_steps, summary.steps),
+        "updates": _reached(summary.update, summary.updates),
+        "return": summary.mean_return,
         "started_at": time_text(summary.started_ms),
         "took": None if summary.duration_s is None else time_left(summary.duration_s),
     }
+
+
+def shown_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the columns of a table of runs."""
+    return [
+        column
+        for column in COLUMNS
+        if column not in _ONLINE or any(row[column] not in (None, "") for row in rows)
+    ]
+
+
+def _reached(done: int | None, asked: int | None) -> str:
+    reached = number_text(done) if done is not None else ""
+    return reached + (f"/{asked:,}" if asked is not None else "")
 
 
 def run_lines(
@@ -62,9 +87,22 @@ def run_lines(
 ) -> Iterator[str]:
     row = run_row(summary)
     yield f"{summary.run_id}  {summary.status}"
-    for key in ("algorithm", "datasets", "updates", "policy", "started_at", "took"):
+    for key in (
+        "algorithm",
+        "env",
+        "datasets",
+        "env_steps",
+        "updates",
+        "policy",
+        "started_at",
+        "took",
+    ):
         if row[key]:
             yield f"  {key.ljust(12)}{row[key]}"
+    if summary.mean_return is not None:
+        yield f"  {'return'.ljust(12)}{number_text(summary.mean_return)} of its last episodes"
+    if summary.staleness is not None:
+        yield f"  {'staleness'.ljust(12)}{number_text(summary.staleness)} versions"
     if summary.measure is not None and summary.best is not None:
         at = "" if summary.best_update is None else f" after update {summary.best_update:,}"
         yield f"  {'best'.ljust(12)}{number_text(summary.best)} by {summary.measure}{at}"
@@ -117,7 +155,7 @@ def about(curve: Curve | None, name: str) -> dict[str, Any]:
     if curve is None or not len(curve.values):
         return {"last": None, "best": None, "best_update": None}
     found = None
-    if is_loss(name) or name.startswith((SELECTION, "evaluation/")):
+    if is_loss(name) or name.startswith((SELECTION, "evaluation/")) or name == "return":
         found = best_point(curve, higher_is_better=not is_loss(name))
     update, best = found or (None, None)
     return {"last": float(curve.values[-1]), "best": best, "best_update": update}
@@ -134,7 +172,7 @@ def comparison_lines(
 
     marks = letters(len(summaries))
     rows = [{"": mark, **run_row(one)} for mark, one in zip(marks, summaries, strict=True)]
-    yield from table_lines(rows, ("", *COLUMNS))
+    yield from table_lines(rows, ("", *shown_columns(rows)))
     yield ""
     if options:
         rows = [

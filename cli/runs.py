@@ -11,13 +11,13 @@ import typer
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.report import Report, table_lines
 from replaylake.cli.run_lines import (
-    COLUMNS,
     Curves,
     about,
     chosen_update,
     comparison_lines,
     run_lines,
     run_row,
+    shown_columns,
     time_text,
 )
 
@@ -44,7 +44,7 @@ def list_runs(
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option("--dataset", metavar="NAME", help="Trained on it, at any version."),
+        typer.Option("--dataset", metavar="NAME", help="Learning from it, at any version."),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -57,7 +57,7 @@ def list_runs(
       replaylake runs list --status done --dataset cartpole
     """
     from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.runs.summary import STATUSES, dataset_text, summarise
+    from replaylake.datastore.runs.summary import STATUSES, dataset_texts, summarise
 
     if status is not None and status not in STATUSES:
         raise typer.BadParameter(
@@ -68,16 +68,16 @@ def list_runs(
     records = [
         record
         for record in opened.registry.runs()
-        if dataset is None
-        or dataset in [dataset_text(one).split("@")[0] for one in record.get("datasets") or ()]
+        if dataset is None or dataset in [text.partition("@")[0] for text in dataset_texts(record)]
     ]
     rows = [summarise(opened, record) for record in records]
     rows = [row for row in rows if status in (None, row.status)]
     if not rows:
-        report.say(f"no such runs in {lake}: `replaylake train offline` makes one")
+        report.say(f"no such runs in {lake}: `replaylake train` makes them")
     shown = [run_row(row) for row in rows]
     report.answer(
-        {"runs": [_json(row) for row in rows]}, table_lines(shown, COLUMNS) if rows else []
+        {"runs": [_json(row) for row in rows]},
+        table_lines(shown, shown_columns(shown)) if rows else [],
     )
 
 
@@ -202,6 +202,8 @@ def _draw(
 def _chosen_names(curves: Sequence[Curves], wanted: list[str] | None) -> list[str]:
     """Return the metrics to show: those that were asked for, else all, measures first.
 
+    What the links of an online run took is shown by `replaylake profile`, unless it is asked for.
+
     Raises: NotFound for one that none of the runs has, with the near ones.
     """
     from difflib import get_close_matches
@@ -215,9 +217,9 @@ def _chosen_names(curves: Sequence[Curves], wanted: list[str] | None) -> list[st
             raise NotFound(
                 f"--metric {name}: found no such metric, expected {' or '.join(near) or 'none'}."
             )
-    ranks = ("selection/", "evaluation/", "holdout/")
+    ranks = ("selection/", "evaluation/", "holdout/", "return")
     ordered = sorted(names, key=lambda name: [not name.startswith(rank) for rank in ranks])
-    return wanted or ordered
+    return wanted or [name for name in ordered if not name.startswith("profile/")]
 
 
 def _json(summary: RunSummary) -> dict[str, Any]:

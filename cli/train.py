@@ -13,8 +13,10 @@ from replaylake.cli.config import read_options
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
+    EnvArgsOption,
     JsonOption,
     LakeOption,
+    parse_env_args,
 )
 from replaylake.cli.progress import time_left
 from replaylake.cli.report import Report, count, interval_text, number_text
@@ -112,9 +114,12 @@ def offline(
     env: Annotated[
         str | None,
         typer.Option(
-            "--env", metavar="ID", help="Choose and evaluate the policy in this Gymnasium id."
+            "--env",
+            metavar="ID",
+            help="Choose and evaluate the policy here: a Gymnasium id or module:function.",
         ),
     ] = None,
+    env_arg: EnvArgsOption = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -171,6 +176,7 @@ def offline(
         "reward": reward,
         "weight": weight,
         "env_id": env,
+        "env_args": parse_env_args(env_arg, has_env=env is not None) or None,
     }
     if resume is not None:
         beside = [datasets, policy, config, assignments, *given.values(), *asked.values()]

@@ -23,6 +23,11 @@ class Committer:
         self._due = time.monotonic()
         self.commits: list[Commit] = []
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether something was added and is not committed yet."""
+        return bool(self._group)
+
     def add(self, written: WrittenEpisodes) -> None:
         """Take episodes for the next group, and commit it if the interval has passed."""
         self._group.append(written)

@@ -1,20 +1,22 @@
 """Ray Data: a snapshot as a dataset of Ray, its shards read by the tasks of a cluster.
 
-Ray is imported when it is asked for, as in ray_workers.py.
+Ray is imported when it is asked for, as in ray_pool.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from replaylake.datastore.errors import ExtraMissing
 from replaylake.datastore.shard_rows import ShardRows, episode_keys, shard_rows
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.online.ray_workers import import_ray
+from replaylake.offline.local_ray import import_ray
 
 if TYPE_CHECKING:
     from ray.data import Dataset
+
+_NEEDS: Final = "to_ray: found no ray, expected it"
 
 
 def to_ray(
@@ -67,7 +69,7 @@ def to_ray(
 
 def _reader(rows: ShardRows, episodes: Any) -> Callable[[], Iterator[Any]]:
     def read() -> Iterator[Any]:
-        return rows.read(None if episodes is None else import_ray().get(episodes))
+        return rows.read(None if episodes is None else import_ray(_NEEDS).get(episodes))
 
     return read
 
@@ -85,7 +87,7 @@ def _metadata(rows: ShardRows, *, is_whole: bool) -> Any:
 
 def _import_ray_data() -> Any:
     try:
-        ray = import_ray()
+        ray = import_ray(_NEEDS)
         import ray.data  # noqa: F811 - the same module, with its part for data
     except (ExtraMissing, ImportError) as error:
         raise ExtraMissing(

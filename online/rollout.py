@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
-
-import numpy as np
+from typing import Any
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import (
@@ -22,22 +20,28 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.locations import check_shareable
 from replaylake.datastore.names import new_ulid
-from replaylake.offline.environments import spaces_of
+from replaylake.offline.environments.games import Game
+from replaylake.offline.environments.ids import make_any, spaces_of
 from replaylake.offline.evaluate import check_spaces
+from replaylake.online.acting import RANDOM, Acting, AgentsActing
+from replaylake.online.collection import GROUP_INTERVAL_S, Pauses, collect
 from replaylake.online.committer import Committer
-from replaylake.online.ray_workers import RayWorkers, import_ray
-from replaylake.online.shipment import LocalWorkers, Order, Shipment
-from replaylake.online.worker import RANDOM, ActingPolicy, RolloutConfig, RolloutWorker
-
-# Workers' shards are committed in groups, ten times a second at most.
-_GROUP_INTERVAL_S: Final = 0.1
+from replaylake.online.pool import WorkerPool
+from replaylake.online.ray_pool import RayPool, import_ray
+from replaylake.online.returns import Returns
+from replaylake.online.shipment import LocalPool, Order, Shipment
+from replaylake.online.worker import RolloutConfig
+from replaylake.online.workers import make_worker
 
 
 @dataclass(frozen=True)
 class RolloutReceipt:
     """What a rollout committed; version is the dataset's after its last commit.
 
-    seed: episode i was reset with seed + i. num_workers is 0 where no Ray was used.
+    seed: episode i was reset with seed + i. num_workers is 0 where no Ray was used. policy: where
+    agents have different ones each with its agent, and policy_version is None. num_episodes: an
+    agent's part in a game is one; num_games of these were played. mean_return: of games, over the
+    agents' sums; agent_returns: each agent's mean, where there are several.
     """
 
     run_id: str
@@ -45,12 +49,14 @@ class RolloutReceipt:
     version: int
     env_id: str
     policy: str
-    policy_version: int
+    policy_version: int | None
     seed: int
     num_workers: int
+    num_games: int
     num_episodes: int
     num_steps: int
     mean_return: float
+    agent_returns: Mapping[str, float]
     num_commits: int
     num_shards: int
     num_bytes: int
@@ -73,8 +79,12 @@ def rollout(
     config: RolloutConfig,
     *,
     num_episodes: int,
+    agent_policies: Mapping[str, str] | None = None,
     num_workers: int = 0,
+    temperature: float = 1.0,
+    epsilon: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
+    on_trouble: Callable[[str], None] | None = None,
 ) -> RolloutReceipt:
     """Collect whole episodes and commit them to a dataset, which is created if it does not exist.
 
@@ -83,9 +93,14 @@ def rollout(
         dataset: its name.
         policy: `random`, or `name`, `name:version` or `name@alias` of a registered one.
         config: how each worker collects; the episodes depend on its seed, not on the workers.
-        num_episodes: how many.
+        num_episodes: how many; with several agents, games.
+        agent_policies: of agents by name, in place of `policy`.
         num_workers: Ray actors; 0 collects in this process and imports no Ray.
+        temperature: of a stochastic head; 0 takes the mode.
+        epsilon: probability of a uniform action instead (Discrete).
         on_progress: called with (episodes finished, episodes) after each shipment.
+        on_trouble: called with what the store says where it refuses, as a full disk does. Nothing
+            more is collected until it takes what there is, which is tried twice a second.
 
     Raises: NotFound, NameRefused, ConfigInvalid, SchemaMismatch, SpaceUnsupported, PackageInvalid
     before anything is written; RolloutFailed naming the episode if the environment raises or a
@@ -97,7 +112,8 @@ def rollout(
             "1 episode and 0 or more workers."
         )
     started = time.time()
-    acting = _resolve(lake, policy)
+    exploring = {"temperature": temperature, "epsilon": epsilon}
+    acting = _acting(lake, policy, agent_policies or {}, config, exploring)
     target = lake.dataset(dataset)
     mask_size = _check_acting(acting, config)
     if num_workers:
@@ -105,13 +121,12 @@ def rollout(
         import_ray()
     if not lake.registry.exists():
         lake.registry.create()
-    _prepare(target, config.env_id, mask_size)
+    _prepare(target, config, mask_size)
     run_id = new_ulid()
     record = {
         "kind": "rollout",
         "dataset": dataset,
-        "policy": acting.name,
-        "policy_version": acting.version,
+        **_named(acting),
         "config": asdict(config),
         "num_workers": num_workers,
         "started_ms": round(started * 1000),
@@ -119,16 +134,17 @@ def rollout(
     lake.registry.record_run(run_id, {**record, "status": "running"})
     producer = f"rollout/{run_id}"
     orders = _orders(lake, dataset, producer, acting, config, num_episodes, num_workers)
-    committer = Committer(target, producer, interval_s=_GROUP_INTERVAL_S)
-    returns: list[float] = []
+    committer = Committer(target, producer, interval_s=GROUP_INTERVAL_S)
+    returns = Returns()
 
     def note(shipment: Shipment) -> None:
-        returns.extend(shipment.returns)
+        returns.add(shipment.ends)
         if on_progress is not None:
-            on_progress(len(returns), num_episodes)
+            on_progress(returns.num_games, num_episodes)
 
     try:
-        _collect(orders, num_workers, committer, note)
+        with closing(_pool(orders, num_workers, config)) as pool:
+            collect(pool, config.flush_steps, committer, note, Pauses(on_trouble))
     except BaseException as error:
         totals = _settle(committer)
         ended = {"status": "failed", "ended_ms": _now_ms(), "error": str(error), **totals}
@@ -145,14 +161,14 @@ def rollout(
         dataset=dataset,
         version=committer.commits[-1].version,
         env_id=config.env_id,
-        policy=acting.name,
-        policy_version=acting.version,
+        **{**_named(acting), **_totals(committer)},
         seed=config.seed,
         num_workers=len(orders) if num_workers else 0,
-        mean_return=float(np.mean(returns)),
+        num_games=returns.num_games,
+        mean_return=returns.mean,
+        agent_returns=returns.by_agent,
         num_commits=len(committer.commits),
         wall_s=time.time() - started,
-        **_totals(committer),
     )
     ended = {"status": "finished", "ended_ms": _now_ms(), **receipt.to_json()}
     lake.registry.record_run(run_id, {**record, **ended})
@@ -165,18 +181,50 @@ def fresh_seed() -> int:
     return int.from_bytes(os.urandom(4), "big") >> 2
 
 
-def _resolve(lake: Lake, policy: str) -> ActingPolicy:
+def _resolve(lake: Lake, policy: str) -> Acting:
     if policy == RANDOM:
-        return ActingPolicy()
+        return Acting()
     ref = lake.registry.resolve(policy)
-    return ActingPolicy(ref.name, ref.version, ref.path)
+    return Acting(ref.name, ref.version, ref.path)
+
+
+def _acting(
+    lake: Lake,
+    policy: str,
+    agent_policies: Mapping[str, str],
+    config: RolloutConfig,
+    exploring: Mapping[str, Any],
+) -> AgentsActing:
+    """Return who acts: one for all, or for each agent the one named for it or else `policy`."""
+    everyone = replace(_resolve(lake, policy), **exploring)
+    if not agent_policies:
+        return everyone
+    env = make_any(config.env_id, config.env_args)
+    env.close()
+    if not isinstance(env, Game):
+        raise ConfigInvalid(
+            f"{config.env_id}: found policies for {', '.join(agent_policies)}, expected one "
+            "policy: it is an environment of one agent."
+        )
+    named = {
+        agent: replace(_resolve(lake, text), **exploring) for agent, text in agent_policies.items()
+    }
+    return dict.fromkeys(env.agents, everyone) | named
+
+
+def _named(acting: AgentsActing) -> dict[str, Any]:
+    """Return the policy's name and version, as receipts and records say it."""
+    if isinstance(acting, Acting):
+        return {"policy": acting.name, "policy_version": acting.version}
+    texts = [f"{agent}={one.name}:{one.version}" for agent, one in acting.items()]
+    return {"policy": ", ".join(texts), "policy_version": None}
 
 
 def _orders(
     lake: Lake,
     dataset: str,
     producer: str,
-    acting: ActingPolicy,
+    acting: AgentsActing,
     config: RolloutConfig,
     num_episodes: int,
     num_workers: int,
@@ -189,15 +237,15 @@ def _orders(
     ]
 
 
-def _check_acting(acting: ActingPolicy, config: RolloutConfig) -> int | None:
+def _check_acting(acting: AgentsActing, config: RolloutConfig) -> int | None:
     """Take one step, so that what cannot work is refused before anything is written.
 
     Returns: the width of the environment's action masks, None if it has none.
     """
-    probe = RolloutWorker(replace(config, num_envs=1), iter([0]), acting, producer="probe")
+    probe = make_worker(replace(config, num_envs=1), iter([0]), acting, producer="probe")
     try:
         spec = probe.policy.spec
-        check_spaces(config.env_id, spec.observation_space, spec.action_space)
+        check_spaces(config.env_id, spec.observation_space, spec.action_space, config.env_args)
         mask_size = probe.mask_size
         probe.advance(1, math.inf)
     finally:
@@ -205,17 +253,18 @@ def _check_acting(acting: ActingPolicy, config: RolloutConfig) -> int | None:
     return mask_size
 
 
-def _prepare(dataset: Dataset, env_id: str, mask_size: int | None) -> None:
+def _prepare(dataset: Dataset, config: RolloutConfig, mask_size: int | None) -> None:
     """Create the dataset with the environment's spaces, or check that it has such.
 
     Raises: SchemaMismatch.
     """
+    env_id = config.env_id
     if not dataset.exists():
         # Another process may create it at this moment; its spaces are checked below.
         with suppress(AlreadyExists):
-            dataset.create(*spaces_of(env_id), mask_size=mask_size)
+            dataset.create(*spaces_of(env_id, config.env_args), mask_size=mask_size)
     spec = dataset.spec
-    check_spaces(env_id, spec.observation_space, spec.action_space)
+    check_spaces(env_id, spec.observation_space, spec.action_space, config.env_args)
     if mask_size not in (None, spec.mask_size):
         raise SchemaMismatch(
             f"{dataset.name}: found action masks of width {mask_size} in {env_id}, expected "
@@ -223,22 +272,10 @@ def _prepare(dataset: Dataset, env_id: str, mask_size: int | None) -> None:
         )
 
 
-def _collect(
-    orders: Sequence[Order],
-    num_workers: int,
-    committer: Committer,
-    on_shipment: Callable[[Shipment], None],
-) -> None:
-    """Run the workers until their orders are done, committing as shipments arrive."""
-    with RayWorkers(orders) if num_workers else LocalWorkers(orders) as workers:
-        for shipment in workers.shipments(_GROUP_INTERVAL_S):
-            if shipment is None:
-                committer.commit_if_due()
-                continue
-            if shipment.written is not None:
-                committer.add(shipment.written)
-            on_shipment(shipment)
-    committer.flush()
+def _pool(orders: Sequence[Order], num_workers: int, config: RolloutConfig) -> WorkerPool:
+    if num_workers:
+        return RayPool(orders, interval_s=config.flush_interval_s)
+    return LocalPool(orders, interval_s=config.flush_interval_s)
 
 
 def _settle(committer: Committer) -> dict[str, int]:

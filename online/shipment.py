@@ -1,44 +1,77 @@
-"""Shipment: what a rollout worker hands to its run's committer, as durable shards."""
+"""Shipment: what a rollout worker hands to its run's driver, durable in shards or as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from types import TracebackType
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from replaylake.datastore.dataset import Dataset, WrittenEpisodes
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import FailedInPassing
 from replaylake.datastore.lake import open_lake
-from replaylake.online.worker import ActingPolicy, RolloutConfig, RolloutWorker
+from replaylake.online.acting import Acting, AgentsActing
+from replaylake.online.timings import Timings
+from replaylake.online.worker import EpisodeEnd, RolloutConfig
+from replaylake.online.workers import Worker, make_worker
+
+
+@dataclass(frozen=True)
+class Endless:
+    """Episode numbers without an end: `first`, and every `step`-th after it."""
+
+    first: int = 0
+    step: int = 1
+
+    def __iter__(self) -> Iterator[int]:
+        number = self.first
+        while True:
+            yield number
+            number += self.step
 
 
 @dataclass(frozen=True)
 class Order:
     """What one worker of a run is to collect, and where it goes; may be sent to another process.
 
-    lake: what opens it there, a folder's path or a URL.
+    lake: what opens it there, a folder's path or a URL. episodes: their numbers, all of them or
+    endless. records: the worker writes what it collects; else it hands over the episodes.
     """
 
     lake: str
     dataset: str
     producer: str
     worker: int
-    episodes: range
-    acting: ActingPolicy
+    episodes: Iterable[int]
+    acting: AgentsActing
     config: RolloutConfig
+    records: bool = True
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """Whole episodes that one worker finished since its last shipment.
+    """What one worker collected since its last shipment.
 
-    written is None if none ended; returns has one undiscounted return an episode; exhausted says
-    that nothing follows.
+    written: in durable shards, not committed yet; None if nothing was to be written. pieces: the
+    episodes themselves, where the worker does not record. ends: episodes that ended, open_episodes:
+    ids of those that did not, and of which pieces were handed over. num_steps: that were collected
+    for it. first_step_at, last_step_at: when (Unix time, s) the oldest and the newest step in it
+    were taken. exhausted: nothing follows. trouble: what the storage said no with; what was
+    collected waits in the worker, which collects no more until it is written.
     """
 
     worker: int
-    written: WrittenEpisodes | None
-    returns: tuple[float, ...]
-    exhausted: bool
+    written: WrittenEpisodes | None = None
+    pieces: Sequence[Episode] = ()
+    ends: Sequence[EpisodeEnd] = ()
+    open_episodes: Sequence[str] = ()
+    num_steps: int = 0
+    first_step_at: float | None = None
+    last_step_at: float | None = None
+    timings: Timings = field(default_factory=Timings)
+    exhausted: bool = False
+    trouble: str | None = None
 
 
 class ShippingWorker:
@@ -47,79 +80,144 @@ class ShippingWorker:
     def __init__(self, order: Order) -> None:
         """Keep the order; nothing can fail before `ship`, whose errors reach the driver whole."""
         self._order = order
-        self._worker: RolloutWorker | None = None
+        self._worker: Worker | None = None
         self._dataset: Dataset | None = None
+        self._waiting: Shipment | None = None
 
-    def set_policy(self, acting: ActingPolicy) -> None:
-        """Act with another policy version from the next step on."""
-        self._rollout_worker().set_policy(acting)
+    def ship(
+        self,
+        num_steps: int,
+        interval_s: float,
+        acting: AgentsActing | None = None,
+        with_open: bool = False,
+    ) -> Shipment:
+        """Collect so many steps or seconds, and write what there is, durably.
 
-    def ship(self) -> Shipment:
-        """Collect for one flush interval and write the episodes that ended, durably.
+        acting: who acts from now on; None: as before. with_open: the steps so far of open episodes
+        are handed over as well, as pieces. Where the storage refuses, the shipment says so in
+        `trouble` and is tried again by the next call, which collects nothing before.
 
-        Raises: RolloutFailed, NotFound, EpisodeInvalid, SpaceUnsupported, StorageFailed.
+        Raises: RolloutFailed, NotFound, EpisodeInvalid, SpaceUnsupported, PackageInvalid.
         """
-        worker, config = self._rollout_worker(), self._order.config
-        episodes = worker.advance(config.flush_steps, config.flush_interval_s)
-        if self._dataset is None:
-            # Kept, because it reads only what is new in the log.
-            self._dataset = open_lake(self._order.lake).dataset(self._order.dataset)
-        return Shipment(
-            worker=self._order.worker,
-            written=self._dataset.write(episodes) if episodes else None,
-            returns=tuple(float(episode.rewards.sum()) for episode in episodes),
-            exhausted=worker.exhausted,
-        )
+        worker = self._rollout_worker()
+        if acting is not None:
+            worker.set_acting(self._present(acting))
+        if self._waiting is None:
+            self._waiting = self._collected(worker, num_steps, interval_s, with_open)
+        waiting = self._waiting
+        if not self._order.records or not waiting.pieces:
+            self._waiting = None
+            return waiting
+        try:
+            written = self._write(waiting)
+        except FailedInPassing as error:
+            return Shipment(self._order.worker, trouble=str(error))
+        self._waiting = None
+        return replace(waiting, pieces=(), written=written)
 
     def close(self) -> None:
         """Close the environments."""
         if self._worker is not None:
             self._worker.close()
 
-    def _rollout_worker(self) -> RolloutWorker:
+    def _collected(
+        self, worker: Worker, num_steps: int, interval_s: float, with_open: bool
+    ) -> Shipment:
+        made = worker.advance(num_steps, interval_s)
+        stepped = time.time()
+        first_step_at = worker.first_step_at
+        return Shipment(
+            worker=self._order.worker,
+            pieces=worker.taken(with_open),
+            ends=worker.ends_taken(),
+            open_episodes=worker.open_episodes,
+            num_steps=made,
+            first_step_at=first_step_at,
+            last_step_at=stepped if made else None,
+            timings=worker.timings.taken(),
+            exhausted=worker.exhausted,
+        )
+
+    def _write(self, waiting: Shipment) -> WrittenEpisodes:
+        if self._dataset is None:
+            # Kept, because it reads only what is new in the log.
+            self._dataset = open_lake(self._order.lake).dataset(self._order.dataset)
+        started = time.perf_counter()
+        encoded = self._dataset.encode(waiting.pieces)
+        num_steps, num_bytes = encoded.rows.num_rows, encoded.rows.nbytes
+        ready = time.perf_counter()
+        waiting.timings.add("encode", ready - started, num_steps, num_bytes)
+        written = self._dataset.write(encoded)
+        seconds = time.perf_counter() - ready
+        waiting.timings.add("shard_write", seconds, num_steps, written.num_bytes)
+        return written
+
+    def _rollout_worker(self) -> Worker:
         if self._worker is None:
             order = self._order
-            self._worker = RolloutWorker(
+            self._worker = make_worker(
                 order.config,
                 iter(order.episodes),
-                self._acting(),
+                self._present(order.acting),
                 producer=order.producer,
                 worker=order.worker,
             )
         return self._worker
 
-    def _acting(self) -> ActingPolicy:
-        """Return who acts; on another machine than the driver's the package is copied there."""
-        acting = self._order.acting
-        if acting.package is None or acting.package.exists():
+    def _present(self, acting: AgentsActing) -> AgentsActing:
+        """Return who acts; on another machine than the driver's the packages are copied there."""
+        if isinstance(acting, Acting):
+            return self._present_one(acting)
+        return {agent: self._present_one(one) for agent, one in acting.items()}
+
+    def _present_one(self, acting: Acting) -> Acting:
+        if not isinstance(acting.source, Path) or acting.source.exists():
             return acting
         registry = open_lake(self._order.lake).registry
-        return replace(acting, package=registry.resolve(f"{acting.name}:{acting.version}").path)
+        return replace(acting, source=registry.resolve(f"{acting.name}:{acting.version}").path)
 
 
-class LocalWorkers:
-    """The same for one order, in this process and without Ray: for debugging and small machines."""
+class LocalPool:
+    """A WorkerPool in this process and without Ray: for debugging and small machines."""
 
-    def __init__(self, orders: Sequence[Order]) -> None:
-        self._workers = [ShippingWorker(order) for order in orders]
+    remarks: tuple[str, ...] = ()
 
-    def __enter__(self) -> LocalWorkers:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+    def __init__(
+        self, orders: Sequence[Order], *, interval_s: float, with_open: bool = False
     ) -> None:
+        """Keep the orders; the work is done in `receive`, one ask after the other.
+
+        interval_s, with_open: of each shipment, see ShippingWorker.ship.
+        """
+        self._workers = [ShippingWorker(order) for order in orders]
+        self._interval_s = interval_s
+        self._with_open = with_open
+        self._asked: dict[int, int] = {}
+        self._acting: list[AgentsActing | None] = [None] * len(orders)
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return len(self._workers)
+
+    def ask(self, worker: int, num_steps: int) -> None:
+        """Let a worker that owes no answer collect so many steps and hand them over."""
+        self._asked[worker] = num_steps
+
+    def broadcast(self, acting: AgentsActing) -> None:
+        """Let whatever is asked from now on be collected with this policy."""
+        self._acting = [acting] * self.size
+
+    def receive(self, timeout_s: float) -> Shipment | None:
+        """Do what was asked for first; None if nothing was. Raises: as ShippingWorker.ship."""
+        if not self._asked:
+            return None
+        worker = next(iter(self._asked))
+        num_steps = self._asked.pop(worker)
+        acting, self._acting[worker] = self._acting[worker], None
+        return self._workers[worker].ship(num_steps, self._interval_s, acting, self._with_open)
+
+    def close(self) -> None:
+        """Close the environments."""
         for worker in self._workers:
             worker.close()
-
-    def shipments(self, interval_s: float) -> Iterator[Shipment | None]:
-        """Yield what the workers collect, one worker after the other."""
-        for worker in self._workers:
-            shipment = worker.ship()
-            yield shipment
-            while not shipment.exhausted:
-                shipment = worker.ship()
-                yield shipment

@@ -14,6 +14,7 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.runs.lease import is_at_work
 from replaylake.datastore.runs.metrics import Curve, read_curves
 
+ONLINE: Final = "train online"
 STATUSES: Final = ("running", "killed", "interrupted", "failed", "done")
 # Metrics that a policy is chosen by are called so, the measure's name after it.
 SELECTION: Final = "selection/"
@@ -29,6 +30,10 @@ class RunSummary:
     datasets: `NAME@VERSION`. update: how far it came, of `updates`. measure, best, best_update: by
     what its policy is chosen, the best value so far and its update; None without a measure.
     policy: `NAME:VERSION` once it is registered. duration_s: from its start to its end, or to now.
+
+    Of a run that collects too, else None: env, env_steps (how many it took, of `steps`),
+    mean_return (of its last episodes, as they were collected), staleness (mean number of versions
+    that sampled steps were behind).
     """
 
     run_id: str
@@ -45,6 +50,11 @@ class RunSummary:
     policy: str | None
     started_ms: int | None
     duration_s: float | None
+    env: str | None = None
+    env_steps: int | None = None
+    steps: int | None = None
+    mean_return: float | None = None
+    staleness: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -67,8 +77,8 @@ def summarise(lake: Lake, record: Mapping[str, Any]) -> RunSummary:
         kind=record.get("kind"),
         status=status,
         algorithm=record.get("algorithm"),
-        datasets=tuple(dataset_text(one) for one in record.get("datasets") or ()),
-        seed=record.get("seed"),
+        datasets=dataset_texts(record),
+        seed=record.get("seed", config.get("seed")),
         update=_reached(record, curves),
         updates=config.get("updates"),
         measure=measure,
@@ -77,6 +87,7 @@ def summarise(lake: Lake, record: Mapping[str, Any]) -> RunSummary:
         policy=None if version is None else f"{policy}:{version}",
         started_ms=record.get("started_ms"),
         duration_s=_duration(record, status),
+        **(_collected(record, curves) if record.get("kind") == ONLINE else {}),
     )
 
 
@@ -97,6 +108,18 @@ def find_run(runs: Sequence[Mapping[str, Any]], text: str) -> Mapping[str, Any]:
         f"run {text!r}: found {len(found)} runs that begin so, the latest {near}, expected one. "
         "Give more of its id."
     )
+
+
+def dataset_texts(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return `NAME@VERSION` of each dataset that a run learns from; an online run's own first.
+
+    That one grows as it is learned from: it has no version until the run has ended.
+    """
+    own = record.get("dataset")
+    others = [dataset_text(one) for one in record.get("datasets") or ()]
+    if own is None or own in (text.partition("@")[0] for text in others):
+        return tuple(others)
+    return (str(own), *others)
 
 
 def dataset_text(dataset: Mapping[str, Any]) -> str:
@@ -147,10 +170,29 @@ def _best(
 def _reached(record: Mapping[str, Any], curves: Mapping[str, Curve]) -> int | None:
     if curves:
         return max(int(curve.updates[-1]) for curve in curves.values())
+    if (num_updates := record.get("num_updates")) is not None:
+        return int(num_updates)
     if history := (record.get("selection") or {}).get("history"):
         return int(history[-1]["update"])
     is_done = record.get("status") == "done"
     return (record.get("config") or {}).get("updates") if is_done else None
+
+
+def _collected(record: Mapping[str, Any], curves: Mapping[str, Curve]) -> dict[str, Any]:
+    """Return what a run has collected, by its record once it has ended, else by its metrics."""
+
+    def newest(name: str, recorded: Any) -> Any:
+        return float(curves[name].values[-1]) if name in curves else recorded
+
+    config = record.get("config") or {}
+    env_steps = newest("env_steps", record.get("num_steps"))
+    return {
+        "env": record.get("env_id"),
+        "env_steps": None if env_steps is None else int(env_steps),
+        "steps": config.get("steps"),
+        "mean_return": newest("return", record.get("mean_return")),
+        "staleness": newest("staleness", record.get("staleness")),
+    }
 
 
 def _duration(record: Mapping[str, Any], status: str) -> float | None:
@@ -170,7 +212,8 @@ def _asked(record: Mapping[str, Any]) -> dict[str, Any]:
         | {"dataset": dataset_text(one)}
         for one in record.get("datasets") or ()
     ]
-    asked = {key: record.get(key) for key in ("algorithm", "seed", "holdout")}
+    names = ("algorithm", "env_id", "env_args", "dataset", "seed", "holdout")
+    asked = {key: record.get(key) for key in names}
     return {**asked, **dict(record.get("config") or {}), "datasets": datasets}
 
 

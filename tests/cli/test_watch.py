@@ -15,6 +15,7 @@ from replaylake.cli.report import Report
 from replaylake.cli.watch import Watchers, watchers
 from replaylake.datastore.errors import ExtraMissing
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.online.timings import Timings
 
 
 @pytest.fixture
@@ -39,6 +40,31 @@ def test_event_files_are_in_the_run_s_folder(
         (200, {"critic_loss": 0.25}),
     ]
     assert capfd.readouterr() == ("", "")
+
+
+def test_event_files_take_an_online_run_s_metrics_under_the_same_names(
+    events_of: Any, here: Lake
+) -> None:
+    timings = Timings()
+    timings.add("env_step", 1.5, 3000, 4096)
+    points = [
+        (0, {"env_steps": 1000.0, "episodes": 40.0, "return": 22.5, "steps_per_s": 900.0}),
+        (800, {"staleness": 1.25, "samples_per_insert": 31.5, "latency_ms": 80.0}),
+        (800, dict(timings.to_metrics())),
+        (800, {"selection/environment": 187.5}),
+        (400, {"evaluation/return": 190.0}),
+    ]
+    with _watched(here) as watch:
+        watch.begin("01abc")
+        for update, values in points:
+            watch(update, values)
+    (path,) = (here.path / "_lake" / "runs" / "01abc" / "tensorboard").iterdir()
+    assert events_of.scalars(events_of.read(path)) == points
+    assert points[2][1] == {
+        "profile/env_step/seconds": 1.5,
+        "profile/env_step/items": 3000.0,
+        "profile/env_step/bytes": 4096.0,
+    }
 
 
 def test_of_a_remote_lake_they_are_on_this_machine_and_it_says_where(

@@ -1,4 +1,6 @@
+import errno
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +25,35 @@ def toys(monkeypatch):
     return "replaylake_toys"
 
 
+@pytest.fixture(scope="module")
+def toys_imported():
+    """The same for tests of many examples, in this process alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(_ENVIRONMENTS)
+        yield "replaylake_toys"
+
+
 @pytest.fixture
 def lake(tmp_path):
     return open_lake(tmp_path / "lake", create=True)
+
+
+@pytest.fixture
+def nearly_full_disk():
+    """A context in which the disk has room for files of so many bytes and for no larger ones."""
+
+    @contextmanager
+    def limited(num_bytes):
+        def write(descriptor, data, write=os.write):
+            if len(data) > num_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(descriptor, data)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "write", write)
+            yield
+
+    return limited
 
 
 @pytest.fixture

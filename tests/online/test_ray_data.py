@@ -11,8 +11,8 @@ from replaylake.datastore.errors import ExtraMissing, NotFound, QueryRefused
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.shard_rows import episode_keys, shard_rows
 from replaylake.datastore.spaces import Box, Dict, Discrete
+from replaylake.offline.local_ray import import_ray
 from replaylake.online.ray_data import to_ray
-from replaylake.online.ray_workers import import_ray
 
 # Ray 2.60 reads settings of its own that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
@@ -43,7 +43,7 @@ def filled(lake):
 
 @pytest.fixture(scope="module")
 def ray():
-    ray = import_ray()
+    ray = import_ray("tests")
     ray.init(
         address="local",
         num_cpus=2,

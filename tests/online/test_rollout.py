@@ -3,6 +3,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,9 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
 )
 from replaylake.datastore.spaces import Box, Discrete
+from replaylake.online.acting import Acting
 from replaylake.online.rollout import fresh_seed, rollout
-from replaylake.online.worker import ActingPolicy, RolloutConfig, RolloutWorker
+from replaylake.online.worker import RolloutConfig, RolloutWorker
 
 _STEPS = """
     select seed, step, observation, final_observation, action, reward, terminated, truncated,
@@ -34,8 +37,9 @@ def _steps(lake, query=_STEPS):
 def test_the_lake_holds_exactly_what_the_worker_returns(lake, toys):
     config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=3, seed=4, flush_steps=9)
     receipt = rollout(lake, "toys", "random", config, num_episodes=10)
-    worker = RolloutWorker(config, iter(range(10)), ActingPolicy(), producer="test")
-    episodes = worker.advance(10**9, math.inf)
+    worker = RolloutWorker(config, iter(range(10)), Acting(), producer="test")
+    worker.advance(10**9, math.inf)
+    episodes = worker.taken(with_open=False)
     expected = [
         {
             "seed": int(e.extras["seed"][t]),
@@ -166,6 +170,40 @@ def test_a_dataset_without_masks_refuses_an_environment_with_them(lake, toys):
     assert lake.dataset("masked").spec.mask_size == 3
 
 
+def test_a_full_disk_makes_a_pause(lake, toys, nearly_full_disk):
+    config = RolloutConfig("CartPole-v1", flush_steps=2000)
+    said = []
+    with ExitStack() as full:
+
+        def on_progress(done, total):
+            if not said and done:
+                # Room for what a commit says, and not for a shard of 40 kB.
+                full.enter_context(nearly_full_disk(16_384))
+
+        def on_trouble(trouble):
+            said.append(trouble)
+            # Refused a second time, of which nothing is said again.
+            threading.Timer(0.7, full.close).start()
+
+        receipt = rollout(
+            lake,
+            "poles",
+            "random",
+            config,
+            num_episodes=300,
+            on_progress=on_progress,
+            on_trouble=on_trouble,
+        )
+    assert len(said) == 1
+    assert "No space left" in said[0]
+    (found,) = _steps(
+        lake,
+        "select count(*) as n, sum(num_steps)::bigint as steps, bool_and(complete) as whole"
+        " from poles.episodes",
+    )
+    assert found == {"n": 300, "steps": receipt.num_steps, "whole": True}
+
+
 def test_fresh_seeds_differ():
     assert len({fresh_seed() for _ in range(10)}) == 10
     assert 0 <= fresh_seed() < 2**30
@@ -175,6 +213,7 @@ def test_a_local_rollout_imports_neither_ray_nor_torch(tmp_path):
     program = f"""
 import sys
 from replaylake.datastore.lake import open_lake
+from replaylake.online.acting import Acting
 from replaylake.online.rollout import rollout
 from replaylake.online.worker import RolloutConfig
 lake = open_lake({str(tmp_path / "lake")!r}, create=True)
@@ -203,7 +242,7 @@ def test_two_ray_workers_collect_what_one_process_does(lake, toys, loaded_die):
     ("name", "expected"),
     [
         ("Broken", "rollout worker 1: step of .* raised ValueError: the gripper.*seed 7"),
-        ("Deadly", "rollout worker 1: its process is gone"),
+        ("Deadly", "rollout worker 1: its process died 4 times in a row"),
     ],
 )
 def test_a_ray_worker_that_fails_gives_one_error(lake, toys, name, expected):

@@ -20,9 +20,11 @@ from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.runs import metrics
 from replaylake.datastore.runs.metrics import (
+    Logged,
     MetricsLog,
     damaged_pieces,
     read_curves,
+    read_logged,
     read_metrics,
 )
 from replaylake.datastore.storage import LocalStorage
@@ -60,6 +62,24 @@ def test_rows_come_back_as_they_were_added(storage: LocalStorage) -> None:
         "updates_per_s": ([10], [1e300]),
         "evaluation/return": ([20], [-7.5]),
     }
+
+
+def test_what_was_logged_time_by_time(storage: LocalStorage) -> None:
+    with MetricsLog(storage, "r") as log:
+        log.add(10, {"a/x": 1.0, "b": 2.0}, NOW_S)
+        log.add(10, {"a/y": 3.0, "a/x": 4.0}, NOW_S + 1)
+        log.add(20, {"b": 5.0}, NOW_S + 2)
+        # Of the same moment, but another update; and of a clock that was set back.
+        log.add(30, {"a/x": 6.0}, NOW_S + 1)
+        log.add(40, {"a/x": 7.0}, NOW_S - 9)
+    assert read_logged(storage, "r", "a/") == [
+        Logged(10, NOW_S, {"a/x": 1.0}),
+        Logged(10, NOW_S + 1, {"a/y": 3.0, "a/x": 4.0}),
+        Logged(30, NOW_S + 1, {"a/x": 6.0}),
+        Logged(40, NOW_S - 9, {"a/x": 7.0}),
+    ]
+    assert len(read_logged(storage, "r", "")) == 5
+    assert read_logged(storage, "r", "c") == read_logged(storage, "other", "a/") == []
 
 
 def test_nan_stays_nan(storage: LocalStorage) -> None:

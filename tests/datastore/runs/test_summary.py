@@ -14,6 +14,7 @@ from replaylake.datastore.runs.lease import RunLease
 from replaylake.datastore.runs.metrics import Curve, MetricsLog
 from replaylake.datastore.runs.summary import (
     best_point,
+    dataset_texts,
     differing,
     find_run,
     is_loss,
@@ -94,6 +95,33 @@ def test_a_record_of_another_kind_has_what_it_has(lake: Lake) -> None:
     (only,) = lake.registry.runs()
     found = summarise(lake, only)
     assert (found.status, found.datasets, found.algorithm, found.update) == ("done", (), None, None)
+
+
+def test_a_run_that_collects_is_as_far_as_its_metrics_until_it_is_done(lake: Lake) -> None:
+    fields = {"kind": "train online", "env_id": "E-v1", "dataset": "live", "datasets": None}
+    fields |= {"config": {"steps": 500, "seed": 9}, "seed": None}
+    written = record(lake, **fields)
+    assert summarise(lake, written).env_steps is None
+    with MetricsLog(lake.storage, "r1") as log:
+        log.add(7, {"env_steps": 100.0, "return": 2.0, "staleness": 0.5}, 0.0)
+        log.add(9, {"env_steps": 120.0, "selection/environment": 3.0}, 0.0)
+    found = summarise(lake, written)
+    assert (found.env, found.datasets, found.steps, found.update) == ("E-v1", ("live",), 500, 9)
+    assert (found.env_steps, found.mean_return, found.staleness) == (120, 2.0, 0.5)
+    assert (found.measure, found.best, found.best_update) == ("environment", 3.0, 9)
+    ended = {"status": "done", "ended_ms": 1_002_000, "num_steps": 500, "num_updates": 450}
+    found = summarise(lake, {**written, **ended, "mean_return": 4.0, "staleness": 0.25})
+    assert (found.env_steps, found.mean_return, found.staleness) == (500, 4.0, 0.25)
+    assert (found.update, found.updates) == (450, None)
+
+
+def test_an_online_run_s_own_dataset_comes_first_and_once() -> None:
+    mixed = [{"dataset": "old", "version": 3}]
+    assert dataset_texts({"dataset": "live", "datasets": mixed}) == ("live", "old@3")
+    own = [{"dataset": "live", "version": 8}, *mixed]
+    assert dataset_texts({"dataset": "live", "datasets": own}) == ("live@8", "old@3")
+    assert dataset_texts({"datasets": mixed}) == ("old@3",)
+    assert dataset_texts({}) == ()
 
 
 def test_runs_are_found_by_how_their_ids_begin() -> None:

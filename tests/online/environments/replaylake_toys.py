@@ -56,3 +56,68 @@ _register("Masked-v0", masked=True)
 _register("Broken-v0", broken_seed=7)
 _register("BrokenAtOnce-v0", broken_seed=0)
 _register("Deadly-v0", deadly_seed=7)
+
+
+class Museum(gymnasium.Env):
+    """Observations of every kind, actions of two elements, 1 + s % 3 steps that are truncated."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "picture": gymnasium.spaces.Box(0, 255, (3, 2, 1), np.uint8),
+            "place": gymnasium.spaces.Box(-np.inf, np.inf, (), np.float64),
+            "room": gymnasium.spaces.Discrete(5),
+            "lamps": gymnasium.spaces.MultiBinary(2),
+            "said": gymnasium.spaces.Text(9),
+            "pair": gymnasium.spaces.Tuple(
+                (gymnasium.spaces.Discrete(9, start=-4), gymnasium.spaces.MultiDiscrete([300, 2]))
+            ),
+        }
+    )
+    action_space = gymnasium.spaces.MultiDiscrete([3, 2])
+
+    def __init__(self, strange=None):
+        self._strange = strange or {}
+        self._at = 0, 0
+
+    def reset(self, *, seed=None, options=None):
+        self._at = seed, 0
+        return self._observation(), {}
+
+    def step(self, action):
+        seed, taken = self._at
+        self._at = seed, taken + 1
+        action += 1  # an environment may write into what it is given
+        return self._observation(), np.array([float(taken)]), False, taken == seed % 3, {}
+
+    def _observation(self):
+        seed, taken = self._at
+        return {
+            "picture": np.full((3, 2, 1), (seed + taken) % 256, np.uint8),
+            "place": seed / 7 + taken,
+            "room": (seed + taken) % 5,
+            "lamps": np.array([taken % 2, seed % 2], np.int8),
+            "said": f"{seed}.{taken}",
+            "pair": (np.int64(taken - 4), np.array([seed, taken % 2])),
+            **self._strange,
+        }
+
+
+gymnasium.register("Museum-v0", entry_point=f"{__name__}:Museum")
+
+
+class Arm(gymnasium.Env):
+    """Two joints: the action is what it pays; five steps, which end it."""
+
+    observation_space = gymnasium.spaces.Box(0, 5, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(np.array([-1, 0]), np.array([1, 10]), dtype=np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self._taken = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self._taken += 1
+        return np.full(1, self._taken), np.float32(action[0]), self._taken == 5, False, {}
+
+
+gymnasium.register("Arm-v0", entry_point=f"{__name__}:Arm")

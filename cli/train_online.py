@@ -1,0 +1,517 @@
+"""`replaylake train online`: a policy from an environment, through the lake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from replaylake.cli.config import read_options
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    EnvArgsOption,
+    JsonOption,
+    LakeOption,
+    parse_env_args,
+)
+from replaylake.cli.report import Report, count, interval_text, number_text
+
+if TYPE_CHECKING:
+    from replaylake.cli.watch import Watchers
+    from replaylake.datastore.lake import Lake
+    from replaylake.offline.training.callbacks import RunStart
+    from replaylake.online.config import OnlineRequest
+    from replaylake.online.prometheus import MetricsServer
+    from replaylake.online.result import OnlineResult
+    from replaylake.online.trainer import OnlineProgress
+
+_COLLECTING: Final = "Collecting"
+_LEARNING: Final = "Learning"
+_WATCHING: Final = "Watching"
+
+
+class EnvRunner(StrEnum):
+    """Where the environments are stepped."""
+
+    ray = "ray"
+    local = "local"
+
+
+class Agents(StrEnum):
+    """Whose policy is learned, of several agents."""
+
+    shared = "shared"
+    each = "each"
+
+
+def online(
+    env: Annotated[
+        str | None,
+        typer.Option(
+            "--env",
+            metavar="ID",
+            help="Gymnasium id or module:function; required but with --resume.",
+            show_default=False,
+        ),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            "--algorithm",
+            metavar="NAME",
+            help="dqn, sac, td3, impala, ppo, ...; module:function for one of yours. Required, "
+            "here or in --config, but with --start-from.",
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset",
+            metavar="NAME",
+            help="Where the steps go; made where it does not exist. Required but with --resume.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help="Registered as its next version; required but with --resume.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="N", help="Steps to collect.", rich_help_panel=_COLLECTING),
+    ] = None,
+    until_return: Annotated[
+        float | None,
+        typer.Option(
+            "--until-return",
+            metavar="R",
+            help="End once the policy returns this much, by its last episodes and an evaluation.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", help="Ray workers.", rich_help_panel=_COLLECTING),
+    ] = None,
+    envs_per_worker: Annotated[
+        int | None,
+        typer.Option(
+            "--envs-per-worker",
+            metavar="K",
+            help="Stepped together.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = None,
+    env_args: EnvArgsOption = None,
+    env_runner: Annotated[
+        EnvRunner | None,
+        typer.Option(
+            "--env-runner",
+            help="local: in this process without Ray, between updates.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = None,
+    agents: Annotated[
+        Agents | None,
+        typer.Option(
+            "--agents",
+            help="Of several agents: one policy for all, or each has its own.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    worker_cpus: Annotated[
+        float | None,
+        typer.Option(
+            "--worker-cpus",
+            metavar="C",
+            help="CPUs of each worker, as Ray counts them.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="RAY",
+            help="A Ray that runs already; without it one is started here.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = None,
+    sync: Annotated[
+        bool,
+        typer.Option(
+            "--sync",
+            help="Collect and learn in turns, instead of both at once.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = False,
+    no_record: Annotated[
+        bool,
+        typer.Option(
+            "--no-record",
+            help="Write no steps into the lake: to measure what recording costs.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = False,
+    samples_per_insert: Annotated[
+        float | None,
+        typer.Option(
+            "--samples-per-insert",
+            metavar="S",
+            help="Steps sampled for each that came; without it an update a step.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    max_staleness: Annotated[
+        int | None,
+        typer.Option(
+            "--max-staleness",
+            metavar="V",
+            help="Policy versions that a step may be behind, of impala and ppo.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--start-from",
+            metavar="POLICY",
+            help="Go on from what a registered policy learned: name, name:version or name@alias.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    mix: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mix",
+            metavar="DATASET:SHARE",
+            help="Draw this share of each batch from another dataset, or an earlier version of "
+            "this one. Repeatable.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    learner_gpus: Annotated[
+        float | None,
+        typer.Option(
+            "--learner-gpus",
+            metavar="G",
+            help="Learn on a GPU of the Ray cluster.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", help="Of weights, batches and episodes."),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Go on with a run that was killed or interrupted, by its id or how only that "
+            "begins; no other options of the run beside it.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE.toml", help="Options; flags and --set win."),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="One option, as a TOML value or a bare word. Repeatable.",
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            metavar="PORT",
+            help="Serve the metrics to Prometheus on this port of 127.0.0.1; 0 takes a free one.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option(
+            "--wandb",
+            metavar="PROJECT",
+            help="Report the metrics to W&B too.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Learn a policy while it collects.
+
+    Workers write every step into the dataset, the learner follows that, and the best policy is
+    registered. Options in --config and --set are the run's (batch_size, min_size, patience, ...) or
+    the algorithm's own. Makes the lake where there is none.
+
+    Example:
+      replaylake train online --env CartPole-v1 --algorithm dqn --dataset cartpole --policy dqn
+      replaylake train online --env Pendulum-v1 --algorithm sac --dataset pendulum --policy sac
+      replaylake train online --resume 01m7xx37q2a1tjwqb8trpt4zek
+    """
+    if wandb is not None and not wandb.strip():
+        raise typer.BadParameter("found an empty one, expected a project.", param_hint="--wandb")
+    flags: dict[str, Any] = {
+        "algorithm": algorithm,
+        "steps": steps,
+        "until_return": until_return,
+        "workers": workers,
+        "envs_per_worker": envs_per_worker,
+        "env_runner": None if env_runner is None else env_runner.value,
+        "agents": None if agents is None else agents.value,
+        "worker_cpus": worker_cpus,
+        "mode": "sync" if sync else None,
+        "record": False if no_record else None,
+        "samples_per_insert": samples_per_insert,
+        "max_staleness": max_staleness,
+        "start_from": start_from,
+        "learner_gpus": learner_gpus,
+        "seed": seed,
+        "mix": _shares(mix) if mix else None,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    if resume is not None:
+        beside = [env, dataset, policy, env_args, config, assignments, address, *given.values()]
+        _check_alone(any(value is not None and value != [] for value in beside))
+    else:
+        _check_given({"--env": env, "--dataset": dataset, "--policy": policy})
+    made_with = parse_env_args(env_args)
+    options = read_options(config, assignments or []) | given
+
+    # After the options are parsed: torch takes a second to import.
+    from replaylake.cli.watch import watchers
+    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.runs.summary import find_run
+    from replaylake.offline.local_ray import quiet_at_exit
+    from replaylake.online import train as training
+    from replaylake.online.config import OnlineRequest, online_config
+
+    report = Report(as_json)
+    opened = open_lake(lake, create=resume is None)
+    request: OnlineRequest | None = None
+    if resume is None:
+        if "algorithm" not in options and options.get("start_from"):
+            options["algorithm"] = _algorithm_of(opened, options["start_from"])
+        _check_algorithm(options)
+        request = OnlineRequest(
+            env or "", dataset or "", policy or "", online_config(options), made_with, address
+        )
+
+    def run(**callbacks: Any) -> OnlineResult:
+        if request is None:
+            run_id = find_run(opened.registry.runs(), resume or "")["run_id"]
+            return training.resume_online(opened, run_id, **callbacks)
+        return training.train_online(opened, request, **callbacks)
+
+    with ExitStack() as stack:
+        watch = stack.enter_context(watchers(report, opened, wandb_project=wandb))
+        server = _metrics_server(report, stack, metrics_port)
+        try:
+            result = _followed(report, opened, watch, server, run)
+        finally:
+            if "ray" in sys.modules:
+                quiet_at_exit()
+    report.answer(_body(result), _summary(result))
+
+
+def _shares(texts: Sequence[str]) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for text in texts:
+        name, _, share = text.rpartition(":")
+        try:
+            shares[name] = float(share)
+        except ValueError:
+            name = ""
+        if not name:
+            raise typer.BadParameter(
+                f"found {text!r}, expected DATASET:SHARE such as pendulum@3:0.5.",
+                param_hint="--mix",
+            )
+    return shares
+
+
+def _check_alone(has_others: bool) -> None:
+    if has_others:
+        raise typer.BadParameter(
+            "found other options beside it, expected none: what the run does is in its record. "
+            "Leave them out, or train anew without --resume.",
+            param_hint="--resume",
+        )
+
+
+def _check_given(required: Mapping[str, str | None]) -> None:
+    for option, value in required.items():
+        if value is None:
+            raise typer.BadParameter("found none, or --resume RUN.", param_hint=option)
+
+
+def _check_algorithm(options: Mapping[str, Any]) -> None:
+    if "algorithm" not in options:
+        raise typer.BadParameter(
+            "found none, expected one such as dqn, sac, impala or ppo, here or as `algorithm = "
+            "...` in --config.",
+            param_hint="--algorithm",
+        )
+
+
+def _algorithm_of(lake: Lake, policy: str) -> str:
+    from replaylake.datastore.policies.package import check_package
+
+    return str(check_package(lake.registry.resolve(policy).path).body.get("algorithm"))
+
+
+def _metrics_server(report: Report, stack: ExitStack, port: int | None) -> MetricsServer | None:
+    if port is None:
+        return None
+    from replaylake.online.prometheus import MetricsServer
+
+    server = stack.enter_context(MetricsServer(port))
+    report.say(f"metrics at {server.url}")
+    return server
+
+
+def _followed(
+    report: Report,
+    lake: Lake,
+    watch: Watchers,
+    server: MetricsServer | None,
+    run: Callable[..., OnlineResult],
+) -> OnlineResult:
+    """Show how far a run is, and where it was interrupted how it goes on."""
+    from replaylake.offline.training.interruption import RunInterrupted
+
+    try:
+        return _with_progress(report, lake, watch, server, run)
+    except RunInterrupted as interrupted:
+        update = interrupted.update
+        at = "from what was collected" if update is None else f"from update {update:,}"
+        report.say(f"`replaylake train online --resume {interrupted.run_id}` goes on {at}")
+        raise
+
+
+def _with_progress(
+    report: Report,
+    lake: Lake,
+    watch: Watchers,
+    server: MetricsServer | None,
+    run: Callable[..., OnlineResult],
+) -> OnlineResult:
+    with report.waiting("starting the workers") as waiting, report.progress("step", "") as progress:
+
+        def tell_start(start: RunStart) -> None:
+            waiting.end()
+            at = f" goes on after update {start.update:,}" if start.update else ""
+            report.say(f"run {start.run_id}{at}")
+            for remark in start.remarks:
+                report.say(f"note: {remark}")
+            watch.begin(start.run_id, resumed_after=start.update if start.goes_on else None)
+            if server is not None:
+                row = next(r for r in lake.registry.runs() if r["run_id"] == start.run_id)
+                server.begin(start.run_id, policy=row["policy"], env=row["env_id"])
+
+        def tell(done: OnlineProgress) -> None:
+            progress(done.num_steps, done.steps, _progress_text(done))
+
+        def tell_metrics(update: int, values: Mapping[str, float]) -> None:
+            watch(update, values)
+            if server is not None:
+                server.set(update, values)
+
+        return run(
+            on_start=tell_start,
+            on_progress=tell,
+            on_metrics=tell_metrics,
+            on_remark=lambda text: report.say(f"note: {text}"),
+        )
+
+
+def _progress_text(done: OnlineProgress) -> str:
+    said = [f"update {done.update:,}"]
+    if done.mean_return is not None:
+        said.append(f"return {done.mean_return:.4g}")
+    said.append(f"{done.steps_per_s:,.0f} steps/s")
+    said.append(f"{done.updates_per_s:,.0f} updates/s")
+    return "  ".join(said)
+
+
+def _body(result: OnlineResult) -> dict[str, Any]:
+    request = result.request
+    return {
+        "policy": result.policy.name,
+        "version": result.policy.version,
+        "policies": {
+            agent: {"policy": ref.name, "version": ref.version}
+            for agent, ref in result.policies.items()
+        },
+        "run_id": result.run_id,
+        "algorithm": request.config.algorithm,
+        "env_id": request.env_id,
+        "dataset": request.dataset,
+        "dataset_version": result.dataset_version,
+        "num_steps": result.num_steps,
+        "num_episodes": result.num_episodes,
+        "num_updates": result.num_updates,
+        "update": result.update,
+        "seed": request.config.seed,
+        "mean_return": result.mean_return,
+        "metrics": result.metrics,
+        "selection": result.selection,
+        "evaluation": None if result.evaluation is None else result.evaluation.to_json(),
+        "converged": result.converged,
+        "wall_s": result.wall_s,
+        "was_done": result.was_done,
+    }
+
+
+def _summary(result: OnlineResult) -> Iterator[str]:
+    if result.was_done:
+        yield f"run {result.run_id} is done already: nothing was changed"
+    rate = result.num_steps / max(result.wall_s, 1e-9)
+    yield (
+        f"collected {count(result.num_steps, 'step')}, {count(result.num_episodes, 'episode')} "
+        f"into {result.request.dataset}@{result.dataset_version}, made "
+        f"{count(result.num_updates, 'update')}, in {result.wall_s:,.1f} s ({rate:,.0f} steps/s)"
+    )
+    if result.request.config.until_return is not None:
+        wanted = number_text(result.request.config.until_return)
+        reached = "reached" if result.converged else "did not reach"
+        yield f"{reached} a return of {wanted}"
+    selection = result.selection
+    if selection["value"] is not None:
+        yield (
+            f"took the policy of update {result.update:,}, the best of "
+            f"{len(selection['history'])} by mean return: {number_text(selection['value'])}"
+        )
+    if result.evaluation is not None:
+        done = result.evaluation
+        yield (
+            f"evaluated in {done.env_id}, on other seeds: mean return "
+            f"{number_text(done.mean_return)} over {count(len(done.returns), 'episode')}"
+            f"{interval_text(done.ci_low, done.ci_high)}"
+        )
+        if done.agent_returns:
+            each = (f"{a} {number_text(value)}" for a, value in done.agent_returns.items())
+            yield f"by agent: {', '.join(each)}"
+    for agent, ref in result.policies.items():
+        yield f"saved policy {ref}, which acts for {agent}"
+    if not result.policies:
+        yield f"saved policy {result.policy}"

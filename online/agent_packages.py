@@ -1,0 +1,100 @@
+"""Agent packages: the policies of a game's agents: exported, evaluated together, registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from replaylake.datastore.policies.package import check_package, load_policy
+from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.policies.registry import PolicyRef, Registry
+from replaylake.offline.evaluate import Evaluation
+from replaylake.offline.learner import Learner
+from replaylake.offline.training.packaging import packaged
+from replaylake.offline.training.run_record import RunRecord
+
+_LINEAGE: Final = ("datasets", "algorithm", "seed", "run_id")
+
+
+def packaged_each(
+    scratch: Path,
+    learners: Mapping[str, Learner],
+    manifests: Mapping[str, Mapping[str, Any]],
+    evaluated: Callable[[Mapping[str, Policy]], Evaluation],
+) -> tuple[dict[str, Path], Evaluation]:
+    """Export each agent's policy into a package below `scratch`; return their folders.
+
+    manifests: of each agent's. evaluated: measures all of them at once, in games that they play
+    with one another, for each package to say what those returned. Cost: each is exported twice.
+    """
+    policies: dict[str, Policy] = {}
+    for number, (agent, learner) in enumerate(learners.items()):
+        # By number: what an agent is called need be no name of a folder.
+        folder, _ = packaged(_made(scratch / f"{number}"), learner, manifests[agent])
+        policies[agent] = load_policy(folder)
+    evaluation = evaluated(policies)
+    folders = {}
+    for number, (agent, learner) in enumerate(learners.items()):
+        folders[agent], _ = packaged(
+            _made(scratch / f"{number}-evaluated"),
+            learner,
+            manifests[agent],
+            evaluated=lambda _: evaluation,
+        )
+    return folders, evaluation
+
+
+def register(
+    registry: Registry, record: RunRecord, packages: Mapping[str, Path], found: Mapping[str, Any]
+) -> tuple[PolicyRef, dict[str, Any]]:
+    """Register each agent's package under the name it says, the run's end with the last one.
+
+    Returns: the last policy, and the record. `policies` in it are the agents' by name and version,
+    None for that last one, whose version is known when the record is; there are none where one
+    policy acts for all, that of the agent "". Those that a try before had registered stay as they
+    are. Raises: as Registry.register.
+    """
+    mine = {r["policy"]: r["version"] for r in registry.list() if r["run_id"] == record.run_id}
+    *others, last = packages
+    policies: dict[str, str | None] = {}
+    for agent in others:
+        name = check_package(packages[agent]).body["name"]
+        version = mine.get(name)
+        if version is None:
+            lineage = _lineage(packages[agent])
+            ref = registry.register(name, packages[agent], run_id=record.run_id, lineage=lineage)
+            version = ref.version
+        policies[agent] = f"{name}:{version}"
+    if last:
+        policies[last] = None
+    done = record.done({**found, "policies": policies})
+    ref = registry.register(
+        check_package(packages[last]).body["name"],
+        packages[last],
+        run_id=record.run_id,
+        lineage=_lineage(packages[last]),
+        run=done,
+        replaces=record.body,
+    )
+    return ref, done
+
+
+def registered_policies(
+    registry: Registry, last: PolicyRef, record: Mapping[str, Any]
+) -> dict[str, PolicyRef]:
+    """Return the agents' policies that the record of a run that is done names; see register."""
+    named = record.get("policies") or {}
+    return {
+        agent: last if text is None else registry.resolve(text) for agent, text in named.items()
+    }
+
+
+def _lineage(package: Path) -> dict[str, Any]:
+    body = check_package(package).body
+    return {key: body[key] for key in _LINEAGE}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

@@ -1,0 +1,1 @@
+"""Collecting: what a rollout worker is made of."""

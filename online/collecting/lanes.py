@@ -1,0 +1,282 @@
+"""Lanes: environments stepped in lockstep, each through one episode after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from replaylake.datastore.errors import RolloutFailed
+from replaylake.datastore.spaces import Array, Discrete, Space, take
+from replaylake.online.collecting.actor import Actor
+from replaylake.online.collecting.draws import EpisodeDraws
+from replaylake.online.collecting.step_block import StepBlock
+from replaylake.online.collecting.track import EpisodeEnd, OpenEpisode, Track
+
+
+@dataclass
+class _Lane:
+    """An environment; `step` is its method, looked up once.
+
+    first_row: of the block, from which on its rows are not counted in the open episode yet.
+    """
+
+    env: Any
+    step: Any
+    track: Track
+    first_row: int = 0
+
+
+class Lanes:
+    """Steps environments together until there is no episode left for them.
+
+    tracks: what there is to take, also of environments that are closed; see `seal`. ends: the
+    episodes that ended. Whoever takes either empties it.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        spaces: tuple[Space, Space],
+        numbers: Iterator[int],
+        first_seed: int,
+        actor: Actor,
+        *,
+        name: str,
+        env_id: str,
+    ) -> None:
+        """Reset as many environments as there are episodes, and close the others.
+
+        Args:
+            envs: environments.
+            spaces: of observations and actions.
+            numbers: of episodes; episode i is reset with first_seed + i.
+            first_seed: of episode 0.
+            actor: who acts at first.
+            name: who steps them, for errors.
+            env_id: what the environments are, for errors.
+
+        Raises: RolloutFailed, EpisodeInvalid.
+        """
+        self._spaces = spaces
+        self._is_discrete = isinstance(spaces[1], Discrete)
+        self._numbers = numbers
+        self._first_seed = first_seed
+        self._name, self._env_id = name, env_id
+        self._actor = actor
+        self._draws = EpisodeDraws()
+        self._closed: list[Track] = []
+        self._lanes: list[_Lane] = []
+        self.ends: list[EpisodeEnd] = []
+        self.mask_size: int | None = None
+        first = []
+        for env in envs:
+            if (number := next(numbers, None)) is None:
+                env.close()
+                continue
+            lane = _Lane(env, env.step, Track(None))
+            self._lanes.append(lane)
+            first.append(self._reset(lane, number))
+        self._draws.restart([_open(lane).seed for lane in self._lanes])
+        self._state = _first_states(actor, len(self._lanes))
+        if first and (mask := first[0][1].get("action_mask")) is not None:
+            self.mask_size = len(mask)
+        self._block = self._room(actor.recorded_state_size)
+        for i, (observation, info) in enumerate(first):
+            self._put(0, i, observation, info)
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def open_episodes(self) -> list[OpenEpisode]:
+        """The episodes that go on."""
+        return [_open(lane) for lane in self._lanes]
+
+    def set_actor(self, actor: Actor) -> None:
+        """Act otherwise from the next step on; what is remembered stays if it is as much."""
+        if actor.state_size != self._actor.state_size:
+            self._state = _first_states(actor, len(self._lanes))
+        if actor.recorded_state_size != self._actor.recorded_state_size:
+            self.seal()
+            self._replace_block(range(len(self._lanes)), actor.recorded_state_size)
+        self._actor = actor
+
+    def act(self, actor_number: int) -> Array:
+        """Choose an action for each environment, and write down who chose.
+
+        Raises: as Policy.act.
+        """
+        if self._block.row == self._block.num_rows:
+            self.seal()
+        block, row = self._block, self._block.row
+        masks = None if block.masks is None else block.masks[row]
+        observations = take(block.observations, row)
+        chosen = self._actor.act(observations, self._state, masks, self._draws)
+        block.actions[row] = chosen.actions
+        block.log_probs[row] = np.nan if chosen.log_probs is None else chosen.log_probs
+        block.actors[row] = actor_number
+        if block.states is not None:
+            assert self._state is not None  # what is recorded is a part of it
+            block.states[row] = self._state[:, : block.states.shape[-1]]
+        self._state = chosen.state
+        return chosen.actions
+
+    def step(self, actions: Array) -> None:
+        """Step each environment, and begin the next episode where one ended.
+
+        Raises: RolloutFailed naming the episode if an environment raises, EpisodeInvalid if it
+        gives what its spaces do not hold.
+        """
+        block, row = self._block, self._block.row
+        put, is_masked = block.put, self.mask_size is not None
+        # Python ints, which the step of an environment handles several times faster. Others are
+        # copied, because an environment may write into what it is given.
+        given = actions.tolist() if self._is_discrete else actions.copy()
+        rewards = [0.0] * len(self._lanes)
+        ended: list[tuple[int, Any, bool, bool]] = []
+        for i, lane in enumerate(self._lanes):
+            try:
+                observation, reward, terminated, truncated, info = lane.step(given[i])
+                if type(reward) is not float:
+                    reward = float(reward.item() if isinstance(reward, np.ndarray) else reward)
+            except Exception as error:
+                raise self._failure(lane, row, "step", error) from error
+            rewards[i] = reward
+            put(row + 1, i, observation)
+            if terminated or truncated:
+                # A copy: the environment may reuse its array at the reset.
+                final_observation = block.observation(row + 1, i)
+                ended.append((i, final_observation, bool(terminated), bool(truncated)))
+            elif is_masked or info:
+                self._put_mask(row + 1, i, info)
+        block.rewards[row] = rewards
+        block.row = row + 1
+        if self._state is not None:
+            self._state = self._actor.policy.observe(self._state, block.rewards[row])
+        if ended:
+            self._go_on(ended)
+
+    def seal(self) -> None:
+        """Move what was stepped to the tracks."""
+        block = self._block
+        if block.row:
+            for i, (lane, part) in enumerate(zip(self._lanes, block.sealed(), strict=True)):
+                if lane.track.open is not None:
+                    self._count(lane, i, block.row)
+                lane.first_row = 0
+                lane.track.parts.append(part)
+            block.rewind()
+
+    def tracks_taken(self) -> list[tuple[Track, Any]]:
+        """Return the tracks, and what the open episode of each observed last; call `seal` before.
+
+        Those of closed environments are there once.
+        """
+        closed, self._closed = self._closed, []
+        block = self._block
+        return [
+            *((track, None) for track in closed),
+            *((lane.track, block.observation(0, i)) for i, lane in enumerate(self._lanes)),
+        ]
+
+    def close(self) -> None:
+        """Close the environments."""
+        for lane in self._lanes:
+            lane.env.close()
+        self._lanes = []
+        self._closed = []
+
+    def _room(self, state_size: int) -> StepBlock:
+        return StepBlock(
+            self._spaces,
+            len(self._lanes),
+            mask_size=self.mask_size,
+            state_size=state_size,
+            name=f"{self._name}: {self._env_id}",
+        )
+
+    def _replace_block(self, columns: Sequence[int], state_size: int) -> None:
+        before, self._block = self._block, self._room(state_size)
+        self._block.begin_from(before, columns)
+
+    def _reset(self, lane: _Lane, number: int) -> tuple[Any, Any]:
+        seed = self._first_seed + number
+        lane.track.open = OpenEpisode(number, seed, time.time())
+        try:
+            observation, info = lane.env.reset(seed=seed)
+        except Exception as error:
+            raise self._failure(lane, 0, "reset", error) from error
+        return observation, info
+
+    def _put(self, row: int, column: int, observation: Any, info: Any) -> None:
+        self._block.put(row, column, observation)
+        self._put_mask(row, column, info)
+
+    def _put_mask(self, row: int, column: int, info: Any) -> None:
+        mask = info.get("action_mask")
+        if mask is not None or self.mask_size is not None:
+            self._block.put_mask(row, column, mask)
+
+    def _count(self, lane: _Lane, column: int, row: int) -> None:
+        """Count the rows before `row` in the lane's open episode."""
+        episode, first = _open(lane), lane.first_row
+        episode.num_steps += row - first
+        episode.ret += float(self._block.rewards[first:row, column].sum())
+        lane.first_row = row
+
+    def _go_on(self, ended: Sequence[tuple[int, Any, bool, bool]]) -> None:
+        """Begin the next episodes where some ended; an environment without one is closed."""
+        gone = set()
+        row = self._block.row
+        for i, final_observation, terminated, truncated in ended:
+            lane = self._lanes[i]
+            self._count(lane, i, row)
+            self.ends.append(
+                lane.track.end(final_observation, terminated=terminated, truncated=truncated)
+            )
+            if (number := next(self._numbers, None)) is None:
+                gone.add(i)
+                continue
+            self._put(row, i, *self._reset(lane, number))
+            self._draws.start(i, _open(lane).seed)
+            if self._state is not None:
+                self._state[i] = self._actor.first_state[0]  # type: ignore[index]
+        if gone:
+            self._close(gone)
+
+    def _close(self, gone: Collection[int]) -> None:
+        """Close environments, and go on with the others."""
+        self.seal()
+        for i in gone:
+            self._lanes[i].env.close()
+            self._closed.append(self._lanes[i].track)
+        kept = [i for i in range(len(self._lanes)) if i not in gone]
+        self._lanes = [self._lanes[i] for i in kept]
+        if kept:
+            self._replace_block(kept, self._actor.recorded_state_size)
+            self._draws.keep(kept)
+            self._state = None if self._state is None else self._state[kept]
+
+    def _failure(self, lane: _Lane, row: int, call: str, error: Exception) -> RolloutFailed:
+        episode = _open(lane)
+        return RolloutFailed(
+            f"{self._name}: {call} of {self._env_id} raised {type(error).__name__}: {error}, at "
+            f"step {episode.num_steps + row - lane.first_row} of the episode reset with seed "
+            f"{episode.seed}; expected an observation. Mend the environment; the same seed and "
+            "policy get there again."
+        )
+
+
+def _open(lane: _Lane) -> OpenEpisode:
+    episode = lane.track.open
+    assert episode is not None  # an environment without one is closed
+    return episode
+
+
+def _first_states(actor: Actor, num: int) -> Array | None:
+    """Return what is remembered of N episodes that begin, [N, S]."""
+    return None if actor.first_state is None else np.repeat(actor.first_state, num, axis=0)

@@ -1,0 +1,363 @@
+"""Multi-agent worker: games played by several agents, each agent's part an episode of its own.
+
+The agents of a game share its episode_id, and each has its steps under its agent_id, numbered from
+0; env_step is the game's own clock: how often it had been stepped. Game i resets with seed + i, and
+each agent draws its actions from a stream of its own, so that games do not depend on how many are
+played side by side. In turn-based games a reward is kept with the agent's previous action; what is
+paid before an agent acted at all, with its first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+
+from replaylake.datastore.dataset import new_episode_id
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import ConfigInvalid, RolloutFailed
+from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.policies.streams import EpisodeStreams
+from replaylake.datastore.spaces import Array, Discrete, as_batch, concatenate, take
+from replaylake.offline.environments.games import Game, Outcome
+from replaylake.offline.environments.ids import make_any
+from replaylake.offline.environments.spaces import from_gymnasium
+from replaylake.offline.evaluate import check_these_spaces
+from replaylake.online.acting import Acting, AgentsActing
+from replaylake.online.collecting.actor import Actor
+from replaylake.online.collecting.player import Player, stacked_masks
+from replaylake.online.collecting.track import EpisodeEnd
+from replaylake.online.timings import Timings
+from replaylake.online.worker import RolloutConfig
+
+
+@dataclass
+class _Table:
+    """A game that is played: who is or was in it, and who acts next."""
+
+    game: Game
+    number: int
+    seed: int
+    episode_id: str
+    tick: int = 0
+    players: dict[str, Player] = field(default_factory=dict)
+    to_act: list[Player] = field(default_factory=list)
+
+
+class MultiAgentWorker:
+    """Collects the games whose numbers it is given; otherwise as a RolloutWorker."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        episodes: Iterator[int],
+        acting: AgentsActing,
+        *,
+        producer: str,
+        worker: int = 0,
+    ) -> None:
+        """Make the games and load the policies.
+
+        Args:
+            config: how to collect; num_envs games are played side by side.
+            episodes: numbers of the games; may be endless.
+            acting: who acts at first: one policy for all agents, or one for each by name.
+            producer: what the episodes' ids begin with.
+            worker: which worker this is, for the `worker` column.
+
+        Raises: NotFound, ExtraMissing, PackageInvalid, SpaceUnsupported, SchemaMismatch,
+        RolloutFailed; ConfigInvalid for an environment of one agent, and where an agent has no
+        policy or a policy no agent.
+        """
+        self._config = config
+        self._numbers = episodes
+        self._producer = producer
+        self._worker = worker
+        self._streams = EpisodeStreams(())
+        self._actors: dict[str, Actor] = {}
+        self._state_size = 0
+        self._tables: list[_Table] = []
+        self._ended: list[Episode] = []
+        self._ends: list[EpisodeEnd] = []
+        self._first_at: float | None = None
+        self.timings = Timings()
+        self._probe = self._made()
+        self._observation_space = from_gymnasium(self._probe.observation_space)
+        self._action_space = from_gymnasium(self._probe.action_space)
+        self._is_discrete = isinstance(self._action_space, Discrete)
+        try:
+            self.set_acting(acting)
+            for number in islice(episodes, config.num_envs):
+                self._tables.append(self._started(self._made(), number))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every game has been collected."""
+        return not self._tables
+
+    @property
+    def open_episodes(self) -> list[str]:
+        """Ids of the open games of which pieces were taken."""
+        return [
+            table.episode_id
+            for table in self._tables
+            if any(player.first_step for player in table.players.values())
+        ]
+
+    @property
+    def mask_size(self) -> int | None:
+        """Width of the game's action masks now; None if it gives none."""
+        mask = next((player.mask for table in self._tables for player in table.to_act), None)
+        return None if mask is None else len(mask)
+
+    @property
+    def first_step_at(self) -> float | None:
+        """When (Unix time, s) the first step was made since steps were taken last; None: none."""
+        return self._first_at
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the agent that is named first."""
+        return self._actors[self._probe.agents[0]].policy
+
+    def set_acting(self, acting: AgentsActing) -> None:
+        """Act with other policies from the next step on; open games go on under them.
+
+        Of a mapping, agents that are not in it keep theirs. Raises: ConfigInvalid, SchemaMismatch.
+        """
+        agents = self._probe.agents
+        if isinstance(acting, Acting):
+            self._actors = dict.fromkeys(agents, self._loaded(acting))
+        else:
+            self._actors |= {agent: self._loaded(one) for agent, one in acting.items()}
+        unknown = [agent for agent in self._actors if agent not in agents]
+        without = [agent for agent in agents if agent not in self._actors]
+        if unknown or without:
+            raise ConfigInvalid(
+                f"{self._config.env_id}: found policies for {', '.join(self._actors)}, expected "
+                f"one for each of {', '.join(agents)}. Name each agent, or one policy for all."
+            )
+        sizes = [actor.policy.spec.recorded_state_size for actor in self._actors.values()]
+        self._state_size = max(sizes)
+        for table in self._tables:
+            for player in table.players.values():
+                state = self._first_state(player.agent)
+                # What the last policy remembers stays, if the new one remembers as many numbers.
+                if player.state is None or state is None or len(player.state) != len(state):
+                    player.state = state
+
+    def advance(self, num_steps: int, interval_s: float) -> int:
+        """Play until so many steps or seconds have passed or nothing is left.
+
+        Returns: the steps that agents made, of all games together; one by each of three agents at
+        once is three. Raises: RolloutFailed naming the game's seed if the environment raises.
+        """
+        if self._first_at is None and self._tables:
+            self._first_at = time.time()
+        until = time.monotonic() + interval_s
+        made = 0
+        while self._tables and made < num_steps and time.monotonic() < until:
+            made += self._step()
+        return made
+
+    def taken(self, with_open: bool) -> Sequence[Episode]:
+        """Return what was recorded since the last call: of games that ended, all agents' episodes.
+
+        with_open: of those that are played as well, as pieces: the steps whose rewards are known.
+        """
+        taken, self._ended, self._first_at = self._ended, [], None
+        if with_open:
+            players = [
+                (table, player) for table in self._tables for player in table.players.values()
+            ]
+            taken += [
+                player.piece(table.episode_id, table.seed, self._worker)
+                for table, player in players
+                if player.rewards
+            ]
+        return taken
+
+    def ends_taken(self) -> list[EpisodeEnd]:
+        """Return the agents' episodes of the games that ended since the last call."""
+        taken, self._ends = self._ends, []
+        return taken
+
+    def close(self) -> None:
+        """Close the games; what was not taken is dropped."""
+        for game in (self._probe, *(table.game for table in self._tables)):
+            game.close()
+        self._tables = []
+
+    def _step(self) -> int:
+        """Let all act whose turn it is, and step each game."""
+        to_act = [player for table in self._tables for player in table.to_act]
+        actors = {id(self._actors[player.agent]): self._actors[player.agent] for player in to_act}
+        with self.timings.of("inference", len(to_act)):
+            for actor in actors.values():
+                self._act(
+                    actor, [player for player in to_act if self._actors[player.agent] is actor]
+                )
+        started = time.perf_counter()
+        for table in self._tables:
+            self._step_game(table)
+        self.timings.add("env_step", time.perf_counter() - started, len(to_act))
+        if not all(table.to_act for table in self._tables):
+            self._refill()
+        return len(to_act)
+
+    def _act(self, actor: Actor, players: Sequence[Player]) -> None:
+        """Act once for all these players, and write down with what."""
+        observations = concatenate([as_batch(player.observation) for player in players])
+        self._streams.streams = [player.rng for player in players]
+        is_stateless = actor.first_state is None
+        state = (
+            None if is_stateless else np.stack([cast(Array, player.state) for player in players])
+        )
+        masks = stacked_masks([player.mask for player in players])
+        chosen = actor.act(observations, state, masks, cast(Any, self._streams))
+        log_probs = [np.nan] * len(players)
+        if chosen.log_probs is not None:
+            log_probs = chosen.log_probs.tolist()
+        for i, player in enumerate(players):
+            player.observations.append(take(observations, i))
+            player.masks.append(player.mask)
+            player.states.append(self._recorded(player))
+            player.actions.append(chosen.actions[i])
+            player.log_probs.append(log_probs[i])
+            player.actors.append(actor.acting)
+            if chosen.state is not None:
+                player.state = chosen.state[i]
+
+    def _step_game(self, table: _Table) -> None:
+        acted, table.to_act = table.to_act, []
+        actions = {}
+        for player in acted:
+            player.ticks.append(table.tick)
+            action = player.actions[-1]
+            # Python's int, as PettingZoo's games expect; a copy, because a game may write into it.
+            actions[player.agent] = int(action) if self._is_discrete else action.copy()
+        try:
+            outcomes = table.game.step(actions)
+        except Exception as error:
+            raise self._failure(table, "step", error) from error
+        table.tick += 1
+        for outcome in outcomes:
+            self._note(table, outcome)
+
+    def _note(self, table: _Table, outcome: Outcome) -> None:
+        """Write down what an agent's last action led to; it is its turn, unless it is out."""
+        player = table.players.get(outcome.agent)
+        if player is None:
+            player = table.players[outcome.agent] = self._player(table, outcome)
+        elif player.has_ended:
+            raise RolloutFailed(
+                f"rollout worker {self._worker}: {self._config.env_id}: agent {player.agent!r} was "
+                f"out and is back at tick {table.tick} of the game reset with seed {table.seed}, "
+                "expected it to stay out. Let it come back under another name."
+            )
+        reward = player.note(outcome)
+        if reward is not None and player.state is not None:
+            after = self._actors[player.agent].policy.observe(
+                player.state[None], np.array([reward])
+            )
+            player.state = None if after is None else after[0]
+        if not outcome.has_ended:
+            table.to_act.append(player)
+
+    def _refill(self) -> None:
+        """Start the next games where others are over; one without a next is closed."""
+        tables = []
+        for table in self._tables:
+            if table.to_act:
+                tables.append(table)
+                continue
+            self._end(table)
+            if (number := next(self._numbers, None)) is not None:
+                tables.append(self._started(table.game, number))
+            else:
+                table.game.close()
+        self._tables = tables
+
+    def _end(self, table: _Table) -> None:
+        for player in table.players.values():
+            if not player.has_ended:
+                player.cut_off()
+            if not player.num_steps:
+                continue
+            end = (table.number, table.seed, player.ret, player.num_steps, player.agent)
+            self._ends.append(EpisodeEnd(*end))
+            if player.rewards:
+                self._ended.append(player.piece(table.episode_id, table.seed, self._worker))
+
+    def _made(self) -> Game:
+        made = make_any(self._config.env_id, self._config.env_args)
+        if isinstance(made, Game):
+            return made
+        made.close()  # type: ignore[no-untyped-call]
+        raise ConfigInvalid(
+            f"{self._config.env_id}: found an environment of one agent, expected one of several. "
+            "Name one policy, and no agents."
+        )
+
+    def _started(self, game: Game, number: int) -> _Table:
+        table = _Table(game, number, self._config.seed + number, new_episode_id(self._producer))
+        try:
+            outcomes = game.reset(seed=table.seed)
+        except Exception as error:
+            raise self._failure(table, "reset", error) from error
+        for outcome in outcomes:
+            self._note(table, outcome)
+        if not table.to_act:
+            raise RolloutFailed(
+                f"rollout worker {self._worker}: {self._config.env_id}: found nobody to act after "
+                f"a reset with seed {table.seed}, expected at least one agent. Mend its reset()."
+            )
+        return table
+
+    def _player(self, table: _Table, outcome: Outcome) -> Player:
+        agents = self._probe.agents
+        if outcome.agent not in agents:
+            raise RolloutFailed(
+                f"rollout worker {self._worker}: {self._config.env_id}: found agent "
+                f"{outcome.agent!r} in the game reset with seed {table.seed}, expected one of "
+                f"{', '.join(agents)}. Name it in possible_agents."
+            )
+        # The 1 as in a RolloutWorker: not the stream that the environment seeds with.
+        rng = np.random.default_rng([table.seed, 1, agents.index(outcome.agent)])
+        return Player(
+            outcome.agent, rng, outcome.observation, outcome.mask, self._first_state(outcome.agent)
+        )
+
+    def _loaded(self, acting: Acting) -> Actor:
+        actor = Actor(acting, self._probe)
+        spec = actor.policy.spec
+        theirs = self._observation_space, self._action_space
+        check_these_spaces(self._config.env_id, theirs, spec.observation_space, spec.action_space)
+        return actor
+
+    def _first_state(self, agent: str) -> Array | None:
+        state = self._actors[agent].first_state
+        return None if state is None else state[0]
+
+    def _recorded(self, player: Player) -> Array:
+        """Return what is recorded of a policy's state: as wide for all agents, zeros beyond."""
+        recorded = np.zeros(self._state_size, np.float32)
+        if player.state is not None:
+            size = self._actors[player.agent].policy.spec.recorded_state_size
+            recorded[:size] = player.state[:size]
+        return recorded
+
+    def _failure(self, table: _Table, call: str, error: Exception) -> RolloutFailed:
+        return RolloutFailed(
+            f"rollout worker {self._worker}: {call} of {self._config.env_id} raised "
+            f"{type(error).__name__}: {error}, at tick {table.tick} of the game reset with seed "
+            f"{table.seed}; expected observations. Mend the environment; the same seed and "
+            "policies get there again."
+        )

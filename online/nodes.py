@@ -1,0 +1,165 @@
+"""Nodes: which machines of a Ray cluster see the very lake that this process sees.
+
+The driver writes a nonce into the lake; on every node a process opens the lake by the same name,
+reads the nonce and the dataset's newest version, and writes an answer beside it, which the driver
+reads. A lake of the same name on another machine's disk has no such nonce, and is not written to.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from replaylake.datastore.errors import ReplayLakeError, RolloutFailed
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.locations import open_storage
+from replaylake.datastore.names import new_ulid
+from replaylake.datastore.version import VERSION
+
+# Where nonces and answers lie while nodes are asked.
+_FOLDER: Final = "_lake/nodes"
+# A process of Ray starts in a second; on a node that has unpacked nothing yet, in some more.
+_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What one node found: nothing missing, or what; which ReplayLake runs there."""
+
+    missing: str | None
+    replaylake: str
+
+
+@dataclass
+class Nodes:
+    """The nodes of a Ray that were asked, by Ray's id of each.
+
+    blind: those that do not see the lake, with what people call the node and what it found.
+    """
+
+    ray: Any
+    lake: str
+    dataset: str
+    seeing: set[str] = field(default_factory=set)
+    blind: dict[str, str] = field(default_factory=dict)
+
+    def ask_new(self) -> None:
+        """Ask the nodes that are there and were not asked yet, side by side.
+
+        Raises: StorageFailed if the lake cannot be written; RolloutFailed if this process's own
+        node does not see the lake, or for a node without this version of ReplayLake.
+        """
+        new = {
+            node["NodeID"]: node
+            for node in self.ray.nodes()
+            if node["Alive"] and node["NodeID"] not in self.seeing | self.blind.keys()
+        }
+        if new:
+            self._ask(new)
+        if (own := here()) in self.blind:
+            raise RolloutFailed(
+                f"{self.blind[own]}; expected at least this process's own node to see it, whose "
+                "workers write for the others. Start Ray there with the same folders and variables."
+            )
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the user should know of the nodes: a line for each that does not see the lake."""
+        return tuple(
+            f"{found}: its workers send what they collect to this node, which writes it"
+            for found in self.blind.values()
+        )
+
+    def num_cpus(self) -> float:
+        """Return the CPUs of the nodes that are alive, given away or not."""
+        alive = [node for node in self.ray.nodes() if node["Alive"]]
+        return float(sum(node["Resources"].get("CPU", 0) for node in alive))
+
+    def _ask(self, nodes: Mapping[str, Mapping[str, Any]]) -> None:
+        handle = Lake(open_storage(self.lake))
+        folder, nonce = f"{_FOLDER}/{new_ulid()}", secrets.token_bytes(16)
+        version = handle.dataset(self.dataset).snapshot().version
+        handle.storage.put(_nonce_path(folder), nonce)
+        try:
+            arguments = (self.lake, self.dataset, folder, nonce, version)
+            task = self.ray.remote(num_cpus=0, max_retries=0)(_look)
+            asked = {
+                task.options(scheduling_strategy=on(node)).remote(*arguments, node): node
+                for node in nodes
+            }
+            ready, _ = self.ray.wait(
+                list(asked), num_returns=len(asked), timeout=_TIMEOUT_S, fetch_local=False
+            )
+            for reference, node in asked.items():
+                name = f"node {nodes[node]['NodeManagerAddress']} ({node[:8]})"
+                missing: str | None = f"found no answer in {_TIMEOUT_S:.0f} s"
+                if reference in ready:
+                    missing = self._missing(reference, name)
+                answer = handle.storage.get(_answer_path(folder, node))
+                if missing is None and answer != nonce:
+                    missing = "found what it wrote not to arrive here"
+                if missing is None:
+                    self.seeing.add(node)
+                else:
+                    self.blind[node] = f"{name} does not see the lake {self.lake}: {missing}"
+        finally:
+            answers = [_answer_path(folder, node) for node in nodes]
+            handle.storage.delete([_nonce_path(folder), *answers])
+
+    def _missing(self, reference: Any, name: str) -> str | None:
+        exceptions = self.ray.exceptions
+        try:
+            sight: _Sight = self.ray.get(reference)
+        except exceptions.RayTaskError as error:
+            raise RolloutFailed(
+                f"{name}: found {type(error.cause).__name__}: {error.cause}, expected ReplayLake "
+                f"{VERSION} with its extra `online`. Install it on every node."
+            ) from error
+        except exceptions.RayError as error:
+            return f"found {type(error).__name__}"
+        if sight.replaylake != VERSION:
+            raise RolloutFailed(
+                f"{name}: found ReplayLake {sight.replaylake}, expected {VERSION} as in this "
+                "process. Install the same version on every node."
+            )
+        return sight.missing
+
+
+def on(node: str) -> Any:
+    """Return how Ray is told to run something on a node and nowhere else."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def here() -> str:
+    """Return Ray's id of the node that this process runs on."""
+    import ray
+
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def _look(lake: str, dataset: str, folder: str, nonce: bytes, version: int, node: str) -> _Sight:
+    """Run on the node: say what is missing there; only where nothing is, answer in the lake."""
+    try:
+        storage = open_storage(lake)
+        if storage.get(_nonce_path(folder)) != nonce:
+            return _Sight("found nothing of this run there", VERSION)
+        newest = Lake(storage).dataset(dataset).snapshot().version
+        if newest < version:
+            return _Sight(f"found {dataset}@{newest}, behind {dataset}@{version}", VERSION)
+        storage.put(_answer_path(folder, node), nonce)
+    except (ReplayLakeError, OSError) as error:
+        return _Sight(f"found {type(error).__name__}: {error}", VERSION)
+    return _Sight(None, VERSION)
+
+
+def _nonce_path(folder: str) -> str:
+    return f"{folder}/nonce"
+
+
+def _answer_path(folder: str, node: str) -> str:
+    return f"{folder}/{node}"

@@ -1,0 +1,676 @@
+"""Faults of online runs, end to end: the real command, in processes that are really killed.
+
+Each run collects in an environment whose every number is checkable, so that SQL tells afterwards
+whether what was acknowledged, which is what was committed, is there once and unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.runs.checkpoints import Checkpoints
+from replaylake.datastore.runs.metrics import read_curves
+
+_ENVIRONMENTS: Final = Path(__file__).parent / "environments"
+_COMMAND: Final = (sys.executable, "-m", "replaylake.cli.main")
+# Worker kills of the long form; each takes a few seconds.
+_NUM_KILLS: Final = max(10, int(os.environ.get("REPLAYLAKE_KILLS", "500")) // 25)
+# Machines that run other tests beside this one are slow.
+_PATIENCE_S: Final = 240
+
+_SETS: Final = {
+    "hidden_sizes": "[16]",
+    "batch_size": 16,
+    "min_size": 200,
+    "log_steps": 200,
+    "evaluate_steps": 500,
+    "selection_episodes": 2,
+    "evaluation_episodes": 2,
+}
+
+
+def begin(
+    steps: int,
+    *more: str,
+    step_s: float = 0.002,
+    broken_seed: int | None = None,
+    **sets: Any,
+) -> list[str]:
+    """Return the arguments of a new run; `more` win, and `sets` over those above."""
+    named = [
+        *("--env", "replaylake_faults:Walk", "--algorithm", "dqn", "--dataset", "walk"),
+        *("--policy", "walker", "--workers", "2", "--envs-per-worker", "4", "--steps", str(steps)),
+    ]
+    named += ["--env-arg", f"step_s={step_s}"]
+    if broken_seed is not None:
+        named += ["--env-arg", f"broken_seed={broken_seed}"]
+    for key, value in {**_SETS, **sets}.items():
+        named += ["--set", f"{key}={value}"]
+    return [*named, *more]
+
+
+class Life:
+    """A process of a run, in a group of its own as a terminal's is; stderr goes to a file."""
+
+    def __init__(
+        self, lake: Path | str, folder: Path, *arguments: str, inside: tuple[str, ...] = ()
+    ) -> None:
+        """inside: what runs the command."""
+        self._said, self._answered = folder / "said", folder / "answered"
+        paths = [str(_ENVIRONMENTS), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with self._said.open("w") as said, self._answered.open("w") as answered:
+            self.process = subprocess.Popen(
+                [*inside, *_COMMAND, "train", "online", *arguments, "--lake", str(lake), "--json"],
+                stdout=answered,
+                stderr=said,
+                env={**environment, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Wait until it says something, and return that."""
+        until = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < until:
+            has_ended = self.process.poll() is not None
+            if match := re.search(pattern, self.said):
+                return match
+            assert not has_ended, f"it ended: {self.said}"
+            time.sleep(0.02)
+        raise AssertionError(self.said)
+
+    def wait_for_steps(self, num_steps: int, more_than: int = 0) -> None:
+        """Wait until it says that it has so many steps more."""
+        until = time.monotonic() + _PATIENCE_S
+        while self.num_steps < more_than + num_steps:
+            assert self.process.poll() is None, f"it ended: {self.said}"
+            assert time.monotonic() < until, self.said
+            time.sleep(0.02)
+
+    @property
+    def num_steps(self) -> int:
+        """As it said last."""
+        said = re.findall(r"^step ([\d,]+)/", self.said, re.MULTILINE)
+        return int(said[-1].replace(",", "")) if said else 0
+
+    def run_id(self) -> str:
+        return self.wait_for(r"^(?:.*\n)*?run (\w{26})").group(1)
+
+    def family(self) -> dict[int, str]:
+        """Return the process and all below it, with how their commands begin."""
+        parents = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        found = {self.process.pid}
+        while new := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= new
+        return {pid: _command(pid) for pid in found}
+
+    def workers(self) -> list[int]:
+        return [pid for pid, command in self.family().items() if "NodeWorker" in command]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self, code: int = 0) -> dict[str, Any]:
+        """Wait for the end, and return what it answered."""
+        found = self.process.wait(timeout=_PATIENCE_S)
+        assert found == code, self.said
+        assert "Traceback" not in self.said
+        text = self._answered.read_text()
+        return dict(json.loads(text)) if text else {}
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+    return ""
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_gone(family: dict[int, str], timeout_s: float) -> None:
+    """Wait until no process of a family is left."""
+    until = time.monotonic() + timeout_s
+    while left := {pid: command for pid, command in family.items() if _is_alive(pid)}:
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a dataset holds against what was acknowledged; faults must be 0."""
+
+    acknowledged: int
+    rows: int
+    doubled: int
+    gaps: int
+    changed: int
+    num_complete: int
+    # Ids of episodes without an end, and those that commits name.
+    left_open: frozenset[str]
+    named: frozenset[str]
+
+    def check(self) -> None:
+        assert self.rows == self.acknowledged > 0
+        assert (self.doubled, self.gaps, self.changed) == (0, 0, 0)
+        assert self.left_open == self.named
+
+
+def account(lake: Lake, run_id: str) -> Account:
+    dataset = lake.dataset("walk")
+    own = [c for c in dataset.history() if str(c.get("producer")).startswith(f"online/{run_id}")]
+    named = [episode for c in own for episode in c.get("abandoned_episodes", ())]
+    assert len(set(named)) == len(named)
+
+    def one(query: str) -> int:
+        ((value,),) = (row.values() for row in lake.sql(query).to_pylist())
+        return int(value)
+
+    keys = "count(distinct (episode_id, agent_id, step))"
+    by_episode = "from walk.steps group by episode_id, agent_id"
+    odd_ends = "bool_or(terminated or truncated) != arg_max(terminated or truncated, step)"
+    left = lake.sql("select episode_id from walk.episodes where not complete")
+    return Account(
+        acknowledged=sum(c.get("num_steps", 0) for c in own),
+        rows=one("select count(*) from walk.steps"),
+        doubled=one(f"select count(*) - {keys} from walk.steps"),
+        gaps=one(
+            f"select count(*) from (select 1 {by_episode} "
+            f"having min(step) != 0 or max(step) + 1 != count(*) or {odd_ends})"
+        ),
+        changed=one(
+            "select count(*) from walk.steps where observation[1] != step or reward != step "
+            "or observation[2] != seed % 1000 "
+            "or (terminated or truncated) != (step + 1 = 5 + seed % 20)"
+        ),
+        num_complete=one("select count(*) from walk.episodes where complete"),
+        left_open=frozenset(left["episode_id"].to_pylist()),
+        named=frozenset(named),
+    )
+
+
+def status(lake: Lake, run_id: str) -> dict[str, Any]:
+    (row,) = lake.sql(f"select * from runs where run_id = '{run_id}'").to_pylist()
+    return dict(row)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where a test's lake is; what it started is ended with it."""
+    yield tmp_path
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if str(tmp_path).encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def kill_a_worker(life: Life, rng: random.Random) -> None:
+    """Kill one of the workers that there are, and wait until steps have come again."""
+    until = time.monotonic() + _PATIENCE_S
+    while len(workers := life.workers()) < 2:
+        assert time.monotonic() < until, life.said
+        time.sleep(0.1)
+    said = life.said.count("was lost and replaced")
+    os.kill(rng.choice(workers), signal.SIGKILL)
+    while life.said.count("was lost and replaced") == said and life.process.poll() is None:
+        assert time.monotonic() < until, life.said
+        time.sleep(0.05)
+    life.wait_for_steps(1, more_than=life.num_steps)
+
+
+@pytest.mark.slow
+def test_workers_and_the_driver_are_killed_and_nothing_is_lost_or_doubled(folder: Path) -> None:
+    rng = random.Random(7)
+    life = Life(folder / "lake", folder, *begin(6000))
+    run_id = life.run_id()
+    life.wait_for_steps(1000)
+    kill_a_worker(life, rng)
+    family = life.family()
+    life.kill()
+    # Ray's two agents look for it for a minute more.
+    assert_gone({p: c for p, c in family.items() if "Agent" not in c}, 30)
+    lake = open_lake(folder / "lake")
+    before = account(lake, run_id)
+    assert before.rows == before.acknowledged > 500
+    life = Life(folder / "lake", folder, "--resume", run_id[:20])
+    life.wait_for(f"run {run_id} goes on after update [1-9]")
+    kill_a_worker(life, rng)
+    answer = life.end()
+    # All environments of a worker are stepped together.
+    assert 6000 <= answer["num_steps"] < 6008
+    assert answer["num_updates"] >= 6000 - 200
+    found = account(lake, run_id)
+    found.check()
+    assert found.rows == answer["num_steps"]
+    assert found.named >= before.left_open - before.named
+    assert answer["num_episodes"] == found.num_complete
+
+
+@pytest.mark.slow
+def test_interrupts_save_a_checkpoint_and_leave_no_process(folder: Path) -> None:
+    life = Life(folder / "lake", folder, *begin(100_000))
+    run_id = life.run_id()
+    lake = open_lake(folder / "lake")
+    life.wait_for(r"update [1-9]")
+    # As Ctrl-C in a terminal: to every process of the group, Ray's too.
+    family = life.family()
+    os.killpg(life.process.pid, signal.SIGINT)
+    life.end(code=130)
+    update = check_saved(lake, life, run_id)
+    assert_gone(family, 5)
+    account(lake, run_id).check()
+
+    life = Life(folder / "lake", folder, "--resume", run_id)
+    life.wait_for(f"run {run_id} goes on after update {update:,}")
+    life.wait_for(r"\nstep [1-9].*\nstep [1-9]")
+    family = life.family()
+    life.process.terminate()
+    life.end(code=130)
+    assert check_saved(lake, life, run_id) >= update
+    assert_gone(family, 5)
+    account(lake, run_id).check()
+
+
+def check_saved(lake: Lake, life: Life, run_id: str) -> int:
+    """Return the update of the newest checkpoint, which the last lines name."""
+    (*_, told, interrupted) = life.said.splitlines()
+    update = Checkpoints(lake.storage, run_id).updates()[-1]
+    assert told == f"`replaylake train online --resume {run_id}` goes on from update {update:,}"
+    assert interrupted == "interrupted"
+    assert status(lake, run_id)["status"] == "interrupted"
+    return update
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_at_once(folder: Path) -> None:
+    # A step of a second: a worker is in the middle of some when the first one comes.
+    life = Life(folder / "lake", folder, *begin(100_000, "--workers", "1", step_s=1.0))
+    run_id = life.run_id()
+    life.wait_for(r"\nstep [1-9]")
+    family = life.family()
+    life.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert life.process.poll() is None
+    again = time.monotonic()
+    life.process.send_signal(signal.SIGINT)
+    life.end(code=130)
+    assert time.monotonic() - again < 10
+    assert f"--resume {run_id}` goes on from what was collected" in life.said
+    assert_gone(family, 5)
+    assert status(open_lake(folder / "lake"), run_id)["status"] == "interrupted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_the_workers_start(folder: Path, number: signal.Signals) -> None:
+    life = Life(folder / "lake", folder, *begin(100_000))
+    until = time.monotonic() + _PATIENCE_S
+    while not any("raylet" in command for command in life.family().values()):
+        assert time.monotonic() < until, life.said
+        time.sleep(0.05)
+    family = life.family()
+    life.process.send_signal(number)
+    life.end(code=130)
+    lake = open_lake(folder / "lake")
+    (run,) = lake.sql("select * from runs").to_pylist()
+    assert run["status"] == "interrupted"
+    assert f"--resume {run['run_id']}` goes on from what was collected" in life.said
+    assert_gone(family, 90)
+
+
+class Disk:
+    """A small disk of its own: seen at `path` by what runs `inside`, and at `root` by the test."""
+
+    def __init__(self, path: Path, megabytes: int) -> None:
+        mount = 'mount -t tmpfs -o size="$2"m tmpfs "$1" && echo ready && exec sleep 3600'
+        command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, "sh", str(path)]
+        if not all(map(shutil.which, ("unshare", "nsenter"))):
+            pytest.skip(
+                "not run: unshare or nsenter is not installed, so no small disk can be made"
+            )
+        self._holder = subprocess.Popen(
+            [*command, str(megabytes)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != "ready\n":
+            _, error = self._holder.communicate()
+            pytest.skip(f"not run: no small disk may be mounted here: {error.strip()[-200:]}")
+        self.path = path
+        self.root = Path(f"/proc/{self._holder.pid}/root{path}")
+        namespaces = ("-t", str(self._holder.pid), "-U", "-m", "--preserve-credentials")
+        self.inside = ("nsenter", *namespaces)
+
+    def fill(self) -> None:
+        """Leave no byte."""
+        with (self.root / "filler").open("ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        with (self.root / "filler").open("ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(1 << 8))
+
+    def make_room(self) -> None:
+        (self.root / "filler").unlink()
+
+    def close(self) -> None:
+        for stream in (self._holder.stdout, self._holder.stderr):
+            assert stream is not None
+            stream.close()
+        self._holder.kill()
+        self._holder.wait()
+
+
+@pytest.fixture
+def disk(folder: Path) -> Iterator[Disk]:
+    path = folder / "disk"
+    path.mkdir()
+    disk = Disk(path, 64)
+    yield disk
+    disk.close()
+
+
+_WAITS = "note: the run waits, and goes on by itself. .*: No space left on device"
+_GOES_ON = "note: the store takes what is written again: the run goes on"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["ray", "local"])
+def test_a_run_waits_while_the_disk_is_full(folder: Path, disk: Disk, runner: str) -> None:
+    # Metrics and checkpoints are written all the time, to be refused too.
+    often = {"log_steps": 50, "checkpoint_steps": 50}
+    step_s = 0.002 if runner == "ray" else 0.0005
+    # The closing evaluation takes some seconds, in which the disk is filled for the last time.
+    often["evaluation_episodes"] = 500
+    arguments = begin(8000, "--env-runner", runner, step_s=step_s, **often)
+    life = Life(disk.path / "lake", folder, *arguments, inside=disk.inside)
+    run_id = life.run_id()
+    for times in (1, 2):
+        life.wait_for_steps(300, more_than=life.num_steps)
+        disk.fill()
+        life.wait_for(rf"(?s)({_WAITS}.*){{{times}}}")
+        time.sleep(2)
+        assert life.process.poll() is None
+        said, num_steps = life.said, life.num_steps
+        disk.make_room()
+        life.wait_for(f"(?s)({_GOES_ON}.*){{{times}}}")
+        life.wait_for_steps(1, more_than=num_steps)
+        # Once, and not every time that it was tried.
+        assert len(re.findall("note: ", said)) == 2 * times - 1
+    lake = open_lake(disk.root / "lake")
+    checkpoints = Checkpoints(lake.storage, run_id)
+    while checkpoints.updates()[-1] < 7800:
+        assert life.process.poll() is None, life.said
+        time.sleep(0.01)
+    disk.fill()
+    life.wait_for(rf"(?s)({_WAITS}.*){{3}}")
+    disk.make_room()
+    answer = life.end()
+    found = account(lake, run_id)
+    found.check()
+    assert found.rows == answer["num_steps"] >= 8000
+    # What could not be written was taken back.
+    assert len(list((lake.path / "_lake/policies/walker").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_run_that_waits_for_the_disk(folder: Path, disk: Disk) -> None:
+    arguments = begin(100_000, "--env-runner", "local", step_s=0.0005)
+    life = Life(disk.path / "lake", folder, *arguments, inside=disk.inside)
+    run_id = life.run_id()
+    life.wait_for_steps(700)
+    disk.fill()
+    life.wait_for(_WAITS)
+    life.process.send_signal(signal.SIGINT)
+    life.end(code=130)
+    assert f"--resume {run_id}` goes on from update" in life.said
+    lake = open_lake(disk.root / "lake")
+    disk.make_room()
+    before = account(lake, run_id)
+    assert before.rows == before.acknowledged > 0
+    life = Life(disk.path / "lake", folder, "--resume", run_id, inside=disk.inside)
+    life.wait_for_steps(1, more_than=before.rows)
+    life.process.terminate()
+    life.end(code=130)
+    account(lake, run_id).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["ray", "local"])
+def test_an_environment_that_raises_ends_the_run_and_it_can_go_on(
+    folder: Path, runner: str
+) -> None:
+    life = Life(folder / "lake", folder, *begin(1500, "--env-runner", runner, broken_seed=30))
+    run_id = life.run_id()
+    life.end(code=1)
+    (said,) = [line for line in life.said.splitlines() if line.startswith("error: ")]
+    assert re.fullmatch(
+        r"error: rollout worker \d: step of replaylake_faults:Walk raised ValueError: the gripper "
+        r"is stuck, at step 2 of the episode reset with seed 30; .*",
+        said,
+    )
+    lake = open_lake(folder / "lake")
+    (run,) = lake.registry.runs()
+    assert (run["status"], "seed 30" in run["error"]) == ("failed", True)
+    before = account(lake, run_id)
+    assert before.rows == before.acknowledged > 0
+    life = Life(folder / "lake", folder, "--resume", run_id)
+    answer = life.end()
+    found = account(lake, run_id)
+    found.check()
+    assert found.rows == answer["num_steps"] >= 1500
+    assert status(lake, run_id)["status"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["ray", "local"])
+@pytest.mark.parametrize("gone", ["lake", "lake/walk"])
+def test_what_is_removed_under_a_run_ends_it(folder: Path, runner: str, gone: str) -> None:
+    life = Life(folder / "lake", folder, *begin(100_000, "--env-runner", runner))
+    life.run_id()
+    life.wait_for_steps(500)
+    (folder / gone).rename(folder / "elsewhere")
+    life.end(code=1)
+    (said,) = [line for line in life.said.splitlines() if line.startswith("error: ")]
+    assert re.fullmatch(r"error: dataset 'walk': gone from \S+ while the run collects .*", said)
+    # Nothing was put in its place that looks like one.
+    assert not (folder / "lake/walk/_delta_log").exists()
+
+
+@pytest.mark.slow
+def test_a_lake_that_becomes_read_only_ends_the_run(folder: Path, disk: Disk) -> None:
+    arguments = begin(100_000, "--env-runner", "local")
+    life = Life(disk.path / "lake", folder, *arguments, inside=disk.inside)
+    run_id = life.run_id()
+    life.wait_for_steps(500)
+    again = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"'
+    subprocess.run([*disk.inside, "sh", "-c", again, disk.path / "lake"], check=True)
+    life.end(code=1)
+    (said,) = [line for line in life.said.splitlines() if line.startswith("error: ")]
+    assert "Read-only file system, expected to read or write it. Make room or mend" in said
+    found = account(open_lake(disk.root / "lake"), run_id)
+    assert found.rows == found.acknowledged > 0
+
+
+@pytest.mark.slow
+def test_what_can_be_resumed(folder: Path) -> None:
+    """A run at work, one killed before its first checkpoint, one that is done, and none."""
+    rare = {"checkpoint_steps": 10**6, "evaluate_steps": 10**6, "min_size": 700}
+    life = Life(folder / "lake", folder, *begin(5000, "--env-runner", "local", **rare))
+    run_id = life.run_id()
+    life.wait_for_steps(500)
+    (folder / "second").mkdir()
+    second = Life(folder / "lake", folder / "second", "--resume", run_id)
+    second.end(code=1)
+    at_work = f"error: run {run_id}: found process {life.process.pid} of .* at work on it"
+    assert re.search(at_work, second.said)
+    life.kill()
+    lake = open_lake(folder / "lake")
+    assert Checkpoints(lake.storage, run_id).updates() == []
+    before = account(lake, run_id)
+    assert before.rows == before.acknowledged > 0
+
+    life = Life(folder / "lake", folder, "--resume", run_id)
+    answer = life.end()
+    assert f"run {run_id}\n" in life.said
+    assert f"{len(before.left_open)} episodes were open when the run ended" in life.said
+    assert answer["num_updates"] == answer["num_steps"] - 700
+    found = account(lake, run_id)
+    found.check()
+    assert found.rows == answer["num_steps"]
+    # A version names one policy: none acted again under a number of before.
+    mixed = lake.sql(
+        "select policy_version from walk.steps where policy like 'run:%' group by 1 "
+        f"having count(distinct starts_with(episode_id, 'online/{run_id}/1')) > 1"
+    )
+    assert mixed.num_rows == 0
+
+    life = Life(folder / "lake", folder, "--resume", run_id)
+    again = life.end()
+    assert (again["was_done"], again["version"]) == (True, answer["version"])
+    assert account(lake, run_id) == found
+    life = Life(folder / "lake", folder, "--resume", "01nothing")
+    life.end(code=1)
+    assert f"error: run '01nothing': not in this lake, whose latest are {run_id}" in life.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ppo", "impala"])
+@pytest.mark.parametrize("runner", ["ray", "local"])
+def test_steps_that_are_taken_once_after_a_kill(folder: Path, algorithm: str, runner: str) -> None:
+    often = {"checkpoint_steps": 500, "log_steps": 500, "num_sequences": 4, "length": 32}
+    arguments = begin(6000, "--env-runner", runner, "--algorithm", algorithm, **often)
+    life = Life(folder / "lake", folder, *arguments)
+    run_id = life.run_id()
+    life.wait_for_steps(2500)
+    life.kill()
+    lake = open_lake(folder / "lake")
+    life = Life(folder / "lake", folder, "--resume", run_id)
+    life.wait_for(f"run {run_id} goes on after update [1-9]")
+    answer = life.end()
+    found = account(lake, run_id)
+    found.check()
+    assert found.rows == answer["num_steps"] >= 6000
+    # Each once, but for a few around the checkpoint: others would be of much older policies.
+    curves = read_curves(lake.storage, run_id)
+    assert 0.8 < curves["samples_per_insert"].values[-1] < 1.02
+    assert 0 <= curves["staleness"].values[-1] < 8
+
+
+_TWICE: Final = """
+import json, os, sys, threading
+from pathlib import Path
+from replaylake.datastore.lake import open_lake
+from replaylake.online.config import OnlineConfig, OnlineRequest
+from replaylake.online.train import train_online
+
+def children():
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = (int(fields[1]), fields[0])
+        except OSError:
+            pass
+    return [pid for pid, (parent, state) in parents.items() if parent == os.getpid()]
+
+lake, found = open_lake(sys.argv[1], create=True), []
+for algorithm in ("dqn", "ppo"):
+    options = {"hidden_sizes": [16]}
+    config = OnlineConfig(
+        algorithm, env_runner=sys.argv[2], steps=1500, min_size=200, envs_per_worker=4,
+        evaluate_steps=700, selection_episodes=1, evaluation_episodes=1, options=options,
+    )
+    result = train_online(lake, OnlineRequest("CartPole-v1", "live", "p", config))
+    found.append({
+        "num_steps": result.num_steps,
+        "threads": [thread.name for thread in threading.enumerate()],
+        "children": children(),
+        "files": len(os.listdir("/proc/self/fd")),
+    })
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["ray", "local"])
+def test_a_run_leaves_no_thread_and_no_process_and_another_can_follow(
+    folder: Path, runner: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", _TWICE, folder / "lake", runner],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_PATIENCE_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    print(first, second)
+    for found in (first, second):
+        assert found["num_steps"] >= 1500
+        assert found["threads"] == ["MainThread"]
+        assert found["children"] == []
+    assert second["files"] <= first["files"] + 2
+
+
+@pytest.mark.chaos
+def test_a_random_worker_is_killed_again_and_again_and_the_driver_in_between(folder: Path) -> None:
+    seed = int(os.environ.get("REPLAYLAKE_SEED", random.randrange(10**6)))
+    rng = random.Random(seed)
+    print(f"seed {seed}, {_NUM_KILLS} workers and {_NUM_KILLS // 5} drivers are killed")
+    lake, num_drivers = None, 0
+    arguments = begin(10**9, checkpoint_steps=300, evaluate_steps=1000, log_steps=100)
+    life = Life(folder / "lake", folder, *arguments)
+    run_id = life.run_id()
+    for number in range(_NUM_KILLS):
+        life.wait_for_steps(1, more_than=life.num_steps)
+        time.sleep(rng.random() * 3)
+        kill_a_worker(life, rng)
+        if number % 5 == 4:
+            family = life.family()
+            life.kill()
+            num_drivers += 1
+            lake = open_lake(folder / "lake")
+            found = account(lake, run_id)
+            print(f"{number + 1} kills: {found.rows:,} steps, {found.num_complete:,} episodes")
+            assert found.rows == found.acknowledged
+            assert (found.doubled, found.gaps, found.changed) == (0, 0, 0)
+            assert found.named <= found.left_open
+            assert_gone(family, 120)
+            life = Life(folder / "lake", folder, "--resume", run_id[:16])
+    life.wait_for_steps(1, more_than=life.num_steps)
+    life.process.terminate()
+    life.end(code=130)
+    assert lake is not None
+    found = account(lake, run_id)
+    print(f"at the end: {found.rows:,} steps, {len(found.left_open):,} episodes marked")
+    found.check()

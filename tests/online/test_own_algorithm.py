@@ -1,0 +1,45 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replaylake.datastore.policies.package import load_policy
+from replaylake.offline.train import train
+from replaylake.offline.training.config import TrainConfig
+from replaylake.online.config import OnlineConfig, OnlineRequest
+from replaylake.online.train import train_online
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAME = "munchausen_dqn:munchausen_dqn"
+SMALL = OnlineConfig(
+    NAME,
+    env_runner="local",
+    steps=1000,
+    min_size=200,
+    batch_size=32,
+    evaluation_episodes=3,
+    selection_episodes=2,
+    options={"hidden_sizes": [16], "temperature": 0.05},
+)
+
+
+@pytest.fixture(autouse=True)
+def in_examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def test_an_algorithm_of_ones_own_learns_online_and_offline(lake):
+    result = train_online(lake, OnlineRequest("CartPole-v1", "live", "own", SMALL))
+    assert result.num_updates == 800
+    body = load_policy(result.policy.path).manifest.body
+    assert body["algorithm"] == NAME
+    assert body["config"]["options"]["temperature"] == 0.05
+    offline = train(lake, ["live"], TrainConfig(NAME, updates=50), policy_name="own")
+    assert offline.policy.version == 2
+
+
+@pytest.mark.slow
+def test_it_learns_cartpole(lake):
+    config = replace(SMALL, steps=20_000, selection_episodes=5, options={})
+    result = train_online(lake, OnlineRequest("CartPole-v1", "live", "own", config))
+    assert result.selection["value"] > 200

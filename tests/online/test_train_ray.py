@@ -1,0 +1,109 @@
+"""Runs on Ray: real actors, a real object store, and the lake between them."""
+
+from dataclasses import replace
+
+import pytest
+
+from replaylake.offline.training.interruption import RunInterrupted
+from replaylake.online.config import OnlineConfig, OnlineRequest
+from replaylake.online.train import resume_online, train_online
+
+pytestmark = pytest.mark.slow
+
+SMALL = OnlineConfig(
+    "dqn",
+    workers=2,
+    steps=1600,
+    min_size=200,
+    batch_size=16,
+    log_steps=400,
+    evaluate_steps=800,
+    selection_episodes=2,
+    evaluation_episodes=3,
+    envs_per_worker=4,
+    round_steps=64,
+    flush_interval_s=0.1,
+    options={"hidden_sizes": [16]},
+)
+
+
+def request(**changes):
+    return OnlineRequest("CartPole-v1", "live", "learned", replace(SMALL, **changes))
+
+
+def counted(lake):
+    (row,) = lake.sql(
+        "select count(*) n, count(distinct (episode_id, step)) d, count(distinct worker) w,"
+        " count(distinct policy_version) v from live.steps"
+    ).to_pylist()
+    acknowledged = sum(c.get("num_steps") or 0 for c in lake.dataset("live").history())
+    assert row["n"] == row["d"] == acknowledged
+    return row
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_workers_collect_what_the_learner_learns_from(lake, mode):
+    points = {}
+    result = train_online(
+        lake, request(mode=mode), on_metrics=lambda _, values: points.update(values)
+    )
+    row = counted(lake)
+    assert (row["n"], row["w"]) == (result.num_steps, 2)
+    assert 1600 <= result.num_steps < 1600 + 2 * 4
+    assert result.num_updates == result.num_steps - 200
+    # Each round of a synchronous run is acted by the policy that learned from the one before.
+    assert row["v"] > 3
+    links = {name.split("/")[1] for name in points if name.startswith("profile/")}
+    assert {"env_step", "inference", "shard_write", "commit", "decode", "update"} <= links
+    assert 0 < points["latency_ms"] < 10_000
+
+
+def test_a_learner_in_an_actor_registers_the_same_kind_of_policy(lake):
+    started, remarks = [], []
+    result = train_online(
+        lake,
+        request(learner="ray", workers=1),
+        on_start=started.append,
+        on_remark=remarks.append,
+    )
+    assert [start.run_id for start in started] == [result.run_id]
+    assert result.policy.version == 1
+    assert result.num_updates == counted(lake)["n"] - 200
+
+
+def test_a_learner_in_an_actor_is_interrupted_and_goes_on(lake):
+    seen = []
+    with pytest.raises(RunInterrupted) as interrupted:
+        train_online(
+            lake,
+            request(learner="ray", steps=4000),
+            on_progress=lambda progress: seen.append(progress.update),
+            should_end=lambda: bool(seen) and seen[-1] > 50,
+        )
+    assert 200 < counted(lake)["n"] < 4000
+    result = resume_online(lake, interrupted.value.run_id)
+    assert 4000 <= counted(lake)["n"] == result.num_steps < 4010
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
+@pytest.mark.parametrize("agents", ["shared", "each"])
+def test_games_are_learned_from_workers_in_other_processes(lake, algorithm, agents):
+    options = {"hidden_sizes": [16]}
+    if algorithm == "ppo":
+        options |= {"length": 8, "num_sequences": 8}
+    config = replace(SMALL, algorithm=algorithm, agents=agents, options=options)
+    result = train_online(
+        lake, OnlineRequest("pettingzoo:classic/tictactoe-v3", "live", "learned", config)
+    )
+    names = {"shared": [], "each": ["learned_player_1:1", "learned_player_2:1"]}
+    assert [str(ref) for ref in result.policies.values()] == names[agents]
+    assert result.num_updates > 0
+    (row,) = lake.sql(
+        "select count(*) n, count(distinct (episode_id, agent_id, step)) d,"
+        " count(distinct agent_id) agents, count(distinct policy_version) v from live.steps"
+    ).to_pylist()
+    # Of games that were open in the end, one in each environment, the last move is not there.
+    assert result.num_steps - 8 <= row["n"] == row["d"] <= result.num_steps
+    assert row["agents"] == 2
+    assert row["v"] > 1
+    assert result.update == result.num_updates
