@@ -9,7 +9,7 @@ SOURCES := $(wildcard datastore offline online serve cli tests examples benchmar
 WORKERS ?= 2
 KILLS ?= 500
 
-.PHONY: .venv demo test chaos check bench clean
+.PHONY: .venv demo test chaos check check-newer-gymnasium bench clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -49,6 +49,10 @@ check: .venv/.installed
 	@$(PY) -m mypy --no-error-summary -p replaylake
 	@echo "lint-imports"
 	@.venv/bin/lint-imports --no-logo >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+
+# Everything but d3rlpy with the newest Gymnasium, in an environment of its own below .bench/.
+check-newer-gymnasium: .venv/.installed
+	@.ci/newer-gymnasium
 
 # Ours beside its peers, each in an environment of its own below .bench/: run it on an idle machine.
 # `make bench ONLY=append,load` runs some of the workloads.

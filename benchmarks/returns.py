@@ -24,7 +24,7 @@ from replaylake.datastore.formats.format import ReadOptions
 from replaylake.datastore.ingest.ingest import ingest
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.offline.environments import make, spaces_of
+from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.offline.train import TrainConfig, train
 
 ENVIRONMENTS: Final = {"cartpole": "CartPole-v1", "pendulum": "Pendulum-v1"}

@@ -45,6 +45,8 @@ WORKLOADS: Final = (
     Workload("memory", ("ours",)),
     Workload("ingest", ("ours", "by_hand")),
     Workload("learn"),
+    Workload("rollout"),
+    Workload("online", ("ours", "by_hand", "sb3"), frozenset({"sb3"})),
     Workload(
         "sampling",
         ("ours", "by_hand", "cpprb", "tianshou", "sb3", "torchrl", "d3rlpy", "rllib"),
@@ -58,7 +60,7 @@ Figures = dict[tuple[str, str], dict[str, list[float]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--only", help="workloads, by commas: append,load,log,sql,memory,ingest,learn,sampling"
+        "--only", help=f"workloads, by commas: {','.join(w.module for w in WORKLOADS)}"
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--folder", type=Path, help="where to write; must be a real disk")
