@@ -263,8 +263,12 @@ class OnlineTrainer:
             most = min(self._config.round_steps, left)
             num = self._parts.limiter.num_insertable(most, pending=pending)
             # A few at a time would cost a round trip each.
-            if num <= 0 or num < min(most, self._config.envs_per_worker):
-                break
+            least = min(most, self._config.envs_per_worker)
+            if num <= 0 or num < least:
+                if most <= 0 or pending or self._can_update():
+                    break
+                # Neither may go on: sequences that were begun and lost count as if they would come.
+                num = most if self._parts.supply.takes_once else least
             self._broadcast()
             self._parts.pool.ask(worker, num)
             self._promised[worker] = num
