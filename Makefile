@@ -9,7 +9,7 @@ SOURCES := $(wildcard datastore offline online serve cli tests examples benchmar
 WORKERS ?= 2
 KILLS ?= 500
 
-.PHONY: .venv demo test chaos check check-newer-gymnasium bench clean
+.PHONY: .venv demo test bars chaos check check-newer-gymnasium bench clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -30,9 +30,14 @@ demo: .venv/.installed
 # One torch thread per worker: more would only contend. pytest exits 5 where nothing is marked slow.
 test: .venv/.installed
 	@echo "tests: fast, $(WORKERS) at a time"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not chaos"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not chaos and not bars"
 	@echo "tests: slow, $(WORKERS) at a time"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "slow and not gpu and not chaos" || [ $$? -eq 5 ]
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "slow and not gpu and not chaos and not bars" || [ $$? -eq 5 ]
+
+# Learning takes a minute a run, with two workers beside it: one run after the other.
+bars: .venv/.installed
+	@echo "tests: what online training has to reach, one run after the other"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -rA -m bars tests/online/test_bars.py
 
 # The long form of the fault tests: kills, damage and failing disks by the hundred. `make chaos KILLS=2000`
 # kills more often; -rP shows what each test did.

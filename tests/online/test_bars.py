@@ -92,12 +92,22 @@ BARS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.bars
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("bar", BARS, ids=str)
 def test_a_bar_is_reached(tmp_path: Path, bar: Bar, seed: int) -> None:
     lake = open_lake(tmp_path / "lake", create=True)
     check(bar, bar.run(lake, seed), lake)
+
+
+@pytest.mark.slow
+def test_ppo_learns_cartpole_in_one_process(tmp_path: Path) -> None:
+    """The same on every machine but for the last bits: nothing goes on beside it."""
+    config = OnlineConfig("ppo", steps=40_000, until_return=475, env_runner="local")
+    lake = open_lake(tmp_path / "lake", create=True)
+    result = train_online(lake, OnlineRequest("CartPole-v1", "run", "policy", config))
+    assert result.evaluation is not None
+    assert result.evaluation.mean_return >= 400
 
 
 def check(bar: Bar, result: OnlineResult, lake: Lake) -> None:
@@ -118,13 +128,13 @@ def sac_run(
     return lake, SAC.run(lake, request.param)
 
 
-@pytest.mark.slow
+@pytest.mark.bars
 def test_sac_reaches_its_bar(sac_run: tuple[Lake, OnlineResult]) -> None:
     lake, result = sac_run
     check(SAC, result, lake)
 
 
-@pytest.mark.slow
+@pytest.mark.bars
 def test_what_a_run_leaves_is_learned_from_offline(sac_run: tuple[Lake, OnlineResult]) -> None:
     """Cloning its good episodes reaches what cloning all of them does not."""
     lake, ran = sac_run
