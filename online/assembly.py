@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.replay.kernels import kernels
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.schema import POLICY_VERSION
 from replaylake.offline.evaluate import evaluate
@@ -62,6 +63,8 @@ def followed(job: Job, producer: str) -> LiveView | AgentViews:
             without_producers=[producer] if job.puts else (),
         )
 
+    # Half a second, which the first batches would wait for.
+    kernels.load()
     if job.config.agents == "shared":
         return follow()
     with ExitStack() as stack:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import (
@@ -19,6 +20,7 @@ from replaylake.datastore.locations import check_shareable
 from replaylake.datastore.names import check_policy_name
 from replaylake.datastore.policies.package import check_package, load_learner_weights
 from replaylake.datastore.replay.view import ReplayView
+from replaylake.datastore.spaces import Array
 from replaylake.offline.algorithms.catalog import (
     check_algorithm,
     check_masks,
@@ -37,10 +39,9 @@ from replaylake.online.agents import (
     policy_names,
 )
 from replaylake.online.config import OWN_OPTIONS, OnlineConfig, OnlineRequest
+from replaylake.online.defaults import resolved
 from replaylake.online.worker import RolloutConfig
 from replaylake.online.workers import make_worker
-
-_DEFAULT_BATCH: Final = 256
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,18 @@ class Job:
     agents: tuple[str, ...]
     dataset: Dataset
     since: int
-    batch_size: int
     mixed: Mapping[str, ReplayView]
     mixed_lineage: tuple[Mapping[str, Any], ...]
 
     @property
     def config(self) -> OnlineConfig:
         return self.request.config
+
+    @property
+    def batch_size(self) -> int:
+        """Steps a batch."""
+        assert self.config.batch_size is not None, "resolved"
+        return self.config.batch_size
 
     @property
     def takes_once(self) -> bool:
@@ -77,11 +83,13 @@ class Job:
 
 def prepared(lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | None = None) -> Job:
     """Check all that can be refused before anything is collected, and make the learner."""
-    config = request.config
     check_policy_name(request.policy_name)
     spaces = spaces_of(request.env_id, request.env_args)
-    algorithm = check_algorithm(config.algorithm, spaces[1])
-    check_options(config.algorithm, spaces[1], config.options, others=OWN_OPTIONS)
+    algorithm = check_algorithm(request.config.algorithm, spaces[1])
+    check_options(request.config.algorithm, spaces[1], request.config.options, others=OWN_OPTIONS)
+    start = None if request.config.start_from is None else _start(lake, request.config)
+    config = resolved(request.config, algorithm, None if start is None else start.options)
+    request = replace(request, config=config)
     if not algorithm.uses_rewards:
         raise ConfigInvalid(
             f"algorithm {config.algorithm}: it clones behaviour, expected one that learns from "
@@ -93,7 +101,8 @@ def prepared(lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | N
     if config.env_runner == "ray":
         check_shareable(lake.url, "rollout workers")
     agents = agents_of(request.env_id, request.env_args)
-    learner = _learner(lake, request, spaces, agents)
+    learner = _learner(request, spaces, agents, start)
+    _check_steps(config, learner)
     mask_size = _mask_size(request)
     if mask_size is not None:
         check_masks(config.algorithm, spaces[1])
@@ -118,12 +127,11 @@ def prepared(lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | N
     dataset = lake.dataset(request.dataset)
     _make_dataset(dataset, request, spaces, mask_size)
     since = int(began["since"]) if began is not None else dataset.snapshot().version
-    batch_size = config.batch_size or _DEFAULT_BATCH
-    return Job(request, learner, agents, dataset, since, batch_size, mixed, tuple(lineage))
+    return Job(request, learner, agents, dataset, since, mixed, tuple(lineage))
 
 
 def _learner(
-    lake: Lake, request: OnlineRequest, spaces: tuple[Any, Any], agents: Sequence[str]
+    request: OnlineRequest, spaces: tuple[Any, Any], agents: Sequence[str], start: _Start | None
 ) -> Learner:
     """Make the learner, or all agents' own as one."""
     config = request.config
@@ -138,8 +146,8 @@ def _learner(
             device=config.device,
             frame_stack=config.frame_stack,
         )
-        if config.start_from is not None:
-            _start_from(lake, learner, config)
+        if start is not None:
+            learner.load_state_dict(start.weights)
         return learner
 
     if config.agents == "shared":
@@ -150,9 +158,34 @@ def _learner(
     return AgentLearners({agent: made(config.seed + i) for i, agent in enumerate(agents)})
 
 
-def _start_from(lake: Lake, learner: Learner, config: OnlineConfig) -> None:
-    """Load what a registered policy had learned. Raises: NotFound, PackageInvalid."""
-    assert config.start_from is not None
+def _check_steps(config: OnlineConfig, learner: Learner) -> None:
+    """Raises: ConfigInvalid where the run would end before the first update."""
+    plan = learner.on_policy
+    if plan is not None:
+        least, why = plan.num_sequences * plan.length, "num_sequences * length, for a batch"
+    else:
+        batch_size = config.batch_size or 1
+        per_insert = config.samples_per_insert or batch_size
+        least = config.min_size + max(1, math.ceil(batch_size / per_insert))
+        why = f"min_size {config.min_size:,} and what an update samples"
+    if config.steps < least:
+        raise ConfigInvalid(
+            f"online: steps: found {config.steps:,}, expected {least:,} or more ({why}): nothing "
+            "would be learned. Collect more, or lower that."
+        )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a registered policy had learned, and the options that it learned with."""
+
+    weights: Mapping[str, Array]
+    options: Mapping[str, Any]
+
+
+def _start(lake: Lake, config: OnlineConfig) -> _Start:
+    """Read the policy that is started from. Raises: NotFound, PackageInvalid."""
+    assert config.start_from is not None, "asked for where there is one"
     ref = lake.registry.resolve(config.start_from)
     manifest = check_package(ref.path)
     theirs = manifest.body.get("algorithm")
@@ -161,7 +194,8 @@ def _start_from(lake: Lake, learner: Learner, config: OnlineConfig) -> None:
             f"start from {ref}: found a policy of algorithm {theirs}, expected {config.algorithm} "
             f"as this run's. Train with --algorithm {theirs}, or start from another policy."
         )
-    learner.load_state_dict(load_learner_weights(ref.path))
+    options = manifest.body.get("config", {}).get("options", {})
+    return _Start(load_learner_weights(ref.path), options)
 
 
 def _mask_size(request: OnlineRequest) -> int | None:

@@ -454,11 +454,13 @@ class OnlineTrainer:
             **parts.timings.to_metrics(),
             "env_steps": float(self.num_steps),
             "episodes": float(self.num_episodes),
-            "steps_per_s": (self.num_steps - self._logged_steps) / passed,
-            "updates_per_s": (self.update - self._logged_update) / passed,
             "samples_per_insert": parts.limiter.num_samples / max(1, parts.limiter.num_inserts),
             "policy_version": float(self.version),
         }
+        if self.num_steps > self._logged_steps:
+            # Not of the last point, which comes right after another.
+            values["steps_per_s"] = (self.num_steps - self._logged_steps) / passed
+            values["updates_per_s"] = (self.update - self._logged_update) / passed
         if (mean_return := self.mean_return) is not None:
             values["return"] = mean_return
         if self._latencies:

@@ -9,9 +9,9 @@ layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +56,10 @@ class MLP(nn.Module):
 
     def sunk(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients go to the sink, in its order."""
-        # Not `parameters()`, which walks the tree of modules: a tenth of a small network's pass.
-        linears = cast("Iterable[nn.Linear]", self.layers)
-        return [p for layer in linears for p in (layer.weight, layer.bias)]
+        # Not `parameters()`, nor attributes, which torch looks up in Python: a tenth of the time of
+        # a small network's pass.
+        layers = self.layers._modules.values()
+        return [p for layer in layers if layer for p in layer._parameters.values() if p is not None]
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         return self._outputs(features, self.sunk())
