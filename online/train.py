@@ -16,6 +16,7 @@ from replaylake.datastore.errors import (
     NotFound,
     ReplayLakeError,
     StorageFailed,
+    TrainingFailed,
 )
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.names import new_ulid
@@ -248,6 +249,11 @@ def _ran(
         ) from error
     if not is_complete:
         raise RunInterrupted(record.run_id, run.last_saved)
+    if trainer.update == 0:
+        raise TrainingFailed(
+            f"training: found no update after {trainer.num_steps:,} steps, expected one at least: "
+            "too few came together for a batch. Collect more --steps."
+        )
     return _registered(lake, job, record, lease, trainer, run, observer, refusals)
 
 

@@ -314,7 +314,7 @@ def test_interrupting_is_exit_code_130(run: Any, monkeypatch: pytest.MonkeyPatch
     ("module", "extra"),
     [
         ("bentoml", "serve"),
-        ("torch", "offline"),
+        ("torch", "learn"),
         ("gymnasium", "gym"),
         ("prometheus_client", "serve"),
     ],
@@ -334,7 +334,7 @@ def test_a_missing_dependency_names_its_extra(
 @pytest.mark.parametrize(
     ("module", "arguments", "extra"),
     [
-        ("torch", ("train", "offline", "d", "--algorithm", "bc", "--policy", "p"), "offline"),
+        ("torch", ("train", "offline", "d", "--algorithm", "bc", "--policy", "p"), "learn"),
         ("gymnasium", ("evaluate", "random", "--env", "CartPole-v1"), "gym"),
     ],
 )

@@ -203,6 +203,8 @@ def test_a_run_starts_from_a_policy(lake):
         ({"mix": {"absent": 0.5}}, NotFound, "absent"),
         ({"start_from": "none"}, NotFound, "none"),
         ({"device": "cuda:7"}, ConfigInvalid, "cuda"),
+        ({"steps": 200}, ConfigInvalid, "found 200, expected 201 or more"),
+        ({"steps": 99, "algorithm": "ppo"}, ConfigInvalid, "num_sequences"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_there(lake, changes, error, says):
