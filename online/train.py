@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import (
+    LogCorrupt,
     NotFound,
     ReplayLakeError,
     StorageFailed,
@@ -241,11 +243,12 @@ def _ran(
             is_complete = trainer.run()
     except ReplayLakeError as error:
         # Asked anew: this one knows the log that it has read.
-        if lake.dataset(job.request.dataset).exists():
+        if (damage := _damage(lake.dataset(job.request.dataset))) is None:
             raise
         raise NotFound(
             f"dataset {job.request.dataset!r}: gone from {lake.url} while the run collects into "
-            "it, expected it to stay. Put it back and go on with the run, or begin another."
+            f"it ({damage}), expected it to stay. Put it back and go on with the run, or begin "
+            "another."
         ) from error
     if not is_complete:
         raise RunInterrupted(record.run_id, run.last_saved)
@@ -255,6 +258,15 @@ def _ran(
             "too few came together for a batch. Collect more --steps."
         )
     return _registered(lake, job, record, lease, trainer, run, observer, refusals)
+
+
+def _damage(dataset: Dataset) -> str | None:
+    """Return why a dataset cannot be read; None if it can be."""
+    try:
+        dataset.snapshot()
+    except (NotFound, LogCorrupt) as error:
+        return str(error).rstrip(".")
+    return None
 
 
 def _go_on(
