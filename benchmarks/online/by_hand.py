@@ -46,6 +46,11 @@ def options_of(case: Learning) -> dict[str, Any]:
             "hidden_sizes": case.sizes,
             "learning_rate": case.learning_rate,
             "target_update_period": case.target_period,
+            # SB3's DQN, where ours would take what learns faster by default.
+            "double": False,
+            "dueling": False,
+            "n_step": 1,
+            "tau": 1.0,
         }
     rates = ("actor", "critic", "temperature")
     return {
