@@ -22,7 +22,8 @@ from typing import Final
 
 from replaylake.datastore.errors import ExtraMissing, ServeFailed
 from replaylake.datastore.remote.shard_cache import is_copy
-from replaylake.serve.config import ServeConfig, check_servable
+from replaylake.serve.config import ServeConfig
+from replaylake.serve.loading import check_servable
 
 __all__ = ["ServeConfig", "serve"]
 

@@ -17,7 +17,8 @@ import time
 import bentoml
 
 from replaylake.serve.app import create_app
-from replaylake.serve.config import ServeConfig, load_serving
+from replaylake.serve.config import ServeConfig
+from replaylake.serve.loading import load_serving
 
 _ORPHAN_CHECK_S = 0.5
 

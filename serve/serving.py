@@ -1,15 +1,13 @@
-"""What a worker holds while it serves: the policy, how it explores, its limits and its log."""
+"""What a worker holds while it serves: the policies, how they explore, its limits and its log."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.policy import Policy
 from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.serve.feedback import DecisionLog
+from replaylake.serve.decision_log import DecisionLog
+from replaylake.serve.router import Router
 
 
 @dataclass(frozen=True)
@@ -20,25 +18,11 @@ class Limits:
     batch: int = 4096
 
 
-@dataclass(frozen=True)
-class Served:
-    """A policy as it is served: under which name and version, and what /policy says of it.
-
-    reference: what was asked for, such as `clone@champion`, of which the version is what it meant.
-    """
-
-    name: str
-    version: int
-    policy: Policy
-    reference: str
-    about: Mapping[str, Any] = field(default_factory=dict)
-
-
 @dataclass
 class Serving:
     """What a worker holds while it runs. log is None where nothing is logged."""
 
-    served: Served
+    router: Router
     signer: DecisionSigner
     log: DecisionLog | None = None
     exploration: Exploration = field(default_factory=Exploration)

@@ -20,8 +20,9 @@ from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.datastore.sessions.sessionise import sessionise
 from replaylake.datastore.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
 from replaylake.serve.app import create_app
-from replaylake.serve.feedback import DecisionLog
-from replaylake.serve.serving import Limits, Served, Serving
+from replaylake.serve.decision_log import DecisionLog
+from replaylake.serve.router import Router, Served
+from replaylake.serve.serving import Limits, Serving
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 
@@ -29,7 +30,7 @@ GOOD = [0.1, 0.2, 0.3, 0.4]
 def serving(policy, *, log=None, exploration=None, limits=None, signer=None):
     signer = signer or DecisionSigner(b"k" * 32, "d")
     return Serving(
-        Served("p", 2, policy, "p@champion", {"algorithm": "by_hand"}),
+        Router(Served("p", 2, policy, "p@champion", {"algorithm": "by_hand"})),
         signer,
         log,
         exploration or Exploration(),

@@ -22,7 +22,8 @@ from replaylake.datastore.policies.package import load_policy
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Box, Discrete
 from replaylake.serve.bento import package_bento
-from replaylake.serve.config import ServeConfig, check_servable, load_serving
+from replaylake.serve.config import ServeConfig
+from replaylake.serve.loading import check_servable, load_serving
 
 
 @pytest.fixture

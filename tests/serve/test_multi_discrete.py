@@ -13,8 +13,9 @@ from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.datastore.sessions.sessionise import sessionise
 from replaylake.datastore.spaces import Box, MultiBinary, MultiDiscrete
 from replaylake.serve.app import create_app
-from replaylake.serve.feedback import DecisionLog
-from replaylake.serve.serving import Limits, Served, Serving
+from replaylake.serve.decision_log import DecisionLog
+from replaylake.serve.router import Router, Served
+from replaylake.serve.serving import Limits, Serving
 
 # Logits of the first element (2) and of the second (3): the observation's, and more of them.
 WEIGHTS = np.array([[1.0, 0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 2.0, 1.0, 0.0]], np.float32)
@@ -29,7 +30,7 @@ def policy(kit, tmp_path):
 
 def served(policy, signer, log=None, exploration=None):
     named = Served("p", 2, policy, "p@champion", {"algorithm": "by_hand"})
-    return Serving(named, signer, log, exploration or Exploration(), Limits())
+    return Serving(Router(named), signer, log, exploration or Exploration(), Limits())
 
 
 def test_an_action_is_a_list(app_client, policy):

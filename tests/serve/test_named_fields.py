@@ -14,7 +14,8 @@ from replaylake.datastore.policies.package import load_policy
 from replaylake.datastore.sessions.sessionise import sessionise
 from replaylake.offline.train import TrainConfig, train
 from replaylake.serve.app import create_app
-from replaylake.serve.config import ServeConfig, check_servable, load_serving
+from replaylake.serve.config import ServeConfig
+from replaylake.serve.loading import check_servable, load_serving
 
 _DEVICES = ("ios", "web", "", "android")
 _MAP = {"observation": "user_*,member,device,hour", "action": "item", "reward": "click"}

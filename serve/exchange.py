@@ -1,0 +1,64 @@
+"""What passes between the door and an endpoint: a request that was let in, and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+JSON: Final = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request with its whole body. content_type is without parameters, in lower case."""
+
+    route: str
+    method: str
+    path: str
+    query: bytes = b""
+    body: bytes = b""
+    content_type: str = JSON
+    accept: str = JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is sent back."""
+
+    status: int
+    body: bytes
+    content_type: str = JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+Endpoint = Callable[[Request], Awaitable[Answer]]
+
+
+class RequestRefused(Exception):
+    """A request that gets an error status; `serve/door.py` alone turns it into an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        field: str,
+        found: str,
+        expected: str,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(f"{field}: found {found}, expected {expected}")
+        self.status, self.field, self.found, self.expected = status, field, found, expected
+        self.headers = headers
+
+
+def json_answer(content: Any, status: int = 200) -> Answer:
+    """Return an answer of JSON."""
+    return Answer(status, orjson.dumps(content))
+
+
+def error_answer(error: RequestRefused) -> Answer:
+    """Return `{"error": {"field", "found", "expected"}}`, as all errors are."""
+    body = {"field": error.field, "found": error.found, "expected": error.expected}
+    return Answer(error.status, orjson.dumps({"error": body}), JSON, error.headers)
