@@ -38,7 +38,7 @@ from replaylake.online.trainer import Parts
 from replaylake.online.worker import RolloutConfig
 
 # What is committed at a time where steps can be sampled without: a crash loses no more.
-_LOCAL_INTERVAL_S: Final = 1.0
+_LOCAL_INTERVAL_S: Final = 2.0
 _GROUP_INTERVAL_S: Final = 0.1
 # Where nothing is learned while it is committed.
 _TURN_INTERVAL_S: Final = 0.02

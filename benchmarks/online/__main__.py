@@ -32,6 +32,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="holds lakes between runs")
     parser.add_argument("--kinds", help="some of the kinds above, by commas: learning,slow")
     parser.add_argument("--algorithm", choices=("dqn", "sac"), help="learning: only this one")
+    parser.add_argument("--turns", type=int, default=1, help="learning: repeats, taking turns")
+    parser.add_argument(
+        "--variants",
+        type=lambda text: text.split(","),
+        help='ours: some of them, "" is ours itself',
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     # A system's libraries are imported by its own module: each runs in its own environment.
