@@ -48,6 +48,11 @@ WORKLOADS: Final = (
     Workload("rollout"),
     Workload("online", ("ours", "by_hand", "sb3"), frozenset({"sb3"})),
     Workload(
+        "serving",
+        ("ours", "ours_bentoml", "starlette", "starlette_act", "fastapi", "bentoml_api"),
+        frozenset({"fastapi"}),
+    ),
+    Workload(
         "sampling",
         ("ours", "by_hand", "cpprb", "tianshou", "sb3", "torchrl", "d3rlpy", "rllib"),
         frozenset({"cpprb", "tianshou", "sb3", "torchrl", "d3rlpy", "rllib"}),
