@@ -29,8 +29,8 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.spaces import Box, Discrete
-from replaylake.online.housekeeping import Housekeeper
-from replaylake.online.recorder import Recorder
+from replaylake.online.recording.housekeeping import Housekeeper
+from replaylake.online.recording.recorder import Recorder
 
 LANES: Final = 16
 ROUND_STEPS: Final = 256  # of each lane

@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Final
 
@@ -23,13 +23,15 @@ import numpy as np
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.offline.environments.ids import make, spaces_of
-from replaylake.online.acting import Acting
-from replaylake.online.committer import Committer
-from replaylake.online.pool import WorkerPool
-from replaylake.online.ray_pool import RayPool
-from replaylake.online.shipment import Endless, LocalPool, Order, Shipment
-from replaylake.online.timings import Timings
-from replaylake.online.worker import RolloutConfig
+from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.shipment import Endless, Order, Shipment
+from replaylake.online.collecting.worker import RolloutConfig
+from replaylake.online.monitoring.timings import Timings
+from replaylake.online.pools.local_pool import LocalPool
+from replaylake.online.pools.pool import WorkerPool
+from replaylake.online.pools.ray_pool import RayPool
+from replaylake.online.recording.collection import GROUP_INTERVAL_S
+from replaylake.online.recording.recorder import Recorder
 
 ENV_ID: Final = "CartPole-v1"
 NUM_ENVS: Final = 8
@@ -49,9 +51,7 @@ def orders(lake: Lake, dataset: str, num_workers: int, *, records: bool) -> list
     ]
 
 
-def collected(
-    pool: WorkerPool, committer: Committer | None, turn_s: float
-) -> tuple[float, Timings]:
+def collected(pool: WorkerPool, recorder: Recorder | None, turn_s: float) -> tuple[float, Timings]:
     """Return the steps a second of all workers together, from their first shipments on.
 
     Timings are of all that they did meanwhile.
@@ -74,11 +74,11 @@ def collected(
             pool.ask(shipment.worker, flush_steps)
         else:
             waiting.discard(shipment.worker)
-        if committer is not None and shipment.written is not None:
-            with timings.of("commit"):
-                committer.add(shipment.written)
-    if committer is not None:
-        committer.flush()
+        if recorder is not None and shipment.written is not None:
+            recorder.add(shipment.written)
+    if recorder is not None:
+        recorder.flush()
+        timings.merge(recorder.timings)
     return num_steps / (time.perf_counter() - started), timings
 
 
@@ -106,12 +106,15 @@ def rates(
     lake = open_lake(folder / "lake", create=True)
     dataset = lake.dataset("play")
     dataset.create(*spaces_of(ENV_ID))
-    committer = Committer(dataset, "bench") if records else None
     given = orders(lake, dataset.name, num_workers, records=records)
-    with closing(_pool(given, num_workers)) as pool:
-        rate, timings = collected(pool, committer, turn_s)
-    if committer is not None:
-        _check_complete(dataset, committer)
+    with ExitStack() as stack:
+        recorder = None
+        if records:
+            recorder = stack.enter_context(Recorder(dataset, "bench", interval_s=GROUP_INTERVAL_S))
+        pool = stack.enter_context(closing(_pool(given, num_workers)))
+        rate, timings = collected(pool, recorder, turn_s)
+        if recorder is not None:
+            _check_complete(dataset, recorder)
     return rate, timings
 
 
@@ -130,9 +133,9 @@ def _shipment(pool: WorkerPool) -> Shipment:
             raise SystemExit(f"worker {answer.worker} died: {answer.reason}")
 
 
-def _check_complete(dataset: Dataset, committer: Committer) -> None:
+def _check_complete(dataset: Dataset, recorder: Recorder) -> None:
     found = dataset.snapshot().num_steps
-    expected = sum(commit.num_steps for commit in committer.commits)
+    expected = sum(one.commit.num_steps for one in recorder.acknowledged())
     if found != expected:
         raise SystemExit(f"found {found} steps in the lake, expected {expected}")
 

@@ -13,7 +13,7 @@ from replaylake.cli.report import Report, count, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.runs.summary import RunSummary
-    from replaylake.online.profile import LinkUse, RunProfile
+    from replaylake.online.monitoring.profile import LinkUse, RunProfile
 
 _COLUMNS: Final = ("link", "of", "seconds", "share %", "items", "items/s", "MB", "MB/s")
 
@@ -42,8 +42,8 @@ def profile(
     from replaylake.datastore.lake import open_lake
     from replaylake.datastore.runs.metrics import read_logged
     from replaylake.datastore.runs.summary import find_run, summarise
-    from replaylake.online.profile import profile_of
-    from replaylake.online.timings import PROFILE
+    from replaylake.online.monitoring.profile import profile_of
+    from replaylake.online.monitoring.timings import PROFILE
 
     report = Report(as_json)
     opened = open_lake(lake)

@@ -73,6 +73,19 @@ def rollout(
     envs_per_worker: Annotated[
         int, typer.Option("--envs-per-worker", metavar="K", min=1, help="Stepped together.")
     ] = 8,
+    worker_cpus: Annotated[
+        float,
+        typer.Option("--worker-cpus", metavar="C", help="CPUs of each worker, as Ray counts them."),
+    ] = 1.0,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="RAY",
+            help="A Ray that runs already; without it one is started here.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -110,9 +123,9 @@ def rollout(
       replaylake rollout --env CartPole-v1 --policy clone --workers 2 --seed 0 --dataset cartpole
     """
     from replaylake.datastore.policies.exploration import parse_exploration
+    from replaylake.online.collecting.worker import RolloutConfig
     from replaylake.online.rollout import fresh_seed
     from replaylake.online.rollout import rollout as run
-    from replaylake.online.worker import RolloutConfig
 
     report = Report(as_json)
     with usage_errors("--explore"):
@@ -133,10 +146,12 @@ def rollout(
             num_episodes=episodes,
             agent_policies=agent_policies,
             num_workers=0 if env_runner is EnvRunner.local else workers,
+            worker_cpus=worker_cpus,
+            address=address,
             temperature=exploration.temperature or 0.0,
             epsilon=exploration.epsilon,
             on_progress=progress,
-            on_trouble=lambda trouble: report.say(f"paused: {trouble}"),
+            on_remark=lambda remark: report.say(f"note: {remark}"),
         )
     report.answer(receipt.to_json(), _summary(receipt))
 

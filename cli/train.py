@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -20,6 +19,15 @@ from replaylake.cli.options import (
 )
 from replaylake.cli.progress import time_left
 from replaylake.cli.report import Report, count, interval_text, number_text
+from replaylake.cli.run_options import (
+    AssignmentsOption,
+    ConfigOption,
+    ResumeOption,
+    check_alone,
+    check_project,
+    how_it_goes_on,
+    tell_start,
+)
 
 if TYPE_CHECKING:
     from replaylake.cli.watch import Watchers
@@ -120,27 +128,9 @@ def offline(
         ),
     ] = None,
     env_arg: EnvArgsOption = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="RUN",
-            help="Go on with a run that was killed or interrupted, by its id or how only that "
-            "begins; nothing else beside it.",
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE.toml", help="Options; flags and --set win."),
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="One option, as a TOML value or a bare word. Repeatable.",
-        ),
-    ] = None,
+    resume: ResumeOption = None,
+    config: ConfigOption = None,
+    assignments: AssignmentsOption = None,
     wandb: Annotated[
         str | None,
         typer.Option("--wandb", metavar="PROJECT", help="Report the metrics to W&B too."),
@@ -179,12 +169,10 @@ def offline(
         "env_args": parse_env_args(env_arg, has_env=env is not None) or None,
     }
     if resume is not None:
-        beside = [datasets, policy, config, assignments, *given.values(), *asked.values()]
-        _check_alone(any(value is not None and value != [] for value in beside))
+        check_alone(datasets, policy, config, assignments, *given.values(), *asked.values())
     else:
         _check_given(datasets, policy)
-    if wandb is not None and not wandb.strip():
-        raise typer.BadParameter("found an empty one, expected a project.", param_hint="--wandb")
+    check_project(wandb)
     options = read_options(config, assignments or []) | given
 
     # After the options are parsed: torch takes a second to import.
@@ -209,20 +197,12 @@ def offline(
 
     with watchers(report, opened, wandb_project=wandb) as watch:
         try:
-            result = _followed(report, watch, run)
+            with how_it_goes_on(report, "train offline", without="from the beginning"):
+                result = _with_progress(report, watch, run)
         finally:
             if "ray" in sys.modules:
                 quiet_at_exit()
     report.answer(_body(result), _summary(result))
-
-
-def _check_alone(has_others: bool) -> None:
-    if has_others:
-        raise typer.BadParameter(
-            "found other options beside it, expected none: what the run does is in its record. "
-            "Leave them out, or train anew without --resume.",
-            param_hint="--resume",
-        )
 
 
 def _check_given(datasets: Sequence[str] | None, policy: str | None) -> None:
@@ -233,19 +213,6 @@ def _check_given(datasets: Sequence[str] | None, policy: str | None) -> None:
         )
     if policy is None:
         raise typer.BadParameter("found none, expected a name.", param_hint="--policy")
-
-
-def _followed(report: Report, watch: Watchers, run: Callable[..., TrainResult]) -> TrainResult:
-    """Show how far a run is, and where it was interrupted how it goes on."""
-    from replaylake.offline.training.interruption import RunInterrupted
-
-    try:
-        return _with_progress(report, watch, run)
-    except RunInterrupted as interrupted:
-        run_id, update = interrupted.run_id, interrupted.update
-        at = "from the beginning" if update is None else f"after update {update:,}"
-        report.say(f"`replaylake train offline --resume {run_id}` goes on {at}")
-        raise
 
 
 def _with_progress(report: Report, watch: Watchers, run: Callable[..., TrainResult]) -> TrainResult:
@@ -259,20 +226,16 @@ def _with_progress(report: Report, watch: Watchers, run: Callable[..., TrainResu
             waiting.end()
             reading(done, total)
 
-        def tell_start(start: RunStart) -> None:
+        def tell_begin(start: RunStart) -> None:
             waiting.end()
-            at = f" goes on after update {start.update:,}" if start.update else ""
-            report.say(f"run {start.run_id}{at}")
-            for remark in start.remarks:
-                report.say(f"note: {remark}")
-            watch.begin(start.run_id, resumed_after=start.update if start.goes_on else None)
+            tell_start(report, watch, start)
 
         def tell(done: Progress) -> None:
             left = f"  {time_left(done.left_s)} left" if done.update < done.updates else ""
             rate = f"{done.updates_per_s:,.0f} updates/s"
             progress(done.update, done.updates, f"{_metrics(done.metrics)}  {rate}{left}")
 
-        return run(on_reading=tell_read, on_start=tell_start, on_progress=tell, on_metrics=watch)
+        return run(on_reading=tell_read, on_start=tell_begin, on_progress=tell, on_metrics=watch)
 
 
 def _settings(options: Mapping[str, Any]) -> TrainConfig:

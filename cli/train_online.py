@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from replaylake.cli.config import read_options
+from replaylake.cli.online_report import answer_of, progress_text, summary_of
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -20,16 +20,25 @@ from replaylake.cli.options import (
     LakeOption,
     parse_env_args,
 )
-from replaylake.cli.report import Report, count, interval_text, number_text
+from replaylake.cli.report import Report
+from replaylake.cli.run_options import (
+    AssignmentsOption,
+    ConfigOption,
+    ResumeOption,
+    check_alone,
+    check_project,
+    how_it_goes_on,
+    tell_start,
+)
 
 if TYPE_CHECKING:
     from replaylake.cli.watch import Watchers
     from replaylake.datastore.lake import Lake
     from replaylake.offline.training.callbacks import RunStart
-    from replaylake.online.config import OnlineRequest
-    from replaylake.online.prometheus import MetricsServer
-    from replaylake.online.result import OnlineResult
-    from replaylake.online.trainer import OnlineProgress
+    from replaylake.online.monitoring.prometheus import MetricsServer
+    from replaylake.online.training.config import OnlineRequest
+    from replaylake.online.training.progress import OnlineProgress
+    from replaylake.online.training.result import OnlineResult
 
 _COLLECTING: Final = "Collecting"
 _LEARNING: Final = "Learning"
@@ -214,27 +223,9 @@ def online(
         int | None,
         typer.Option("--seed", metavar="N", help="Of weights, batches and episodes."),
     ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="RUN",
-            help="Go on with a run that was killed or interrupted, by its id or how only that "
-            "begins; no other options of the run beside it.",
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE.toml", help="Options; flags and --set win."),
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="One option, as a TOML value or a bare word. Repeatable.",
-        ),
-    ] = None,
+    resume: ResumeOption = None,
+    config: ConfigOption = None,
+    assignments: AssignmentsOption = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
@@ -268,8 +259,7 @@ def online(
       replaylake train online --env Pendulum-v1 --algorithm sac --dataset pendulum --policy sac
       replaylake train online --resume 01m7xx37q2a1tjwqb8trpt4zek
     """
-    if wandb is not None and not wandb.strip():
-        raise typer.BadParameter("found an empty one, expected a project.", param_hint="--wandb")
+    check_project(wandb)
     flags: dict[str, Any] = {
         "algorithm": algorithm,
         "steps": steps,
@@ -290,8 +280,7 @@ def online(
     }
     given = {key: value for key, value in flags.items() if value is not None}
     if resume is not None:
-        beside = [env, dataset, policy, env_args, config, assignments, address, *given.values()]
-        _check_alone(any(value is not None and value != [] for value in beside))
+        check_alone(env, dataset, policy, env_args, config, assignments, address, *given.values())
     else:
         _check_given({"--env": env, "--dataset": dataset, "--policy": policy})
     made_with = parse_env_args(env_args)
@@ -303,7 +292,7 @@ def online(
     from replaylake.datastore.runs.summary import find_run
     from replaylake.offline.local_ray import quiet_at_exit
     from replaylake.online import train as training
-    from replaylake.online.config import OnlineRequest, online_config
+    from replaylake.online.training.config import OnlineRequest, online_config
 
     report = Report(as_json)
     opened = open_lake(lake, create=resume is None)
@@ -326,11 +315,12 @@ def online(
         watch = stack.enter_context(watchers(report, opened, wandb_project=wandb))
         server = _metrics_server(report, stack, metrics_port)
         try:
-            result = _followed(report, opened, watch, server, run)
+            with how_it_goes_on(report, "train online", without="from what was collected"):
+                result = _with_progress(report, opened, watch, server, run)
         finally:
             if "ray" in sys.modules:
                 quiet_at_exit()
-    report.answer(_body(result), _summary(result))
+    report.answer(answer_of(result), summary_of(result))
 
 
 def _shares(texts: Sequence[str]) -> dict[str, float]:
@@ -347,15 +337,6 @@ def _shares(texts: Sequence[str]) -> dict[str, float]:
                 param_hint="--mix",
             )
     return shares
-
-
-def _check_alone(has_others: bool) -> None:
-    if has_others:
-        raise typer.BadParameter(
-            "found other options beside it, expected none: what the run does is in its record. "
-            "Leave them out, or train anew without --resume.",
-            param_hint="--resume",
-        )
 
 
 def _check_given(required: Mapping[str, str | None]) -> None:
@@ -382,30 +363,11 @@ def _algorithm_of(lake: Lake, policy: str) -> str:
 def _metrics_server(report: Report, stack: ExitStack, port: int | None) -> MetricsServer | None:
     if port is None:
         return None
-    from replaylake.online.prometheus import MetricsServer
+    from replaylake.online.monitoring.prometheus import MetricsServer
 
     server = stack.enter_context(MetricsServer(port))
     report.say(f"metrics at {server.url}")
     return server
-
-
-def _followed(
-    report: Report,
-    lake: Lake,
-    watch: Watchers,
-    server: MetricsServer | None,
-    run: Callable[..., OnlineResult],
-) -> OnlineResult:
-    """Show how far a run is, and where it was interrupted how it goes on."""
-    from replaylake.offline.training.interruption import RunInterrupted
-
-    try:
-        return _with_progress(report, lake, watch, server, run)
-    except RunInterrupted as interrupted:
-        update = interrupted.update
-        at = "from what was collected" if update is None else f"from update {update:,}"
-        report.say(f"`replaylake train online --resume {interrupted.run_id}` goes on {at}")
-        raise
 
 
 def _with_progress(
@@ -417,19 +379,15 @@ def _with_progress(
 ) -> OnlineResult:
     with report.waiting("starting the workers") as waiting, report.progress("step", "") as progress:
 
-        def tell_start(start: RunStart) -> None:
+        def tell_begin(start: RunStart) -> None:
             waiting.end()
-            at = f" goes on after update {start.update:,}" if start.update else ""
-            report.say(f"run {start.run_id}{at}")
-            for remark in start.remarks:
-                report.say(f"note: {remark}")
-            watch.begin(start.run_id, resumed_after=start.update if start.goes_on else None)
+            tell_start(report, watch, start)
             if server is not None:
                 row = next(r for r in lake.registry.runs() if r["run_id"] == start.run_id)
                 server.begin(start.run_id, policy=row["policy"], env=row["env_id"])
 
         def tell(done: OnlineProgress) -> None:
-            progress(done.num_steps, done.steps, _progress_text(done))
+            progress(done.num_steps, done.steps, progress_text(done))
 
         def tell_metrics(update: int, values: Mapping[str, float]) -> None:
             watch(update, values)
@@ -437,81 +395,8 @@ def _with_progress(
                 server.set(update, values)
 
         return run(
-            on_start=tell_start,
+            on_start=tell_begin,
             on_progress=tell,
             on_metrics=tell_metrics,
             on_remark=lambda text: report.say(f"note: {text}"),
         )
-
-
-def _progress_text(done: OnlineProgress) -> str:
-    said = [f"update {done.update:,}"]
-    if done.mean_return is not None:
-        said.append(f"return {done.mean_return:.4g}")
-    said.append(f"{done.steps_per_s:,.0f} steps/s")
-    said.append(f"{done.updates_per_s:,.0f} updates/s")
-    return "  ".join(said)
-
-
-def _body(result: OnlineResult) -> dict[str, Any]:
-    request = result.request
-    return {
-        "policy": result.policy.name,
-        "version": result.policy.version,
-        "policies": {
-            agent: {"policy": ref.name, "version": ref.version}
-            for agent, ref in result.policies.items()
-        },
-        "run_id": result.run_id,
-        "algorithm": request.config.algorithm,
-        "env_id": request.env_id,
-        "dataset": request.dataset,
-        "dataset_version": result.dataset_version,
-        "num_steps": result.num_steps,
-        "num_episodes": result.num_episodes,
-        "num_updates": result.num_updates,
-        "update": result.update,
-        "seed": request.config.seed,
-        "mean_return": result.mean_return,
-        "metrics": result.metrics,
-        "selection": result.selection,
-        "evaluation": None if result.evaluation is None else result.evaluation.to_json(),
-        "converged": result.converged,
-        "wall_s": result.wall_s,
-        "was_done": result.was_done,
-    }
-
-
-def _summary(result: OnlineResult) -> Iterator[str]:
-    if result.was_done:
-        yield f"run {result.run_id} is done already: nothing was changed"
-    rate = result.num_steps / max(result.wall_s, 1e-9)
-    yield (
-        f"collected {count(result.num_steps, 'step')}, {count(result.num_episodes, 'episode')} "
-        f"into {result.request.dataset}@{result.dataset_version}, made "
-        f"{count(result.num_updates, 'update')}, in {result.wall_s:,.1f} s ({rate:,.0f} steps/s)"
-    )
-    if result.request.config.until_return is not None:
-        wanted = number_text(result.request.config.until_return)
-        reached = "reached" if result.converged else "did not reach"
-        yield f"{reached} a return of {wanted}"
-    selection = result.selection
-    if selection["value"] is not None:
-        yield (
-            f"took the policy of update {result.update:,}, the best of "
-            f"{len(selection['history'])} by mean return: {number_text(selection['value'])}"
-        )
-    if result.evaluation is not None:
-        done = result.evaluation
-        yield (
-            f"evaluated in {done.env_id}, on other seeds: mean return "
-            f"{number_text(done.mean_return)} over {count(len(done.returns), 'episode')}"
-            f"{interval_text(done.ci_low, done.ci_high)}"
-        )
-        if done.agent_returns:
-            each = (f"{a} {number_text(value)}" for a, value in done.agent_returns.items())
-            yield f"by agent: {', '.join(each)}"
-    for agent, ref in result.policies.items():
-        yield f"saved policy {ref}, which acts for {agent}"
-    if not result.policies:
-        yield f"saved policy {result.policy}"

@@ -10,28 +10,26 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.errors import (
-    AlreadyExists,
-    ConfigInvalid,
-    ReplayLakeError,
-    SchemaMismatch,
-)
+from replaylake.datastore.dataset import Commit
+from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.locations import check_shareable
 from replaylake.datastore.names import new_ulid
-from replaylake.offline.environments.games import Game
-from replaylake.offline.environments.ids import make_any, spaces_of
 from replaylake.offline.evaluate import check_spaces
-from replaylake.online.acting import RANDOM, Acting, AgentsActing
-from replaylake.online.collection import GROUP_INTERVAL_S, Pauses, collect
-from replaylake.online.committer import Committer
-from replaylake.online.pool import WorkerPool
-from replaylake.online.ray_pool import RayPool, import_ray
-from replaylake.online.returns import Returns
-from replaylake.online.shipment import LocalPool, Order, Shipment
-from replaylake.online.worker import RolloutConfig
-from replaylake.online.workers import make_worker
+from replaylake.online.collecting.acting import AgentsActing
+from replaylake.online.collecting.returns import Returns
+from replaylake.online.collecting.shipment import Order, Shipment
+from replaylake.online.collecting.who_acts import named, who_acts
+from replaylake.online.collecting.worker import RolloutConfig
+from replaylake.online.collecting.workers import make_worker
+from replaylake.online.pools.cluster import import_ray
+from replaylake.online.pools.local_pool import LocalPool
+from replaylake.online.pools.pool import WorkerPool
+from replaylake.online.pools.ray_pool import RayPool
+from replaylake.online.recording.collection import GROUP_INTERVAL_S, collect
+from replaylake.online.recording.destination import prepare
+from replaylake.online.recording.recorder import Recorder
+from replaylake.online.recording.refusals import Refusals
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,12 @@ def rollout(
     num_episodes: int,
     agent_policies: Mapping[str, str] | None = None,
     num_workers: int = 0,
+    worker_cpus: float = 1.0,
+    address: str | None = None,
     temperature: float = 1.0,
     epsilon: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
-    on_trouble: Callable[[str], None] | None = None,
+    on_remark: Callable[[str], None] | None = None,
 ) -> RolloutReceipt:
     """Collect whole episodes and commit them to a dataset, which is created if it does not exist.
 
@@ -96,11 +96,14 @@ def rollout(
         num_episodes: how many; with several agents, games.
         agent_policies: of agents by name, in place of `policy`.
         num_workers: Ray actors; 0 collects in this process and imports no Ray.
+        worker_cpus: CPUs of Ray's that each takes up; a fraction, or a whole number.
+        address: of a Ray that runs already; None starts one here, if there are workers.
         temperature: of a stochastic head; 0 takes the mode.
         epsilon: probability of a uniform action instead (Discrete).
         on_progress: called with (episodes finished, episodes) after each shipment.
-        on_trouble: called with what the store says where it refuses, as a full disk does. Nothing
-            more is collected until it takes what there is, which is tried twice a second.
+        on_remark: called with what a person should know: a store that refuses, as a full disk does
+            (nothing more is collected until it takes what there is, which is tried twice a second),
+            and nodes that do not see the lake.
 
     Raises: NotFound, NameRefused, ConfigInvalid, SchemaMismatch, SpaceUnsupported, PackageInvalid
     before anything is written; RolloutFailed naming the episode if the environment raises or a
@@ -113,111 +116,138 @@ def rollout(
         )
     started = time.time()
     exploring = {"temperature": temperature, "epsilon": epsilon}
-    acting = _acting(lake, policy, agent_policies or {}, config, exploring)
+    acting = who_acts(lake, policy, agent_policies or {}, config, exploring)
     target = lake.dataset(dataset)
     mask_size = _check_acting(acting, config)
     if num_workers:
         check_shareable(lake.url, "rollout workers")
-        import_ray()
+        import_ray(address)
     if not lake.registry.exists():
         lake.registry.create()
-    _prepare(target, config, mask_size)
+    prepare(target, config.env_id, config.env_args, mask_size=mask_size)
     run_id = new_ulid()
+    orders = _orders(lake, dataset, f"rollout/{run_id}", acting, config, num_episodes, num_workers)
     record = {
         "kind": "rollout",
         "dataset": dataset,
-        **_named(acting),
+        **named(acting),
         "config": asdict(config),
         "num_workers": num_workers,
         "started_ms": round(started * 1000),
     }
     lake.registry.record_run(run_id, {**record, "status": "running"})
-    producer = f"rollout/{run_id}"
-    orders = _orders(lake, dataset, producer, acting, config, num_episodes, num_workers)
-    committer = Committer(target, producer, interval_s=GROUP_INTERVAL_S)
-    returns = Returns()
-
-    def note(shipment: Shipment) -> None:
-        returns.add(shipment.ends)
-        if on_progress is not None:
-            on_progress(returns.num_games, num_episodes)
-
+    run = _Run(lake, dataset, run_id, num_episodes, on_progress, on_remark or (lambda remark: None))
     try:
-        with closing(_pool(orders, num_workers, config)) as pool:
-            collect(pool, config.flush_steps, committer, note, Pauses(on_trouble))
-    except BaseException as error:
-        totals = _settle(committer)
-        ended = {"status": "failed", "ended_ms": _now_ms(), "error": str(error), **totals}
-        with suppress(ReplayLakeError):
-            lake.registry.record_run(run_id, {**record, **ended})
-        if not isinstance(error, ReplayLakeError):
-            raise
+        with closing(_pool(orders, config, num_workers, worker_cpus, address)) as pool:
+            run.collect(pool, config.flush_steps)
+    except ReplayLakeError as error:
+        totals = run.fail(record, error)
         raise type(error)(
             f"{error} Committed to {dataset!r} before it: {totals['num_episodes']} of "
             f"{num_episodes} episodes, each whole."
         ) from error
-    receipt = RolloutReceipt(
-        run_id=run_id,
-        dataset=dataset,
-        version=committer.commits[-1].version,
-        env_id=config.env_id,
-        **{**_named(acting), **_totals(committer)},
-        seed=config.seed,
-        num_workers=len(orders) if num_workers else 0,
-        num_games=returns.num_games,
-        mean_return=returns.mean,
-        agent_returns=returns.by_agent,
-        num_commits=len(committer.commits),
-        wall_s=time.time() - started,
-    )
-    ended = {"status": "finished", "ended_ms": _now_ms(), **receipt.to_json()}
-    lake.registry.record_run(run_id, {**record, **ended})
+    except BaseException as error:
+        run.fail(record, error)
+        raise
+    receipt = run.receipt(acting, config, len(orders) if num_workers else 0, started)
+    run.end(record, {"status": "finished", **receipt.to_json()})
     return receipt
+
+
+class _Run:
+    """A rollout that is made: what it commits, and what its record says."""
+
+    def __init__(
+        self,
+        lake: Lake,
+        dataset: str,
+        run_id: str,
+        num_episodes: int,
+        on_progress: Callable[[int, int], None] | None,
+        on_remark: Callable[[str], None],
+    ) -> None:
+        self._lake, self._dataset, self._run_id = lake, dataset, run_id
+        self._num_episodes = num_episodes
+        self._on_progress, self._on_remark = on_progress, on_remark
+        self._recorder = Recorder(
+            lake.dataset(dataset), f"rollout/{run_id}", interval_s=GROUP_INTERVAL_S
+        )
+        self._returns = Returns()
+        self._commits: list[Commit] = []
+
+    def collect(self, pool: WorkerPool, flush_steps: int) -> None:
+        """Collect and commit all."""
+        for remark in pool.remarks:
+            self._on_remark(remark)
+        collect(pool, flush_steps, self._recorder, Refusals(self._on_remark), self._note)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Commit what was handed over, if the store takes it."""
+        self._recorder.close()
+        with suppress(ReplayLakeError):
+            self._commits += [one.commit for one in self._recorder.acknowledged()]
+
+    def _note(self, shipment: Shipment) -> None:
+        self._returns.add(shipment.ends)
+        if self._on_progress is not None:
+            self._on_progress(self._returns.num_games, self._num_episodes)
+
+    def totals(self) -> dict[str, int]:
+        """Return what was committed."""
+        names = ("num_episodes", "num_steps", "num_shards", "num_bytes")
+        return {name: sum(getattr(commit, name) for commit in self._commits) for name in names}
+
+    def receipt(
+        self, acting: AgentsActing, config: RolloutConfig, num_workers: int, started: float
+    ) -> RolloutReceipt:
+        """Return it, of a rollout that is complete. started: Unix time (s)."""
+        return RolloutReceipt(
+            run_id=self._run_id,
+            dataset=self._dataset,
+            version=self._commits[-1].version,
+            env_id=config.env_id,
+            **{**named(acting), **self.totals()},
+            seed=config.seed,
+            num_workers=num_workers,
+            num_games=self._returns.num_games,
+            mean_return=self._returns.mean,
+            agent_returns=self._returns.by_agent,
+            num_commits=len(self._commits),
+            wall_s=time.time() - started,
+        )
+
+    def fail(self, record: Mapping[str, Any], error: BaseException) -> dict[str, int]:
+        """Write down that it failed, if the lake takes it; return what was committed."""
+        self._settle()
+        totals = self.totals()
+        with suppress(ReplayLakeError):
+            self.end(record, {"status": "failed", "error": str(error), **totals})
+        return totals
+
+    def end(self, record: Mapping[str, Any], ended: Mapping[str, Any]) -> None:
+        """Write down how it ended."""
+        ended_ms = round(time.time() * 1000)
+        self._lake.registry.record_run(self._run_id, {**record, "ended_ms": ended_ms, **ended})
+
+
+def _pool(
+    orders: Sequence[Order],
+    config: RolloutConfig,
+    num_workers: int,
+    worker_cpus: float,
+    address: str | None,
+) -> WorkerPool:
+    interval_s = config.flush_interval_s
+    if not num_workers:
+        return LocalPool(orders, interval_s=interval_s)
+    return RayPool(orders, interval_s=interval_s, cpus_per_worker=worker_cpus, address=address)
 
 
 def fresh_seed() -> int:
     """Return a seed of 30 bits, for a run that is to collect other episodes than earlier ones."""
     # Some environments hand their seed to a C int.
     return int.from_bytes(os.urandom(4), "big") >> 2
-
-
-def _resolve(lake: Lake, policy: str) -> Acting:
-    if policy == RANDOM:
-        return Acting()
-    ref = lake.registry.resolve(policy)
-    return Acting(ref.name, ref.version, ref.path)
-
-
-def _acting(
-    lake: Lake,
-    policy: str,
-    agent_policies: Mapping[str, str],
-    config: RolloutConfig,
-    exploring: Mapping[str, Any],
-) -> AgentsActing:
-    """Return who acts: one for all, or for each agent the one named for it or else `policy`."""
-    everyone = replace(_resolve(lake, policy), **exploring)
-    if not agent_policies:
-        return everyone
-    env = make_any(config.env_id, config.env_args)
-    env.close()
-    if not isinstance(env, Game):
-        raise ConfigInvalid(
-            f"{config.env_id}: found policies for {', '.join(agent_policies)}, expected one "
-            "policy: it is an environment of one agent."
-        )
-    named = {
-        agent: replace(_resolve(lake, text), **exploring) for agent, text in agent_policies.items()
-    }
-    return dict.fromkeys(env.agents, everyone) | named
-
-
-def _named(acting: AgentsActing) -> dict[str, Any]:
-    """Return the policy's name and version, as receipts and records say it."""
-    if isinstance(acting, Acting):
-        return {"policy": acting.name, "policy_version": acting.version}
-    texts = [f"{agent}={one.name}:{one.version}" for agent, one in acting.items()]
-    return {"policy": ", ".join(texts), "policy_version": None}
 
 
 def _orders(
@@ -251,44 +281,3 @@ def _check_acting(acting: AgentsActing, config: RolloutConfig) -> int | None:
     finally:
         probe.close()
     return mask_size
-
-
-def _prepare(dataset: Dataset, config: RolloutConfig, mask_size: int | None) -> None:
-    """Create the dataset with the environment's spaces, or check that it has such.
-
-    Raises: SchemaMismatch.
-    """
-    env_id = config.env_id
-    if not dataset.exists():
-        # Another process may create it at this moment; its spaces are checked below.
-        with suppress(AlreadyExists):
-            dataset.create(*spaces_of(env_id, config.env_args), mask_size=mask_size)
-    spec = dataset.spec
-    check_spaces(env_id, spec.observation_space, spec.action_space, config.env_args)
-    if mask_size not in (None, spec.mask_size):
-        raise SchemaMismatch(
-            f"{dataset.name}: found action masks of width {mask_size} in {env_id}, expected "
-            f"{spec.mask_size or 'none'} as the dataset was created. Collect into a new dataset."
-        )
-
-
-def _pool(orders: Sequence[Order], num_workers: int, config: RolloutConfig) -> WorkerPool:
-    if num_workers:
-        return RayPool(orders, interval_s=config.flush_interval_s)
-    return LocalPool(orders, interval_s=config.flush_interval_s)
-
-
-def _settle(committer: Committer) -> dict[str, int]:
-    """Commit what was handed over before a failure, if that still works; returns the totals."""
-    with suppress(ReplayLakeError):
-        committer.flush()
-    return _totals(committer)
-
-
-def _totals(committer: Committer) -> dict[str, int]:
-    names = ("num_episodes", "num_steps", "num_shards", "num_bytes")
-    return {name: sum(getattr(commit, name) for commit in committer.commits) for name in names}
-
-
-def _now_ms() -> int:
-    return round(time.time() * 1000)

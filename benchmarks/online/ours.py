@@ -25,8 +25,8 @@ from benchmarks.online.case import (
 )
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.replay.kernels import kernels
-from replaylake.online.config import OnlineConfig, OnlineRequest
 from replaylake.online.train import OnlineResult, train_online
+from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
 # By what it is called behind `ours`.
 _VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -9,7 +9,7 @@ import numpy as np
 from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.datastore.policies.heads import box_bounds
 from replaylake.datastore.spaces import Array, Box, Values, describe
-from replaylake.online.acting import Acting
+from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.draws import EpisodeDraws
 
 

@@ -12,7 +12,7 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import RolloutFailed
 from replaylake.datastore.spaces import Array, as_batch, concatenate
 from replaylake.offline.environments.games import Outcome
-from replaylake.online.acting import Acting
+from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.track import POLICY_STATE, SEED, WORKER
 
 

@@ -11,8 +11,8 @@ import pytest
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.runs.lease import RunLease
 from replaylake.datastore.runs.metrics import MetricsLog
-from replaylake.online.config import OnlineConfig, OnlineRequest
-from replaylake.online.timings import Timings
+from replaylake.online.monitoring.timings import Timings
+from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
 GOES_ON, DONE, OFFLINE, NEW = "01aa11", "01ab22", "02ac33", "03ad44"
 STARTED_S = 1_800_000_000

@@ -15,7 +15,7 @@ from replaylake.cli.report import Report
 from replaylake.cli.watch import Watchers, watchers
 from replaylake.datastore.errors import ExtraMissing
 from replaylake.datastore.lake import Lake, open_lake
-from replaylake.online.timings import Timings
+from replaylake.online.monitoring.timings import Timings
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ import pytest
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.offline.frame_grid import BAR, BEST_RETURN
 from replaylake.offline.train import TrainConfig, train
-from replaylake.online.config import OnlineConfig, OnlineRequest
 from replaylake.online.train import OnlineResult, train_online
+from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
 SEEDS = (0, 1, 2)
 

@@ -312,7 +312,7 @@ def check_saved(lake: Lake, life: Life, run_id: str) -> int:
     """Return the update of the newest checkpoint, which the last lines name."""
     (*_, told, interrupted) = life.said.splitlines()
     update = Checkpoints(lake.storage, run_id).updates()[-1]
-    assert told == f"`replaylake train online --resume {run_id}` goes on from update {update:,}"
+    assert told == f"`replaylake train online --resume {run_id}` goes on after update {update:,}"
     assert interrupted == "interrupted"
     assert status(lake, run_id)["status"] == "interrupted"
     return update
@@ -470,7 +470,7 @@ def test_an_interrupt_ends_a_run_that_waits_for_the_disk(folder: Path, disk: Dis
     fill(disk, life)
     life.process.send_signal(signal.SIGINT)
     life.end(code=130)
-    assert f"--resume {run_id}` goes on from update" in life.said
+    assert f"--resume {run_id}` goes on after update" in life.said
     lake = open_lake(disk.root / "lake")
     disk.make_room()
     before = account(lake, run_id)
@@ -596,9 +596,9 @@ def test_steps_that_are_taken_once_after_a_kill(folder: Path, algorithm: str, ru
     found = account(lake, run_id)
     found.check()
     assert found.rows == answer["num_steps"] >= 6000
-    # Each once, but for a few around the checkpoint: others would be of much older policies.
+    # Each once at most; what fills no sequence or no batch was not taken.
     curves = read_curves(lake.storage, run_id)
-    assert 0.8 < curves["samples_per_insert"].values[-1] < 1.02
+    assert 0.8 < curves["samples_per_insert"].values[-1] <= 1
     assert 0 <= curves["staleness"].values[-1] < 8
 
 
@@ -606,7 +606,7 @@ _TWICE: Final = """
 import json, os, sys, threading
 from pathlib import Path
 from replaylake.datastore.lake import open_lake
-from replaylake.online.config import OnlineConfig, OnlineRequest
+from replaylake.online.training.config import OnlineConfig, OnlineRequest
 from replaylake.online.train import train_online
 
 def children():

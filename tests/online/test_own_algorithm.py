@@ -6,8 +6,8 @@ import pytest
 from replaylake.datastore.policies.package import load_policy
 from replaylake.offline.train import train
 from replaylake.offline.training.config import TrainConfig
-from replaylake.online.config import OnlineConfig, OnlineRequest
 from replaylake.online.train import train_online
+from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAME = "munchausen_dqn:munchausen_dqn"

@@ -19,9 +19,9 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
 )
 from replaylake.datastore.spaces import Box, Discrete
-from replaylake.online.acting import Acting
+from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 from replaylake.online.rollout import fresh_seed, rollout
-from replaylake.online.worker import RolloutConfig, RolloutWorker
 
 _STEPS = """
     select seed, step, observation, final_observation, action, reward, terminated, truncated,
@@ -180,10 +180,11 @@ def test_a_full_disk_makes_a_pause(lake, toys, nearly_full_disk):
                 # Room for what a commit says, and not for a shard of 40 kB.
                 full.enter_context(nearly_full_disk(16_384))
 
-        def on_trouble(trouble):
-            said.append(trouble)
-            # Refused a second time, of which nothing is said again.
-            threading.Timer(0.7, full.close).start()
+        def on_remark(remark):
+            said.append(remark)
+            if len(said) == 1:
+                # Refused a second time, of which nothing is said again.
+                threading.Timer(0.7, full.close).start()
 
         receipt = rollout(
             lake,
@@ -192,10 +193,11 @@ def test_a_full_disk_makes_a_pause(lake, toys, nearly_full_disk):
             config,
             num_episodes=300,
             on_progress=on_progress,
-            on_trouble=on_trouble,
+            on_remark=on_remark,
         )
-    assert len(said) == 1
+    assert len(said) == 2
     assert "No space left" in said[0]
+    assert "the run goes on" in said[1]
     (found,) = _steps(
         lake,
         "select count(*) as n, sum(num_steps)::bigint as steps, bool_and(complete) as whole"
@@ -213,9 +215,9 @@ def test_a_local_rollout_imports_neither_ray_nor_torch(tmp_path):
     program = f"""
 import sys
 from replaylake.datastore.lake import open_lake
-from replaylake.online.acting import Acting
+from replaylake.online.collecting.acting import Acting
 from replaylake.online.rollout import rollout
-from replaylake.online.worker import RolloutConfig
+from replaylake.online.collecting.worker import RolloutConfig
 lake = open_lake({str(tmp_path / "lake")!r}, create=True)
 rollout(lake, "c", "random", RolloutConfig("CartPole-v1"), num_episodes=2)
 print([name for name in ("ray", "torch", "d3rlpy") if name in sys.modules])
@@ -277,3 +279,12 @@ def _children():
     others = [parents[pid] for pid in family - {os.getpid()}]
     # Python's own tracker may be an earlier test's; it lives as long as this process.
     return [line for _, state, line in others if state != "Z" and "resource_tracker" not in line]
+
+
+@pytest.mark.parametrize("cpus", [0, 1.5])
+def test_cpus_that_ray_does_not_give_are_refused(lake, toys, cpus):
+    config = RolloutConfig(f"{toys}:Countdown-v0")
+    with pytest.raises(ConfigInvalid, match="--worker-cpus"):
+        rollout(lake, "toys", "random", config, num_episodes=2, num_workers=1, worker_cpus=cpus)
+    assert "replaylake-record" not in [thread.name for thread in threading.enumerate()]
+    assert lake.registry.runs()[0]["status"] == "failed"

@@ -12,8 +12,8 @@ from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
 from replaylake.datastore.policies.package import save_package
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Box, Discrete
+from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.rollout import rollout
-from replaylake.online.worker import RolloutConfig
 
 
 @pytest.fixture

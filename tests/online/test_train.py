@@ -1,14 +1,16 @@
+import hashlib
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from replaylake.datastore import lineage
 from replaylake.datastore.errors import ConfigInvalid, NotFound, PackageInvalid, SpaceUnsupported
 from replaylake.datastore.policies.package import load_policy
 from replaylake.offline.training.interruption import RunInterrupted
-from replaylake.online.config import OnlineConfig, OnlineRequest
 from replaylake.online.train import resume_online, train_online
+from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
 # Small, so that a run takes a second.
 OPTIONS = {"hidden_sizes": [16]}
@@ -54,10 +56,33 @@ def test_a_run_collects_learns_and_registers(lake):
     (run,) = rows(lake, "select * from runs")
     assert (run["status"], run["kind"], run["run_id"]) == ("done", "train online", result.run_id)
     policy = load_policy(result.policy.path)
-    assert policy.manifest.body["datasets"][0]["version"] == result.dataset_version
+    (own,) = policy.manifest.body["datasets"]
+    assert (own["version"], own["since"]) == (result.dataset_version, 0)
+    assert (own["num_steps"], own["producers"]) == (1200, [f"online/{result.run_id}"])
+    (row,) = rows(lake, "select count(distinct episode_id) n from live.steps")
+    assert own["num_episodes"] == row["n"]
     assert result.evaluation.mean_return == np.mean(result.evaluation.returns)
+    last = points[-2][1]
+    # A row: two observations of 4 floats, an action, 4 floats more, key, number and a flag.
+    row_bytes = 2 * 16 + 8 + 4 * 4 + 16 + 8 + 1
+    assert last["profile/sample/bytes"] == last["profile/sample/items"] * 16 * row_bytes
+    shards = lake.snapshot("live").files
+    assert last["profile/commit/bytes"] == sum(one.size_bytes for one in shards)
     names = {name for _, values in points for name in values}
     assert {"return", "env_steps", "q_loss", "profile/update/seconds", "steps_per_s"} <= names
+
+
+def test_lineage_says_what_a_run_collected_and_not_what_was_there_before(lake):
+    train_online(lake, request(steps=400))
+    before = lake.dataset("live").snapshot()
+    result = train_online(lake, request(steps=500))
+    files = set(lake.snapshot("live").files) - set(before.files)
+    digest = hashlib.sha256("".join(sorted(one.sha256 for one in files)).encode()).hexdigest()
+    (own,) = lineage.of_policy(lake, str(result.policy))["datasets"]
+    assert (own["num_steps"], own["content_hash"]) == (500, digest)
+    (run,) = [run for run in lake.registry.runs() if run["run_id"] == result.run_id]
+    assert run["datasets"][0]["since"] == before.version
+    assert run["datasets"][0]["content_hash"] == digest
 
 
 def test_every_step_has_the_log_probability_that_its_epsilon_gives(lake):
@@ -82,6 +107,8 @@ def test_nothing_is_recorded_where_that_is_off(lake):
     result = train_online(lake, request(record=False))
     assert (result.num_steps, result.num_updates) == (1200, 1000)
     assert lake.snapshot("live").num_steps == 0
+    (own,) = load_policy(result.policy.path).manifest.body["datasets"]
+    assert (own["num_steps"], own["content_hash"]) == (0, None)
 
 
 def test_a_continuous_policy_begins_with_uniform_actions(lake):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from replaylake.offline.training.interruption import RunInterrupted
-from replaylake.online.config import OnlineConfig, OnlineRequest
 from replaylake.online.train import resume_online, train_online
+from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
 pytestmark = pytest.mark.slow
 

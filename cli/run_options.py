@@ -1,0 +1,80 @@
+"""Run options: what `train offline` and `train online` ask and tell alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.report import Report
+
+if TYPE_CHECKING:
+    from replaylake.cli.watch import Watchers
+    from replaylake.offline.training.callbacks import RunStart
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE.toml", help="Options; flags and --set win."),
+]
+AssignmentsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="One option, as a TOML value or a bare word. Repeatable.",
+    ),
+]
+ResumeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Go on with a run that was killed or interrupted, by its id or how only that begins; "
+        "no other options of the run beside it.",
+    ),
+]
+
+
+def check_alone(*beside: object) -> None:
+    """Refuse options of the run beside --resume. Raises: typer.BadParameter."""
+    if any(value is not None and value != [] for value in beside):
+        raise typer.BadParameter(
+            "found other options beside it, expected none: what the run does is in its record. "
+            "Leave them out, or train anew without --resume.",
+            param_hint="--resume",
+        )
+
+
+def check_project(wandb: str | None) -> None:
+    """Refuse an empty name. Raises: typer.BadParameter."""
+    if wandb is not None and not wandb.strip():
+        raise typer.BadParameter("found an empty one, expected a project.", param_hint="--wandb")
+
+
+@contextmanager
+def how_it_goes_on(report: Report, command: str, *, without: str) -> Iterator[None]:
+    """Where the run in the block is interrupted, say what goes on with it.
+
+    without: from what it does where no checkpoint was saved.
+    """
+    from replaylake.offline.training.interruption import RunInterrupted
+
+    try:
+        yield
+    except RunInterrupted as interrupted:
+        update = interrupted.update
+        at = without if update is None else f"after update {update:,}"
+        report.say(f"`replaylake {command} --resume {interrupted.run_id}` goes on {at}")
+        raise
+
+
+def tell_start(report: Report, watch: Watchers, start: RunStart) -> None:
+    """Say which run it is, and let those that watch it begin."""
+    at = f" goes on after update {start.update:,}" if start.update else ""
+    report.say(f"run {start.run_id}{at}")
+    for remark in start.remarks:
+        report.say(f"note: {remark}")
+    watch.begin(start.run_id, resumed_after=start.update if start.goes_on else None)

@@ -1,0 +1,81 @@
+"""Acting: who acts in a rollout, and how it explores; sent to workers as it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.policies.package import graph_policy, load_policy
+from replaylake.datastore.policies.policy import Policy, PolicySpec
+from replaylake.datastore.policies.uniform import UniformPolicy
+from replaylake.offline.environments.spaces import from_gymnasium
+from replaylake.offline.options import expect
+
+RANDOM: Final = "random"
+
+
+@dataclass(frozen=True)
+class GraphBytes:
+    """A policy graph as ONNX: what a learner broadcasts, for processes without torch."""
+
+    onnx: bytes
+    spec: PolicySpec
+
+
+@dataclass(frozen=True)
+class Acting:
+    """Who acts: a name and version, what it acts with, and how it explores.
+
+    source: a registered policy's package, a learner's graph, a policy of this process (which cannot
+    be sent to another), or None for uniform actions. temperature: of a stochastic head; 0 takes the
+    mode. epsilon: probability of a uniform action instead (Discrete). noise: standard deviation of
+    Gaussian noise on a Box's actions, in halves of its range, clipped to its bounds (Lillicrap et
+    al. 2016; Fujimoto et al. 2018, section 6.1); such an action has no density.
+    """
+
+    name: str = RANDOM
+    version: int = 0
+    source: Path | GraphBytes | Policy | None = None
+    temperature: float = 1.0
+    epsilon: float = 0.0
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        expect(self.temperature >= 0, "acting: temperature", self.temperature, "0 or more")
+        expect(0 <= self.epsilon <= 1, "acting: epsilon", self.epsilon, "0 to 1")
+        expect(self.noise >= 0, "acting: noise", self.noise, "0 or more")
+
+    def load(self, env: Any) -> Policy:
+        """Return the policy, ready to act in `env`. Raises: PackageInvalid, SpaceUnsupported."""
+        if isinstance(self.source, GraphBytes):
+            return graph_policy(self.source.onnx, self.source.spec)
+        if isinstance(self.source, Path):
+            return load_policy(self.source)
+        if self.source is not None:
+            return self.source
+        return UniformPolicy(
+            from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
+        )
+
+
+# One for all agents, or one for each by its name.
+AgentsActing = Acting | Mapping[str, Acting]
+
+
+def only_one(acting: AgentsActing) -> Acting:
+    """Return who acts in an environment of one agent. Raises: ConfigInvalid for a mapping."""
+    if isinstance(acting, Acting):
+        return acting
+    raise ConfigInvalid(
+        f"rollout: found policies for {', '.join(acting)}, expected one policy: it is an "
+        "environment of one agent."
+    )
+
+
+def num_bytes_sent(acting: AgentsActing) -> int:
+    """Return the bytes of the graphs that go to other processes; 0 where nothing is sent."""
+    each = [acting] if isinstance(acting, Acting) else acting.values()
+    return sum(len(one.source.onnx) for one in each if isinstance(one.source, GraphBytes))

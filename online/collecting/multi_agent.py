@@ -1,0 +1,289 @@
+"""Multi-agent worker: games played by several agents, each agent's part an episode of its own.
+
+The agents of a game share its episode_id, and each has its steps under its agent_id, numbered from
+0; env_step is the game's own clock: how often it had been stepped. Game i resets with seed + i, and
+each agent draws its actions from a stream of its own, so that games do not depend on how many are
+played side by side. In turn-based games a reward is kept with the agent's previous action; what is
+paid before an agent acted at all, with its first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from replaylake.datastore.dataset import new_episode_id
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import ConfigInvalid, RolloutFailed
+from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.spaces import Discrete
+from replaylake.offline.environments.games import Game, Outcome
+from replaylake.offline.environments.ids import make_any
+from replaylake.online.collecting.acting import AgentsActing
+from replaylake.online.collecting.cast import Cast
+from replaylake.online.collecting.player import Player
+from replaylake.online.collecting.track import EpisodeEnd
+from replaylake.online.collecting.worker import RolloutConfig
+from replaylake.online.monitoring.timings import Timings
+
+
+@dataclass
+class _Table:
+    """A game that is played: who is or was in it, and who acts next."""
+
+    game: Game
+    number: int
+    seed: int
+    episode_id: str
+    tick: int = 0
+    players: dict[str, Player] = field(default_factory=dict)
+    to_act: list[Player] = field(default_factory=list)
+
+
+class MultiAgentWorker:
+    """Collects the games whose numbers it is given; otherwise as a RolloutWorker."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        episodes: Iterator[int],
+        acting: AgentsActing,
+        *,
+        producer: str,
+        worker: int = 0,
+    ) -> None:
+        """Make the games and load the policies.
+
+        Args:
+            config: how to collect; num_envs games are played side by side.
+            episodes: numbers of the games; may be endless.
+            acting: who acts at first: one policy for all agents, or one for each by name.
+            producer: what the episodes' ids begin with.
+            worker: which worker this is, for the `worker` column.
+
+        Raises: NotFound, ExtraMissing, PackageInvalid, SpaceUnsupported, SchemaMismatch,
+        RolloutFailed; ConfigInvalid for an environment of one agent, and where an agent has no
+        policy or a policy no agent.
+        """
+        self._config = config
+        self._numbers = episodes
+        self._producer = producer
+        self._worker = worker
+        self._tables: list[_Table] = []
+        self._ended: list[Episode] = []
+        self._ends: list[EpisodeEnd] = []
+        self._first_at: float | None = None
+        self.timings = Timings()
+        self._probe = self._made()
+        try:
+            self._cast = Cast(config.env_id, self._probe)
+            self._is_discrete = isinstance(self._cast.action_space, Discrete)
+            self.set_acting(acting)
+            for number in islice(episodes, config.num_envs):
+                self._tables.append(self._started(self._made(), number))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every game has been collected."""
+        return not self._tables
+
+    @property
+    def open_episodes(self) -> list[str]:
+        """Ids of the open games of which pieces were taken."""
+        return [
+            table.episode_id
+            for table in self._tables
+            if any(player.first_step for player in table.players.values())
+        ]
+
+    @property
+    def mask_size(self) -> int | None:
+        """Width of the game's action masks now; None if it gives none."""
+        mask = next((player.mask for table in self._tables for player in table.to_act), None)
+        return None if mask is None else len(mask)
+
+    @property
+    def first_step_at(self) -> float | None:
+        """When (Unix time, s) the first step was made since steps were taken last; None: none."""
+        return self._first_at
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the agent that is named first."""
+        return self._cast.policy
+
+    def set_acting(self, acting: AgentsActing) -> None:
+        """Act with other policies from the next step on; open games go on under them.
+
+        Of a mapping, agents that are not in it keep theirs. Raises: ConfigInvalid, SchemaMismatch.
+        """
+        self._cast.set_acting(acting)
+        for table in self._tables:
+            for player in table.players.values():
+                self._cast.renew(player)
+
+    def advance(self, num_steps: int, interval_s: float) -> int:
+        """Play until so many steps or seconds have passed or nothing is left.
+
+        Returns: the steps that agents made, of all games together; one by each of three agents at
+        once is three. Raises: RolloutFailed naming the game's seed if the environment raises.
+        """
+        if self._first_at is None and self._tables:
+            self._first_at = time.time()
+        until = time.monotonic() + interval_s
+        made = 0
+        while self._tables and made < num_steps and time.monotonic() < until:
+            made += self._step()
+        return made
+
+    def taken(self, with_open: bool) -> Sequence[Episode]:
+        """Return what was recorded since the last call: of games that ended, all agents' episodes.
+
+        with_open: of those that are played as well, as pieces: the steps whose rewards are known.
+        """
+        taken, self._ended, self._first_at = self._ended, [], None
+        if with_open:
+            players = [
+                (table, player) for table in self._tables for player in table.players.values()
+            ]
+            taken += [
+                player.piece(table.episode_id, table.seed, self._worker)
+                for table, player in players
+                if player.rewards
+            ]
+        return taken
+
+    def ends_taken(self) -> list[EpisodeEnd]:
+        """Return the agents' episodes of the games that ended since the last call."""
+        taken, self._ends = self._ends, []
+        return taken
+
+    def close(self) -> None:
+        """Close the games; what was not taken is dropped."""
+        for game in (self._probe, *(table.game for table in self._tables)):
+            game.close()
+        self._tables = []
+
+    def _step(self) -> int:
+        """Let all act whose turn it is, and step each game."""
+        to_act = [player for table in self._tables for player in table.to_act]
+        with self.timings.of("inference", len(to_act)):
+            self._cast.act(to_act)
+        started = time.perf_counter()
+        for table in self._tables:
+            self._step_game(table)
+        self.timings.add("env_step", time.perf_counter() - started, len(to_act))
+        if not all(table.to_act for table in self._tables):
+            self._refill()
+        return len(to_act)
+
+    def _step_game(self, table: _Table) -> None:
+        acted, table.to_act = table.to_act, []
+        actions = {}
+        for player in acted:
+            player.ticks.append(table.tick)
+            action = player.actions[-1]
+            # Python's int, as PettingZoo's games expect; a copy, because a game may write into it.
+            actions[player.agent] = int(action) if self._is_discrete else action.copy()
+        try:
+            outcomes = table.game.step(actions)
+        except Exception as error:
+            raise self._failure(table, "step", error) from error
+        table.tick += 1
+        for outcome in outcomes:
+            self._note(table, outcome)
+
+    def _note(self, table: _Table, outcome: Outcome) -> None:
+        """Write down what an agent's last action led to; it is its turn, unless it is out."""
+        player = table.players.get(outcome.agent)
+        if player is None:
+            player = table.players[outcome.agent] = self._player(table, outcome)
+        elif player.has_ended:
+            raise RolloutFailed(
+                f"rollout worker {self._worker}: {self._config.env_id}: agent {player.agent!r} was "
+                f"out and is back at tick {table.tick} of the game reset with seed {table.seed}, "
+                "expected it to stay out. Let it come back under another name."
+            )
+        reward = player.note(outcome)
+        if reward is not None:
+            self._cast.observe(player, reward)
+        if not outcome.has_ended:
+            table.to_act.append(player)
+
+    def _refill(self) -> None:
+        """Start the next games where others are over; one without a next is closed."""
+        tables = []
+        for table in self._tables:
+            if table.to_act:
+                tables.append(table)
+                continue
+            self._end(table)
+            if (number := next(self._numbers, None)) is not None:
+                tables.append(self._started(table.game, number))
+            else:
+                table.game.close()
+        self._tables = tables
+
+    def _end(self, table: _Table) -> None:
+        for player in table.players.values():
+            if not player.has_ended:
+                player.cut_off()
+            if not player.num_steps:
+                continue
+            end = (table.number, table.seed, player.ret, player.num_steps, player.agent)
+            self._ends.append(EpisodeEnd(*end))
+            if player.rewards:
+                self._ended.append(player.piece(table.episode_id, table.seed, self._worker))
+
+    def _made(self) -> Game:
+        made = make_any(self._config.env_id, self._config.env_args)
+        if isinstance(made, Game):
+            return made
+        made.close()  # type: ignore[no-untyped-call]
+        raise ConfigInvalid(
+            f"{self._config.env_id}: found an environment of one agent, expected one of several. "
+            "Name one policy, and no agents."
+        )
+
+    def _started(self, game: Game, number: int) -> _Table:
+        table = _Table(game, number, self._config.seed + number, new_episode_id(self._producer))
+        try:
+            outcomes = game.reset(seed=table.seed)
+        except Exception as error:
+            raise self._failure(table, "reset", error) from error
+        for outcome in outcomes:
+            self._note(table, outcome)
+        if not table.to_act:
+            raise RolloutFailed(
+                f"rollout worker {self._worker}: {self._config.env_id}: found nobody to act after "
+                f"a reset with seed {table.seed}, expected at least one agent. Mend its reset()."
+            )
+        return table
+
+    def _player(self, table: _Table, outcome: Outcome) -> Player:
+        agents = self._probe.agents
+        if outcome.agent not in agents:
+            raise RolloutFailed(
+                f"rollout worker {self._worker}: {self._config.env_id}: found agent "
+                f"{outcome.agent!r} in the game reset with seed {table.seed}, expected one of "
+                f"{', '.join(agents)}. Name it in possible_agents."
+            )
+        # The 1 as in a RolloutWorker: not the stream that the environment seeds with.
+        rng = np.random.default_rng([table.seed, 1, agents.index(outcome.agent)])
+        state = self._cast.first_state(outcome.agent)
+        return Player(outcome.agent, rng, outcome.observation, outcome.mask, state)
+
+    def _failure(self, table: _Table, call: str, error: Exception) -> RolloutFailed:
+        return RolloutFailed(
+            f"rollout worker {self._worker}: {call} of {self._config.env_id} raised "
+            f"{type(error).__name__}: {error}, at tick {table.tick} of the game reset with seed "
+            f"{table.seed}; expected observations. Mend the environment; the same seed and "
+            "policies get there again."
+        )

@@ -1,0 +1,177 @@
+"""Shipment: what a rollout worker hands to its run's driver, durable in shards or as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from replaylake.datastore.dataset import Dataset, WrittenEpisodes
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import FailedInPassing
+from replaylake.datastore.lake import open_lake
+from replaylake.online.collecting.acting import Acting, AgentsActing
+from replaylake.online.collecting.worker import EpisodeEnd, RolloutConfig
+from replaylake.online.collecting.workers import Worker, make_worker
+from replaylake.online.monitoring.timings import Timings
+
+
+@dataclass(frozen=True)
+class Endless:
+    """Episode numbers without an end: `first`, and every `step`-th after it."""
+
+    first: int = 0
+    step: int = 1
+
+    def __iter__(self) -> Iterator[int]:
+        number = self.first
+        while True:
+            yield number
+            number += self.step
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one worker of a run is to collect, and where it goes; may be sent to another process.
+
+    lake: what opens it there, a folder's path or a URL. episodes: their numbers, all of them or
+    endless. records: the worker writes what it collects; else it hands over the episodes.
+    """
+
+    lake: str
+    dataset: str
+    producer: str
+    worker: int
+    episodes: Iterable[int]
+    acting: AgentsActing
+    config: RolloutConfig
+    records: bool = True
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """What one worker collected since its last shipment.
+
+    written: in durable shards, not committed yet; None if nothing was to be written. pieces: the
+    episodes themselves, where the worker does not record. ends: episodes that ended, open_episodes:
+    ids of those that did not, and of which pieces were handed over. num_steps: that were collected
+    for it. first_step_at, last_step_at: when (Unix time, s) the oldest and the newest step in it
+    were taken. exhausted: nothing follows. trouble: what the storage said no with; what was
+    collected waits in the worker, which collects no more until it is written.
+    """
+
+    worker: int
+    written: WrittenEpisodes | None = None
+    pieces: Sequence[Episode] = ()
+    ends: Sequence[EpisodeEnd] = ()
+    open_episodes: Sequence[str] = ()
+    num_steps: int = 0
+    first_step_at: float | None = None
+    last_step_at: float | None = None
+    timings: Timings = field(default_factory=Timings)
+    exhausted: bool = False
+    trouble: str | None = None
+
+
+class ShippingWorker:
+    """A rollout worker that writes what it collects; the same class runs in process and in Ray."""
+
+    def __init__(self, order: Order) -> None:
+        """Keep the order; nothing can fail before `ship`, whose errors reach the driver whole."""
+        self._order = order
+        self._worker: Worker | None = None
+        self._dataset: Dataset | None = None
+        self._waiting: Shipment | None = None
+
+    def ship(
+        self,
+        num_steps: int,
+        interval_s: float,
+        acting: AgentsActing | None = None,
+        with_open: bool = False,
+    ) -> Shipment:
+        """Collect so many steps or seconds, and write what there is, durably.
+
+        acting: who acts from now on; None: as before. with_open: the steps so far of open episodes
+        are handed over as well, as pieces. Where the storage refuses, the shipment says so in
+        `trouble` and is tried again by the next call, which collects nothing before.
+
+        Raises: RolloutFailed, NotFound, EpisodeInvalid, SpaceUnsupported, PackageInvalid.
+        """
+        worker = self._rollout_worker()
+        if acting is not None:
+            worker.set_acting(self._present(acting))
+        if self._waiting is None:
+            self._waiting = self._collected(worker, num_steps, interval_s, with_open)
+        waiting = self._waiting
+        if not self._order.records or not waiting.pieces:
+            self._waiting = None
+            return waiting
+        try:
+            written = self._write(waiting)
+        except FailedInPassing as error:
+            return Shipment(self._order.worker, trouble=str(error))
+        self._waiting = None
+        return replace(waiting, pieces=(), written=written)
+
+    def close(self) -> None:
+        """Close the environments."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _collected(
+        self, worker: Worker, num_steps: int, interval_s: float, with_open: bool
+    ) -> Shipment:
+        made = worker.advance(num_steps, interval_s)
+        stepped = time.time()
+        first_step_at = worker.first_step_at
+        return Shipment(
+            worker=self._order.worker,
+            pieces=worker.taken(with_open),
+            ends=worker.ends_taken(),
+            open_episodes=worker.open_episodes,
+            num_steps=made,
+            first_step_at=first_step_at,
+            last_step_at=stepped if made else None,
+            timings=worker.timings.taken(),
+            exhausted=worker.exhausted,
+        )
+
+    def _write(self, waiting: Shipment) -> WrittenEpisodes:
+        if self._dataset is None:
+            # Kept, because it reads only what is new in the log.
+            self._dataset = open_lake(self._order.lake).dataset(self._order.dataset)
+        started = time.perf_counter()
+        encoded = self._dataset.encode(waiting.pieces)
+        num_steps, num_bytes = encoded.rows.num_rows, encoded.rows.nbytes
+        ready = time.perf_counter()
+        waiting.timings.add("encode", ready - started, num_steps, num_bytes)
+        written = self._dataset.write(encoded)
+        seconds = time.perf_counter() - ready
+        waiting.timings.add("shard_write", seconds, num_steps, written.num_bytes)
+        return written
+
+    def _rollout_worker(self) -> Worker:
+        if self._worker is None:
+            order = self._order
+            self._worker = make_worker(
+                order.config,
+                iter(order.episodes),
+                self._present(order.acting),
+                producer=order.producer,
+                worker=order.worker,
+            )
+        return self._worker
+
+    def _present(self, acting: AgentsActing) -> AgentsActing:
+        """Return who acts; on another machine than the driver's the packages are copied there."""
+        if isinstance(acting, Acting):
+            return self._present_one(acting)
+        return {agent: self._present_one(one) for agent, one in acting.items()}
+
+    def _present_one(self, acting: Acting) -> Acting:
+        if not isinstance(acting.source, Path) or acting.source.exists():
+            return acting
+        registry = open_lake(self._order.lake).registry
+        return replace(acting, source=registry.resolve(f"{acting.name}:{acting.version}").path)

@@ -1,0 +1,193 @@
+"""Rollout worker: environments stepped in lockstep with one policy, giving whole episodes.
+
+Episode i resets its environment with seed + i and draws its actions from a stream of its own, so
+the episodes do not depend on how many workers or environments collect them. (A network's outputs
+may differ in the last bit between batch sizes, which moves an action only if its draw lies there.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.policies.policy import Policy
+from replaylake.offline.environments.ids import make
+from replaylake.offline.environments.spaces import from_gymnasium
+from replaylake.online.collecting.acting import Acting, AgentsActing, only_one
+from replaylake.online.collecting.actor import Actor
+from replaylake.online.collecting.lanes import Lanes
+from replaylake.online.collecting.track import EpisodeEnd as EpisodeEnd
+from replaylake.online.collecting.track import take_steps
+from replaylake.online.monitoring.timings import Timings
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How a rollout worker collects.
+
+    env_id: Gymnasium id. env_args: what the environment is made with. num_envs: stepped together,
+    one call of the policy for all. seed: of the first episode. flush_steps, flush_interval_s: a
+    worker hands over what it has after so many steps or seconds, whichever is first.
+    """
+
+    env_id: str
+    num_envs: int = 8
+    seed: int = 0
+    env_args: Mapping[str, Any] = field(default_factory=dict)
+    # About a second of CartPole: a crash loses no more, and shards stay few.
+    flush_steps: int = 65_536
+    flush_interval_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_envs", 1), ("seed", 0), ("flush_steps", 1)):
+            if not getattr(self, name) >= least:
+                raise ConfigInvalid(
+                    f"rollout: {name}: found {getattr(self, name)}, expected {least} or more."
+                )
+        if not self.flush_interval_s > 0:
+            raise ConfigInvalid(
+                f"rollout: flush_interval_s: found {self.flush_interval_s}, expected above 0."
+            )
+
+
+class RolloutWorker:
+    """Collects the episodes whose numbers it is given, in any process and without a lake."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        episodes: Iterator[int],
+        acting: Acting,
+        *,
+        producer: str,
+        worker: int = 0,
+    ) -> None:
+        """Make the environments and load the policy.
+
+        Args:
+            config: how to collect.
+            episodes: numbers of the episodes; may be endless.
+            acting: who acts at first.
+            producer: what the episodes' ids begin with.
+            worker: which worker this is, for the `worker` column.
+
+        Raises: NotFound, ExtraMissing, PackageInvalid, SpaceUnsupported, RolloutFailed,
+        EpisodeInvalid.
+        """
+        self._producer = producer
+        self._worker = worker
+        self._actors = [(acting.name, acting.version)]
+        self._first_at: float | None = None
+        self.timings = Timings()
+        envs: list[Any] = []
+        try:
+            for _ in range(config.num_envs):
+                envs.append(make(config.env_id, **config.env_args))
+            self._env = envs[0]
+            self._actor = Actor(acting, self._env)
+            self._lanes = Lanes(
+                envs,
+                (from_gymnasium(envs[0].observation_space), from_gymnasium(envs[0].action_space)),
+                episodes,
+                config.seed,
+                self._actor,
+                name=f"rollout worker {worker}",
+                env_id=config.env_id,
+            )
+        except BaseException:
+            for env in envs:
+                env.close()
+            raise
+
+    @property
+    def policy(self) -> Policy:
+        """Who acts now."""
+        return self._actor.policy
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every episode has been collected."""
+        return not len(self._lanes)
+
+    @property
+    def open_episodes(self) -> list[str]:
+        """Ids of the open episodes of which pieces were taken."""
+        return [open_.episode_id for open_ in self._lanes.open_episodes if open_.num_taken]
+
+    @property
+    def mask_size(self) -> int | None:
+        """Width of the environment's action masks; None if it gives none."""
+        return self._lanes.mask_size
+
+    @property
+    def first_step_at(self) -> float | None:
+        """When (Unix time, s) the first step was made since steps were taken last; None: none."""
+        return self._first_at
+
+    def set_acting(self, acting: AgentsActing) -> None:
+        """Act with another policy from the next step on; open episodes go on under it.
+
+        What the last one remembers of them stays, if the new one remembers as many numbers.
+        Raises: PackageInvalid, SpaceUnsupported; ConfigInvalid for policies by agent.
+        """
+        if not self.exhausted:
+            one = only_one(acting)
+            self._actor = Actor(one, self._env)
+            self._lanes.set_actor(self._actor)
+            self._actors.append((one.name, one.version))
+
+    def advance(self, num_steps: int, interval_s: float) -> int:
+        """Step all environments until so many steps or seconds have passed or nothing is left.
+
+        Returns: the steps that were made, of all environments together. Raises: RolloutFailed
+        naming the episode if the environment raises, EpisodeInvalid if it gives what its spaces do
+        not hold.
+        """
+        lanes, clock, actor = self._lanes, time.perf_counter, len(self._actors) - 1
+        if self._first_at is None and len(lanes):
+            self._first_at = time.time()
+        made, inference_s, env_s = 0, 0.0, 0.0
+        started = now = clock()
+        while (num := len(lanes)) and made < num_steps and now - started < interval_s:
+            actions = lanes.act(actor)
+            acted = clock()
+            lanes.step(actions)
+            made += num
+            inference_s += acted - now
+            now = clock()
+            env_s += now - acted
+        self.timings.add("inference", inference_s, made)
+        self.timings.add("env_step", env_s, made)
+        return made
+
+    def taken(self, with_open: bool) -> Sequence[Episode]:
+        """Return what was recorded since the last call: the episodes that ended.
+
+        with_open: the steps so far of open ones as well, as pieces; later pieces go on from there.
+        """
+        self._lanes.seal()
+        taken = take_steps(
+            self._lanes.tracks_taken(),
+            self._actors,
+            producer=self._producer,
+            worker=self._worker,
+            with_open=with_open,
+        )
+        self._first_at = None
+        if with_open:
+            # Steps that wait name who acted by number; now none does.
+            self._actors = self._actors[-1:]
+        return taken
+
+    def ends_taken(self) -> list[EpisodeEnd]:
+        """Return the episodes that ended since the last call."""
+        taken, self._lanes.ends = self._lanes.ends, []
+        return taken
+
+    def close(self) -> None:
+        """Close the environments; what was not taken is dropped."""
+        self._lanes.close()

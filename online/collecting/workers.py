@@ -1,0 +1,58 @@
+"""Workers: what collects episodes, and which kind an environment needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from replaylake.datastore.episode import Episode
+from replaylake.datastore.policies.policy import Policy
+from replaylake.offline.environments.games import Game
+from replaylake.offline.environments.ids import make_any
+from replaylake.online.collecting.acting import AgentsActing, only_one
+from replaylake.online.collecting.multi_agent import MultiAgentWorker
+from replaylake.online.collecting.track import EpisodeEnd
+from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
+from replaylake.online.monitoring.timings import Timings
+
+
+class Worker(Protocol):
+    """Collects episodes; see RolloutWorker for what each of these does."""
+
+    timings: Timings
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def exhausted(self) -> bool: ...
+    @property
+    def open_episodes(self) -> list[str]: ...
+    @property
+    def mask_size(self) -> int | None: ...
+    @property
+    def first_step_at(self) -> float | None: ...
+    def set_acting(self, acting: AgentsActing) -> None: ...
+    def advance(self, num_steps: int, interval_s: float) -> int: ...
+    def taken(self, with_open: bool) -> Sequence[Episode]: ...
+    def ends_taken(self) -> list[EpisodeEnd]: ...
+    def close(self) -> None: ...
+
+
+def make_worker(
+    config: RolloutConfig,
+    episodes: Iterator[int],
+    acting: AgentsActing,
+    *,
+    producer: str,
+    worker: int = 0,
+) -> Worker:
+    """Return the worker for an environment of one agent or of several.
+
+    For the arguments see RolloutWorker; acting: one policy, or one for each agent by its name.
+    Raises: as the workers; ConfigInvalid for policies by agent where there is only one.
+    """
+    env = make_any(config.env_id, config.env_args)
+    env.close()
+    if isinstance(env, Game):
+        return MultiAgentWorker(config, episodes, acting, producer=producer, worker=worker)
+    return RolloutWorker(config, episodes, only_one(acting), producer=producer, worker=worker)

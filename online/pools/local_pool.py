@@ -1,0 +1,54 @@
+"""Local pool: rollout workers in this process and without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from replaylake.online.collecting.acting import AgentsActing
+from replaylake.online.collecting.shipment import Order, Shipment, ShippingWorker
+
+
+class LocalPool:
+    """A WorkerPool of this process: for debugging and small machines."""
+
+    remarks: tuple[str, ...] = ()
+
+    def __init__(
+        self, orders: Sequence[Order], *, interval_s: float, with_open: bool = False
+    ) -> None:
+        """Keep the orders; the work is done in `receive`, one ask after the other.
+
+        interval_s, with_open: of each shipment, see ShippingWorker.ship.
+        """
+        self._workers = [ShippingWorker(order) for order in orders]
+        self._interval_s = interval_s
+        self._with_open = with_open
+        self._asked: dict[int, int] = {}
+        self._acting: list[AgentsActing | None] = [None] * len(orders)
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return len(self._workers)
+
+    def ask(self, worker: int, num_steps: int) -> None:
+        """Let a worker that owes no answer collect so many steps and hand them over."""
+        self._asked[worker] = num_steps
+
+    def broadcast(self, acting: AgentsActing) -> None:
+        """Let whatever is asked from now on be collected with this policy."""
+        self._acting = [acting] * self.size
+
+    def receive(self, timeout_s: float) -> Shipment | None:
+        """Do what was asked for first; None if nothing was. Raises: as ShippingWorker.ship."""
+        if not self._asked:
+            return None
+        worker = next(iter(self._asked))
+        num_steps = self._asked.pop(worker)
+        acting, self._acting[worker] = self._acting[worker], None
+        return self._workers[worker].ship(num_steps, self._interval_s, acting, self._with_open)
+
+    def close(self) -> None:
+        """Close the environments."""
+        for worker in self._workers:
+            worker.close()

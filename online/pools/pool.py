@@ -1,0 +1,56 @@
+"""Pool: the rollout workers of a run, as its driver sees them, in this process or in Ray's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from replaylake.online.collecting.acting import AgentsActing
+from replaylake.online.collecting.shipment import Shipment
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """A worker whose process or node died; its replacement is there, and may be asked.
+
+    reason: one line, for people. open_episodes: ids of episodes of which pieces were handed over
+    and whose end never comes.
+    """
+
+    worker: int
+    reason: str
+    open_episodes: tuple[str, ...]
+
+
+class WorkerPool(Protocol):
+    """Rollout workers 0 to size - 1, each of which works for one answer at a time."""
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        ...
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the user should know of how the workers run, one line each."""
+        ...
+
+    def ask(self, worker: int, num_steps: int) -> None:
+        """Let a worker that owes no answer collect so many steps and hand them over."""
+        ...
+
+    def broadcast(self, acting: AgentsActing) -> None:
+        """Let whatever is asked from now on be collected with this policy."""
+        ...
+
+    def receive(self, timeout_s: float) -> Shipment | WorkerLost | None:
+        """Return the next answer, or None where none comes in time.
+
+        A worker that was lost owes no answer any more: what it was asked for is not asked again.
+        Raises: what a worker raised; RolloutFailed where one dies again and again.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the workers; what they have not handed over is dropped."""
+        ...

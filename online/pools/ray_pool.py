@@ -1,0 +1,233 @@
+"""Ray pool: rollout workers as Ray actors, on this machine or on the nodes of a cluster.
+
+Ray is imported when the workers are made, because it takes a second and most runs need none of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from replaylake.datastore.errors import ReplayLakeError, RolloutFailed
+from replaylake.online.collecting.acting import AgentsActing
+from replaylake.online.collecting.shipment import Order, Shipment
+from replaylake.online.pools.cluster import Cluster
+from replaylake.online.pools.node_worker import NodeWorker
+from replaylake.online.pools.nodes import here, on
+from replaylake.online.pools.pool import WorkerLost
+from replaylake.online.pools.seats import Seat, reason_of
+from replaylake.online.pools.writer_actor import ShipmentWriter
+
+# A worker that dies so often without a shipment in between will die again.
+_MOST_DEATHS: Final = 3
+# How often a pool that waits looks whether a new worker has found a node to run on.
+_HOMELESS_S: Final = 5.0
+
+
+class RayPool:
+    """A WorkerPool of one actor an order; see WorkerPool.
+
+    A worker whose process or node died is replaced at once. Its numbered episodes that have not
+    ended are begun again; of an endless order the replacement begins with episodes that nobody has
+    begun. On a cluster, what workers collect on nodes that do not see the lake is written by an
+    actor on this process's node, and the shipments say so by nothing.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Order],
+        *,
+        interval_s: float,
+        with_open: bool = False,
+        cpus_per_worker: float = 1.0,
+        address: str | None = None,
+    ) -> None:
+        """Start Ray where none runs, or connect to a cluster; ask its nodes; start the actors.
+
+        Args:
+            orders: what each worker is to collect, all into one dataset, which exists.
+            interval_s: a worker hands over after so many seconds even if it has fewer steps.
+            with_open: with the steps so far of open episodes, as pieces.
+            cpus_per_worker: CPUs of Ray's that each takes up; a fraction, or a whole number.
+            address: of a cluster, as running_ray takes it; None for a Ray of this process's own.
+
+        Raises: ExtraMissing, RolloutFailed, StorageFailed; ConfigInvalid for CPUs that Ray does not
+        give or that the cluster does not have, and for a working folder that is too large.
+        """
+        self._interval_s, self._with_open = interval_s, with_open
+        self._cpus = cpus_per_worker
+        self._seats = [Seat(order) for order in orders]
+        self._pending: dict[Any, int] = {}
+        self._acting: Any = None
+        self._writer: Any = None
+        self._looked_at = time.monotonic()
+        self._stack = ExitStack()
+        try:
+            self._cluster = Cluster(self._stack, orders[0], len(orders), cpus_per_worker, address)
+            self._ray = self._cluster.ray
+            for seat in self._seats:
+                self._seat(seat)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return len(self._seats)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Which nodes do not see the lake, and who writes for their workers."""
+        return self._cluster.remarks
+
+    def ask(self, worker: int, num_steps: int) -> None:
+        """Let a worker that owes no answer collect so many steps and hand them over."""
+        seat = self._seats[worker]
+        if seat.unwritten is None:
+            seat.owed += num_steps
+            seat.asked = num_steps
+        self._send(worker)
+
+    def broadcast(self, acting: AgentsActing) -> None:
+        """Let whatever is asked from now on be collected with this policy.
+
+        It is put into Ray's object store once, and loaded once by each worker that is asked.
+        """
+        self._acting = self._ray.put(self._cluster.sendable(acting))
+
+    def receive(self, timeout_s: float) -> Shipment | WorkerLost | None:
+        """Return the next answer, the one asked for first if there are several; None if none comes.
+
+        Raises: what a worker raised; RolloutFailed where one dies again and again.
+        """
+        until = time.monotonic() + timeout_s
+        while self._pending:
+            left = max(0.0, until - time.monotonic())
+            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=left)
+            if not ready:
+                self._rehouse()
+                return None
+            if (answer := self._answer(ready[0])) is not None:
+                return answer
+        time.sleep(max(0.0, until - time.monotonic()))
+        return None
+
+    def close(self) -> None:
+        """End the workers, and a Ray of our own; what was not handed over is dropped."""
+        actors = [seat.actor for seat in self._seats] + [self._writer]
+        for actor in filter(None, actors):
+            self._ray.kill(actor)
+        for seat in self._seats:
+            seat.actor = seat.unwritten = None
+        self._pending, self._writer, self._acting = {}, None, None
+        self._stack.close()
+
+    # Where.
+
+    def _seat(self, seat: Seat, *, is_first: bool = True) -> None:
+        """Start a process for a worker. A replacement takes no CPUs where too few are left."""
+        cluster, seat.num_cpus = self._cluster, self._cpus
+        if not is_first:
+            if seat.order.records:
+                cluster.look_at_new_nodes()
+            if not cluster.has_room:
+                seat.num_cpus = 0.0
+        seeing = cluster.seeing
+        order = replace(seat.order, acting=cluster.sendable(seat.order.acting))
+        actor = self._ray.remote(num_cpus=seat.num_cpus, max_restarts=0)(NodeWorker)
+        seat.actor, seat.acting, seat.has_answered = actor.remote(order, seeing), None, False
+
+    def _rehouse(self) -> None:
+        """Start again, without CPUs of its own, what no node has room for since one was lost."""
+        now = time.monotonic()
+        if now - self._looked_at < _HOMELESS_S:
+            return
+        self._looked_at = now
+        if self._cluster.has_room:
+            return
+        for reference, worker in list(self._pending.items()):
+            seat = self._seats[worker]
+            if not seat.has_answered and seat.num_cpus and seat.unwritten is None:
+                del self._pending[reference]
+                self._ray.kill(seat.actor)
+                self._seat(seat, is_first=False)
+                self._send(worker)
+
+    # What is asked, and answered.
+
+    def _send(self, worker: int) -> None:
+        seat = self._seats[worker]
+        if seat.unwritten is not None:
+            reference = self._writer_actor().write.remote(seat.unwritten)
+        else:
+            acting = None if seat.acting is self._acting else self._acting
+            seat.acting = self._acting
+            reference = seat.actor.ship.remote(
+                seat.asked, self._interval_s, acting, self._with_open
+            )
+        self._pending[reference] = worker
+
+    def _answer(self, reference: Any) -> Shipment | WorkerLost | None:
+        """Take what has come; None where it goes on to the writer."""
+        worker = self._pending.pop(reference)
+        seat, exceptions = self._seats[worker], self._ray.exceptions
+        try:
+            shipment: Shipment = self._ray.get(reference)
+        except exceptions.RayTaskError as error:
+            raise _raised(worker, error) from error
+        except exceptions.RayError as error:
+            return self._lost(worker, error)
+        seat.deaths, seat.has_answered = 0, True
+        if shipment.pieces and seat.order.records:
+            seat.unwritten = reference
+            self._send(worker)
+            return None
+        if shipment.trouble is None:
+            seat.unwritten = None
+            seat.note(shipment)
+        return shipment
+
+    def _lost(self, worker: int, error: Exception) -> WorkerLost | None:
+        """Replace a worker that is gone, or the writer, which then writes what it was given."""
+        seat, reason = self._seats[worker], reason_of(error)
+        seat.deaths += 1
+        if seat.deaths > _MOST_DEATHS:
+            raise RolloutFailed(
+                f"rollout worker {worker}: its process died {seat.deaths} times in a row, the last "
+                f"time: {reason}; expected episodes. Check memory and the environment's native "
+                "code; --env-runner local shows a crash."
+            ) from error
+        is_lost_on_the_way = isinstance(error, self._ray.exceptions.ObjectLostError)
+        if seat.unwritten is not None and not is_lost_on_the_way:
+            self._writer = None
+            self._send(worker)
+            return None
+        with suppress(Exception):
+            # It may live on where it cannot be reached.
+            self._ray.kill(seat.actor)
+        lost = WorkerLost(worker, reason, seat.open_episodes)
+        seat.order = seat.remaining()
+        seat.num_ended, seat.owed, seat.open_episodes, seat.unwritten = 0, 0, (), None
+        self._seat(seat, is_first=False)
+        return lost
+
+    def _writer_actor(self) -> Any:
+        if self._writer is None:
+            order = self._seats[0].order
+            actor = self._ray.remote(num_cpus=0, scheduling_strategy=on(here()))(ShipmentWriter)
+            self._writer = actor.remote(order.lake, order.dataset)
+        return self._writer
+
+
+def _raised(worker: int, error: Any) -> ReplayLakeError:
+    """Return the worker's own error, without the remote traceback that Ray puts into it."""
+    if isinstance(error.cause, ReplayLakeError):
+        return error.cause
+    return RolloutFailed(
+        f"rollout worker {worker}: found {type(error.cause).__name__}: {error.cause}, "
+        "expected episodes. Run with --env-runner local for the traceback."
+    )

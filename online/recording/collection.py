@@ -1,0 +1,62 @@
+"""Collection: the loop of a rollout's driver, from asking workers to recording what they made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from replaylake.online.collecting.shipment import Shipment
+from replaylake.online.pools.pool import WorkerLost, WorkerPool
+from replaylake.online.recording.recorder import Recorder
+from replaylake.online.recording.refusals import RETRY_S, Refusals
+
+# Workers' shards are committed in groups, ten times a second at most.
+GROUP_INTERVAL_S: Final = 0.1
+# From one look to the next at a recorder that cannot take more now.
+_LOOK_S: Final = 0.05
+
+
+def collect(
+    pool: WorkerPool,
+    flush_steps: int,
+    recorder: Recorder,
+    refusals: Refusals,
+    on_shipment: Callable[[Shipment], None],
+) -> None:
+    """Run the workers until their orders are done, and return when all of it is committed."""
+    for worker in range(pool.size):
+        pool.ask(worker, flush_steps)
+    working = set(range(pool.size))
+    while working:
+        _wait_for(recorder, refusals)
+        answer = pool.receive(GROUP_INTERVAL_S)
+        if answer is None:
+            continue
+        if isinstance(answer, WorkerLost):
+            # Its replacement does again what was not handed over.
+            pool.ask(answer.worker, flush_steps)
+            continue
+        refusals.note(f"worker {answer.worker}", answer.trouble)
+        if answer.trouble is not None:
+            time.sleep(RETRY_S)
+        if answer.exhausted:
+            working.discard(answer.worker)
+        else:
+            # Asked for the next before this one is handled: the worker does not wait.
+            pool.ask(answer.worker, flush_steps)
+        if answer.written is not None:
+            recorder.add(answer.written)
+        if answer.trouble is None:
+            on_shipment(answer)
+    while not recorder.flush(GROUP_INTERVAL_S):
+        refusals.note("commit", recorder.trouble)
+    refusals.note("commit", None)
+
+
+def _wait_for(recorder: Recorder, refusals: Refusals) -> None:
+    """Wait as long as the store refuses, or is behind: nothing more is to be collected then."""
+    while recorder.trouble is not None or recorder.is_behind:
+        refusals.note("commit", recorder.trouble)
+        time.sleep(_LOOK_S)
+    refusals.note("commit", None)

@@ -1,0 +1,208 @@
+"""Feed: how collected steps come to be sampled: through the lake, or past it and into it beside.
+
+LakeFeed      workers wrote shards; they are committed, and the view that follows the dataset has
+              them some milliseconds later. The lake is the transport.
+DirectFeed    a worker in this process: its steps go into the view at once, and a thread records
+              them; the view passes over the commits of this producer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from replaylake.datastore.replay.live.live_view import LiveView
+from replaylake.datastore.replay.live.log_reader import FollowTimings
+from replaylake.online.collecting.shipment import Shipment
+from replaylake.online.monitoring.timings import Timings
+from replaylake.online.recording.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Steps that can be sampled from now on; latency_s: since the middle one was taken."""
+
+    num_steps: int
+    latency_s: float | None
+
+
+class Feed(Protocol):
+    """Takes shipments; nothing that it was given is lost while the process lives."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing more should be collected now: the store refuses."""
+        ...
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits to be recorded that no more should be collected now."""
+        ...
+
+    def add(self, shipment: Shipment) -> None:
+        """Take what a worker handed over.
+
+        Where there is nothing in it, as of steps in games whose rewards are not known yet, it has
+        arrived: they come with later ones.
+        """
+        ...
+
+    def abandon(self, episode_ids: Sequence[str]) -> None:
+        """Say that nothing more of these episodes will come."""
+        ...
+
+    def arrived(self) -> list[Arrived]:
+        """Return what can be sampled since the last call."""
+        ...
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until all that was added is recorded and arrived; return whether it is, in time."""
+        ...
+
+    def taken_timings(self) -> Timings:
+        """Return what committing and following took since the last call."""
+        ...
+
+
+class DirectFeed:
+    """Into the view at once; recorder: None where nothing is recorded."""
+
+    def __init__(self, view: LiveView, recorder: Recorder | None) -> None:
+        self._view = view
+        self._recorder = recorder
+        self._arrived: list[Arrived] = []
+
+    @property
+    def trouble(self) -> str | None:
+        """Of the recorder."""
+        return None if self._recorder is None else self._recorder.trouble
+
+    @property
+    def is_behind(self) -> bool:
+        """Of the recorder."""
+        return self._recorder is not None and self._recorder.is_behind
+
+    def add(self, shipment: Shipment) -> None:
+        """Put the pieces into the view, and hand them on to be recorded."""
+        if shipment.pieces:
+            self._view.put(shipment.pieces)
+            if self._recorder is not None:
+                self._recorder.add(shipment.pieces)
+        self._arrived.append(Arrived(shipment.num_steps, _latency(shipment)))
+
+    def abandon(self, episode_ids: Sequence[str]) -> None:
+        """See Recorder.abandon."""
+        if self._recorder is not None:
+            self._recorder.abandon(episode_ids)
+
+    def arrived(self) -> list[Arrived]:
+        """Return what was added since the last call."""
+        arrived, self._arrived = self._arrived, []
+        if self._recorder is not None:
+            self._recorder.acknowledged()
+        return arrived
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait for the recorder."""
+        return self._recorder is None or self._recorder.flush(timeout_s)
+
+    def taken_timings(self) -> Timings:
+        """Of the recorder."""
+        return Timings() if self._recorder is None else self._recorder.timings.taken()
+
+
+class Followed(Protocol):
+    """What follows the dataset: a LiveView, or several."""
+
+    @property
+    def version(self) -> int:
+        """The newest version whose steps can be sampled."""
+        ...
+
+    def wait_for(self, version: int | None = None, *, timeout_s: float = 30.0) -> bool:
+        """Wait until that is a version; return whether it is, in time."""
+        ...
+
+    def timings(self) -> FollowTimings:
+        """Return what following took since the last call."""
+        ...
+
+
+class LakeFeed:
+    """Through commits of what workers wrote."""
+
+    def __init__(self, view: Followed, recorder: Recorder) -> None:
+        self._view = view
+        self._recorder = recorder
+        # Handed over and not committed; then committed and not there yet, by version.
+        self._handed: deque[Shipment] = deque()
+        self._committed: deque[tuple[int, Shipment]] = deque()
+        self._num_committed = 0
+        # Of shipments in which there was nothing to write.
+        self._without: list[Arrived] = []
+
+    @property
+    def trouble(self) -> str | None:
+        """Of the recorder."""
+        return self._recorder.trouble
+
+    @property
+    def is_behind(self) -> bool:
+        """Of the recorder."""
+        return self._recorder.is_behind
+
+    def add(self, shipment: Shipment) -> None:
+        """Hand it on to be committed."""
+        if shipment.written is None:
+            self._without.append(Arrived(shipment.num_steps, None))
+            return
+        self._recorder.add(shipment.written)
+        self._handed.append(shipment)
+
+    def abandon(self, episode_ids: Sequence[str]) -> None:
+        """See Recorder.abandon."""
+        self._recorder.abandon(episode_ids)
+
+    def arrived(self) -> list[Arrived]:
+        """Return what the view has of what was committed."""
+        for acknowledged in self._recorder.acknowledged():
+            while self._num_committed <= acknowledged.last:
+                self._committed.append((acknowledged.commit.version, self._handed.popleft()))
+                self._num_committed += 1
+        arrived, self._without = self._without, []
+        if not self._committed:
+            return arrived
+        version = self._view.version
+        while self._committed and self._committed[0][0] <= version:
+            _, shipment = self._committed.popleft()
+            arrived.append(Arrived(shipment.num_steps, _latency(shipment)))
+        return arrived
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait for the commits, and for the view to have them."""
+        if not self._recorder.flush(timeout_s):
+            return False
+        return self._view.wait_for(version=self._recorder.last_version, timeout_s=timeout_s)
+
+    def taken_timings(self) -> Timings:
+        """Of the recorder, and of the view that follows."""
+        timings = self._recorder.timings.taken()
+        timings.merge(_following(self._view))
+        return timings
+
+
+def _following(view: Followed) -> Timings:
+    """Return what the view's thread has been at since the last call."""
+    found, timings = view.timings(), Timings()
+    timings.add("tail", found.tail.seconds, found.tail.items, found.tail.num_bytes)
+    timings.add("decode", found.decode.seconds, found.decode.items, found.decode.num_bytes)
+    return timings
+
+
+def _latency(shipment: Shipment) -> float | None:
+    if shipment.first_step_at is None or shipment.last_step_at is None:
+        return None
+    return time.time() - (shipment.first_step_at + shipment.last_step_at) / 2

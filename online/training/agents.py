@@ -1,0 +1,269 @@
+"""Agents: a policy of its own for each agent of a game, behind the seams of a trainer for one.
+
+Each agent has a learner, and a supply of the steps that it took itself. They take turns: an update
+of the run is one of the next agent that has anything to learn from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+
+from replaylake.datastore.batch import Batch
+from replaylake.datastore.errors import ConfigInvalid, NameRefused
+from replaylake.datastore.names import check_policy_name
+from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.replay.items.sequences import Sequences
+from replaylake.datastore.replay.items.transitions import Transitions
+from replaylake.datastore.replay.live.live_view import LiveView
+from replaylake.datastore.replay.live.log_reader import FollowTimings, Taken
+from replaylake.datastore.replay.view import ReplayView
+from replaylake.datastore.spaces import Array
+from replaylake.offline.algorithm import OnPolicy
+from replaylake.offline.environments.games import Game
+from replaylake.offline.environments.ids import make_any
+from replaylake.offline.graph import PolicyGraph
+from replaylake.offline.learner import Learner, Update
+from replaylake.online.collecting.acting import Acting
+from replaylake.online.training.behavior import OneBehavior
+from replaylake.online.training.once_supply import OnceSupply
+from replaylake.online.training.supply import Supply
+
+# Before the agent's name in a metric's.
+_AGENT: Final = "agent"
+
+
+def agents_of(env_id: str, env_args: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return who may take part in a game; none where the environment is one of one agent."""
+    env = make_any(env_id, env_args)
+    env.close()
+    return env.agents if isinstance(env, Game) else ()
+
+
+def policy_names(name: str, agents: Sequence[str]) -> dict[str, str]:
+    """Return what each agent's policy is registered as. Raises: NameRefused."""
+    names = {agent: f"{name}_{agent}" for agent in agents}
+    for agent, its_name in names.items():
+        try:
+            check_policy_name(its_name)
+        except NameRefused as error:
+            raise NameRefused(
+                f"agents each: found agent {agent!r}, whose policy would be {its_name!r}, expected "
+                "[a-z][a-z0-9_-]*, at most 63 characters. Rename the agent in the environment, or "
+                "learn one policy for all: --agents shared."
+            ) from error
+    return names
+
+
+def own_steps(agent: str) -> str:
+    """Return the SQL condition over `steps` of those that an agent took."""
+    quoted = agent.replace("'", "''")
+    return f"agent_id = '{quoted}'"
+
+
+class AgentViews:
+    """The live views of all agents, as one that is followed."""
+
+    def __init__(self, views: Mapping[str, LiveView]) -> None:
+        self.by_agent = views
+
+    def close(self) -> None:
+        """Follow no longer."""
+        with ExitStack() as stack:
+            for view in self.by_agent.values():
+                stack.callback(view.close)
+
+    @property
+    def version(self) -> int:
+        """The newest version of which all agents' steps can be sampled."""
+        return min(view.version for view in self.by_agent.values())
+
+    def wait_for(self, version: int | None = None, *, timeout_s: float = 30.0) -> bool:
+        """Wait until each has it; timeout_s: for each."""
+        views = self.by_agent.values()
+        return all(view.wait_for(version=version, timeout_s=timeout_s) for view in views)
+
+    def timings(self) -> FollowTimings:
+        """Return what following took since the last call, of all of them together."""
+        each = [view.timings() for view in self.by_agent.values()]
+        tails, decodes = zip(*each, strict=True)
+        return FollowTimings(_total(tails), _total(decodes))
+
+
+class AgentLearners:
+    """A Learner made of one for each agent; `turn` is whose batch comes next."""
+
+    def __init__(self, learners: Mapping[str, Learner]) -> None:
+        self.by_agent = learners
+        self.turn = next(iter(learners))
+        self._first = learners[self.turn]
+
+    @property
+    def discount(self) -> float:
+        """Of all."""
+        return self._first.discount
+
+    @property
+    def item(self) -> Transitions | Sequences:
+        """Of all."""
+        return self._first.item
+
+    @property
+    def on_policy(self) -> OnPolicy | None:
+        """Of all."""
+        return self._first.on_policy
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Of all."""
+        return self._first.config
+
+    @property
+    def normalisation(self) -> Mapping[str, Any]:
+        """Of all: an online learner knows none of its data beforehand."""
+        return self._first.normalisation
+
+    def prepare(self, view: ReplayView) -> None:
+        """Let each look."""
+        for learner in self.by_agent.values():
+            learner.prepare(view)
+
+    def update(self, batch: Batch) -> Update:
+        """Let the agent whose turn it is learn; its metrics are `agent/<name>/...`."""
+        result = self.by_agent[self.turn].update(batch)
+        metrics = {f"{_AGENT}/{self.turn}/{name}": v for name, v in result.metrics.items()}
+        return Update(metrics, result.priorities)
+
+    def policy(self) -> PolicyGraph:
+        """Return the first agent's policy: all have the same spaces and head."""
+        return self._first.policy()
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return all learners' arrays, each under its agent's name."""
+        return {
+            f"{agent}/{name}": array
+            for agent, learner in self.by_agent.items()
+            for name, array in learner.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Continue from what state_dict returned."""
+        for agent, learner in self.by_agent.items():
+            own = f"{agent}/"
+            learner.load_state_dict(
+                {name[len(own) :]: array for name, array in state.items() if name.startswith(own)}
+            )
+
+
+class AgentSupplies:
+    """A supply made of one for each agent: each batch is the next agent's that has one."""
+
+    def __init__(
+        self, supplies: Mapping[str, Supply | OnceSupply], learners: AgentLearners
+    ) -> None:
+        self._supplies = supplies
+        self._learners = learners
+        self._order = deque(supplies)
+        first = next(iter(supplies.values()))
+        self.takes_once = first.takes_once
+        self.num_rows = first.num_rows
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """The newest that acts."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        for supply in self._supplies.values():
+            supply.version = version
+
+    @property
+    def num_taken(self) -> int:
+        """Steps in the last batch."""
+        return self._supplies[self._learners.turn].num_taken
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether any agent has something to learn from."""
+        return any(supply.is_ready for supply in self._supplies.values())
+
+    def sample(self) -> Batch | None:
+        """Draw for the next agent that has something, whose turn it is then."""
+        while not self._supplies[self._order[0]].is_ready:
+            self._order.rotate(-1)
+        self._learners.turn = self._order[0]
+        self._order.rotate(-1)
+        return self._supplies[self._learners.turn].sample()
+
+    def give_back(self, batch: Batch, result: Update) -> None:
+        """Set priorities of the last batch."""
+        self._supplies[self._learners.turn].give_back(batch, result)
+
+    def taken_metrics(self) -> dict[str, float]:
+        """Return each one's, by agent; of the staleness, which is the run's, the mean as well."""
+        told = {agent: supply.taken_metrics() for agent, supply in self._supplies.items()}
+        values = {f"{_AGENT}/{a}/{name}": v for a, each in told.items() for name, v in each.items()}
+        staleness = [each["staleness"] for each in told.values() if "staleness" in each]
+        return values | ({"staleness": float(np.mean(staleness))} if staleness else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return each one's position, and who is next."""
+        each = {agent: supply.state_dict() for agent, supply in self._supplies.items()}
+        return {"agents": each, "order": list(self._order)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from it."""
+        self._order = deque(state["order"])
+        for agent, supply in self._supplies.items():
+            supply.load_state_dict(state["agents"][agent])
+
+
+class AgentBehaviors:
+    """Each agent's own policy acts for it."""
+
+    def __init__(self, behaviors: Mapping[str, OneBehavior]) -> None:
+        self._behaviors = behaviors
+
+    @property
+    def policies(self) -> Mapping[str, Policy]:
+        """By agent."""
+        return {agent: one.policies for agent, one in self._behaviors.items()}
+
+    @property
+    def random_steps(self) -> int:
+        """The same for all."""
+        return max(one.random_steps for one in self._behaviors.values())
+
+    def acting(self, version: int, num_steps: int) -> Mapping[str, Acting]:
+        """Return who acts for each; versions rise together."""
+        return {agent: one.acting(version, num_steps) for agent, one in self._behaviors.items()}
+
+
+def _total(each: Sequence[Taken]) -> Taken:
+    return Taken(*(sum(column) for column in zip(*each, strict=True)))
+
+
+def check_each(agents: Sequence[str], *, env_id: str, has_mix: bool, records: bool) -> None:
+    """Refuse what a policy for each agent cannot be learned with. Raises: ConfigInvalid."""
+    if not agents:
+        raise ConfigInvalid(
+            f"agents each: found {env_id}, an environment of one agent, expected one of several. "
+            "Leave --agents out."
+        )
+    if has_mix:
+        raise ConfigInvalid(
+            "agents each: found mix, expected none: whose steps of another dataset each agent "
+            "would learn from is not known. Leave --mix out, or learn with --agents shared."
+        )
+    if not records:
+        raise ConfigInvalid(
+            "agents each: found record off, expected on: each agent finds its own steps in the "
+            "lake. Leave --no-record out, or learn with --agents shared."
+        )

@@ -1,0 +1,279 @@
+"""Collector: the workers' side of a run: permits, what comes back for them, and its arrival.
+
+A permit lets a worker take so many steps with the newest policy; the rate limiter says how many. A
+shipment is what it answers; its steps have arrived once they can be sampled. It all happens in
+`look`, which the trainer calls between updates, and which waits only where there is nothing to
+learn.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from replaylake.online.collecting.returns import LastReturns
+from replaylake.online.collecting.shipment import Shipment
+from replaylake.online.pools.pool import WorkerLost
+from replaylake.online.recording.recorded import Recorded
+from replaylake.online.recording.refusals import RETRY_S
+from replaylake.online.training.broadcaster import Broadcaster
+from replaylake.online.training.config import OnlineConfig
+from replaylake.online.training.parts import Parts
+
+# From one look at what the workers have sent to the next, while there are updates to make: a look
+# at Ray takes 0.2 ms.
+_LOOK_S: Final = 0.005
+_WAIT_S: Final = 0.02
+# At the end, between two looks at whether the store refuses.
+_SETTLE_S: Final = 1.0
+_RETURNS_KEPT: Final = 100
+_LATENCIES_KEPT: Final = 1000
+
+
+class Collector:
+    """What workers were asked for, what came of it, and what of that can be learned from."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        config: OnlineConfig,
+        *,
+        on_remark: Callable[[str], None],
+        should_end: Callable[[], bool],
+    ) -> None:
+        self._parts, self._config = parts, config
+        self._remark, self._should_end = on_remark, should_end
+        self._is_local = config.env_runner == "local"
+        self._takes_turns = self._is_local or config.mode == "sync"
+        self._broadcaster = Broadcaster(parts, config)
+        self.num_steps = self.num_episodes = 0
+        self.returns = LastReturns(max(_RETURNS_KEPT, config.until_episodes))
+        self._said_zero_sum = False
+        # Steps that workers may still hand over, by worker; and those handed over and not arrived.
+        self._promised: dict[int, int] = {}
+        self._num_under_way = 0
+        # By worker: episodes that it is in the middle of, and when it is asked again after the
+        # store refused what it has.
+        self._open: dict[int, Sequence[str]] = {}
+        self._refused_until: dict[int, float] = {}
+        self._latencies: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+        self._looked_at = -math.inf
+
+    @property
+    def can_update(self) -> bool:
+        """Whether there is a batch to learn from, and the limiter lets it be sampled."""
+        if self._takes_turns and self._goes_on:
+            return False
+        num = self._parts.supply.num_rows
+        return self._parts.limiter.can_sample(num) and self._parts.supply.is_ready
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps were collected, and can be sampled."""
+        return self.num_steps >= self._config.steps and not self._goes_on
+
+    @property
+    def mean_return(self) -> float | None:
+        """Of the last hundred episodes, as they were collected; of games their agents' sums."""
+        returns = list(self.returns.sums)[-_RETURNS_KEPT:]
+        return float(np.mean(returns)) if returns else None
+
+    @property
+    def staleness(self) -> float:
+        """See Broadcaster.staleness."""
+        return self._broadcaster.staleness
+
+    def look(self, update: int, *, can_update: bool) -> None:
+        """Hand out permits and take what came; wait for it only where there is nothing to learn.
+
+        update: what the policy is of. can_update: whether the trainer makes an update next.
+        """
+        now = time.perf_counter()
+        if can_update and (self._takes_turns or now - self._looked_at < _LOOK_S):
+            return
+        self._note_arrived()
+        self._hand_out(update)
+        came = self._receive(0.0 if can_update else _WAIT_S)
+        self._note_arrived()
+        self._hand_out(update)
+        if self._is_local and not (can_update or came):
+            # A disk that is full: whoever works in this process waits for nothing else.
+            time.sleep(_WAIT_S)
+        self._looked_at = time.perf_counter()
+        if not can_update and not self._is_local:
+            self._parts.timings.add("learner_wait", self._looked_at - now)
+
+    def finish(self, on_wait: Callable[[], None]) -> None:
+        """Take in what is under way, and give up what is open: nothing more comes of it.
+
+        A run that goes on begins other episodes. on_wait: see settle.
+        """
+        # What workers that are at it have collected is not to be lost.
+        until = time.monotonic() + 10 * self._config.flush_interval_s + 5
+        while self._promised and time.monotonic() < until:
+            self._take(self._parts.pool.receive(_WAIT_S))
+        self._parts.feed.abandon([episode for ids in self._open.values() for episode in ids])
+        self.settle(on_wait)
+        self._note_arrived()
+
+    def settle(self, on_wait: Callable[[], None]) -> None:
+        """Wait until all is recorded; not where the run is asked to end and the store refuses.
+
+        on_wait: called now and then meanwhile.
+        """
+        while not self._parts.feed.settle(_SETTLE_S):
+            self._note_arrived()
+            on_wait()
+            if self._parts.feed.trouble is not None and self._should_end():
+                self._remark("what was collected last could not be recorded, and is dropped")
+                return
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was collected, and how far behind and how late it comes."""
+        values = {
+            **self.returns.metrics(),
+            "env_steps": float(self.num_steps),
+            "episodes": float(self.num_episodes),
+            "policy_version": float(self._broadcaster.version),
+        }
+        if (mean_return := self.mean_return) is not None:
+            values["return"] = mean_return
+        if self._latencies:
+            values["latency_ms"] = float(np.median(self._latencies)) * 1000
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was collected, JSON-able."""
+        return {
+            "num_steps": self.num_steps,
+            "num_episodes": self.num_episodes,
+            "version": self._broadcaster.version,
+            "returns": self.returns.state_dict(),
+            "limiter": self._parts.limiter.state_dict(),
+        }
+
+    def begin_with(self, found: Recorded) -> None:
+        """Begin with what the run has recorded; before the first look."""
+        self.num_steps, self.num_episodes = found.num_steps, found.num_episodes
+        self._broadcaster.begin_at(found.policy_version + 1)
+        self._parts.limiter.insert(found.num_steps)
+
+    def load_state_dict(self, state: Mapping[str, Any], found: Recorded) -> None:
+        """Go on from it, and with all that the run has recorded by now."""
+        # What acted after the state was saved was of versions that name nothing else.
+        self._broadcaster.begin_at(max(state["version"], found.policy_version) + 1)
+        records = self._config.record
+        self.num_steps = found.num_steps if records else state["num_steps"]
+        self.num_episodes = found.num_episodes if records else state["num_episodes"]
+        self.returns.load_state_dict(state["returns"])
+        num_inserts = max(self.num_steps, state["limiter"]["num_inserts"])
+        self._parts.limiter.load_state_dict({**state["limiter"], "num_inserts": num_inserts})
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether there are steps to come that were asked for."""
+        return bool(self._promised or self._num_under_way)
+
+    # Permits.
+
+    def _hand_out(self, update: int) -> None:
+        """Let workers that are free collect as much as the limiter, and the run, allow."""
+        if self._parts.feed.trouble is not None or self._parts.feed.is_behind:
+            return
+        if self._takes_turns and (self._promised or self.can_update):
+            return
+        for worker in self._free():
+            num = self._permitted()
+            if num == 0:
+                return
+            self._broadcaster.offer(update, self.num_steps)
+            self._parts.pool.ask(worker, num)
+            self._promised[worker] = num
+            self._broadcaster.asked(worker)
+
+    def _permitted(self) -> int:
+        """Return how many steps the next worker may collect."""
+        promised = sum(self._promised.values())
+        pending = promised + self._num_under_way
+        most = min(self._config.round_steps, self._config.steps - self.num_steps - promised)
+        num = self._parts.limiter.num_insertable(most, pending=pending)
+        # A few at a time would cost a round trip each.
+        least = min(most, self._config.envs_per_worker)
+        if num > 0 and num >= least:
+            return num
+        if most <= 0 or pending or self.can_update:
+            return 0
+        # Neither may go on: sequences that were begun and lost count as if they would come.
+        return most if self._parts.supply.takes_once else least
+
+    def _free(self) -> list[int]:
+        """Return the workers that may be asked; where some were refused, those, to try again."""
+        now = time.monotonic()
+        free = [w for w in range(self._parts.pool.size) if w not in self._promised]
+        if self._refused_until:
+            return [w for w in free if now >= self._refused_until.get(w, math.inf)]
+        return free
+
+    # What comes.
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Take all that has come; wait for the first; return whether there was one."""
+        came = False
+        while self._take(self._parts.pool.receive(timeout_s)):
+            came, timeout_s = True, 0.0
+        return came
+
+    def _take(self, answer: Shipment | WorkerLost | None) -> bool:
+        if isinstance(answer, WorkerLost):
+            self._note_lost(answer)
+        elif answer is not None:
+            self._note_shipment(answer)
+        return answer is not None
+
+    def _note_shipment(self, shipment: Shipment) -> None:
+        worker = shipment.worker
+        self._promised.pop(worker, None)
+        self._parts.refusals.note(f"worker {worker}", shipment.trouble)
+        if shipment.trouble is not None:
+            # What it has it keeps, and hands over the next time.
+            self._refused_until[worker] = time.monotonic() + RETRY_S
+            return
+        self._refused_until.pop(worker, None)
+        self._broadcaster.answered(worker)
+        self._open[worker] = shipment.open_episodes
+        self.num_steps += shipment.num_steps
+        self._num_under_way += shipment.num_steps
+        self.num_episodes += len(shipment.ends)
+        self._note_returns(shipment)
+        self._parts.timings.merge(shipment.timings)
+        self._parts.feed.add(shipment)
+
+    def _note_returns(self, shipment: Shipment) -> None:
+        self.returns.add(shipment.ends)
+        if self.returns.is_zero_sum and not self._said_zero_sum:
+            self._said_zero_sum = True
+            self._remark(
+                "what an agent gains another loses, so far in every game: the sum of their "
+                "returns, 0, chooses no policy. Unless that changes, the last one is registered"
+            )
+
+    def _note_lost(self, lost: WorkerLost) -> None:
+        for of_worker in (self._promised, self._open, self._refused_until):
+            of_worker.pop(lost.worker, None)
+        self._broadcaster.lost(lost.worker)
+        self._parts.refusals.note(f"worker {lost.worker}", None)
+        self._parts.feed.abandon(lost.open_episodes)
+        self._remark(f"worker {lost.worker} was lost and replaced: {lost.reason}")
+
+    def _note_arrived(self) -> None:
+        for arrived in self._parts.feed.arrived():
+            self._num_under_way -= arrived.num_steps
+            self._parts.limiter.insert(arrived.num_steps)
+            if arrived.latency_s is not None:
+                self._latencies.append(arrived.latency_s)
+        self._parts.refusals.note("commit", self._parts.feed.trouble)

@@ -1,0 +1,51 @@
+"""Exploring: how a learner's policy acts while it collects, step by step of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replaylake.datastore.policies.policy import Policy, PolicySpec
+from replaylake.datastore.spaces import Box
+from replaylake.online.collecting.acting import Acting, GraphBytes
+from replaylake.online.training.config import OnlineConfig
+
+
+@dataclass(frozen=True)
+class Exploring:
+    """What a config says of exploring, for the head of a policy.
+
+    random_steps: uniform actions until so many steps were collected.
+    """
+
+    config: OnlineConfig
+    spec: PolicySpec
+    random_steps: int
+
+    def acting(
+        self, name: str, version: int, source: GraphBytes | Policy, num_steps: int
+    ) -> Acting:
+        """Return who acts once `num_steps` steps were collected."""
+        if num_steps < self.random_steps:
+            return Acting()
+        config, head = self.config, self.spec.head
+        if head == "q_values":
+            return Acting(name, version, source, temperature=0.0, epsilon=self._epsilon(num_steps))
+        if head in ("deterministic", "sampled"):
+            return Acting(name, version, source, noise=config.action_noise)
+        return Acting(name, version, source, temperature=config.temperature)
+
+    def _epsilon(self, num_steps: int) -> float:
+        """Fall linearly from the first to the second (Mnih et al. 2015)."""
+        config = self.config
+        over = config.explore_steps or max(1, config.steps // 10)
+        share = min(1.0, num_steps / over)
+        return config.epsilon_start + share * (config.epsilon_end - config.epsilon_start)
+
+
+def exploring(config: OnlineConfig, spec: PolicySpec, *, takes_once: bool) -> Exploring:
+    """Return how a run explores; takes_once: whether its algorithm corrects for who acted."""
+    steps = config.random_steps
+    if steps is None:
+        is_box = isinstance(spec.action_space, Box)
+        steps = config.min_size if is_box and not takes_once else 0
+    return Exploring(config, spec, steps)

@@ -1,0 +1,251 @@
+"""Job: a request made ready: what can be refused is, and learner and dataset are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.locations import check_shareable
+from replaylake.datastore.names import check_policy_name
+from replaylake.datastore.policies.package import check_package, load_learner_weights
+from replaylake.datastore.replay.view import ReplayView
+from replaylake.datastore.spaces import Array
+from replaylake.offline.algorithms.catalog import (
+    check_algorithm,
+    check_masks,
+    check_options,
+    check_priorities,
+    make_learner,
+)
+from replaylake.offline.environments.ids import spaces_of
+from replaylake.offline.learner import Learner
+from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.worker import RolloutConfig
+from replaylake.online.collecting.workers import make_worker
+from replaylake.online.recording.destination import prepare
+from replaylake.online.recording.recorded import Collected
+from replaylake.online.training.agents import (
+    AgentLearners,
+    agents_of,
+    check_each,
+    policy_names,
+)
+from replaylake.online.training.config import OWN_OPTIONS, OnlineConfig, OnlineRequest
+from replaylake.online.training.defaults import resolved
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request made ready.
+
+    agents: of a game; none where the environment is one of one agent. since: the dataset's version
+    before the run's first commit.
+    """
+
+    request: OnlineRequest
+    learner: Learner
+    agents: tuple[str, ...]
+    dataset: Dataset
+    since: int
+    mixed: Mapping[str, ReplayView]
+    mixed_lineage: tuple[Mapping[str, Any], ...]
+
+    @property
+    def config(self) -> OnlineConfig:
+        return self.request.config
+
+    @property
+    def batch_size(self) -> int:
+        """Steps a batch."""
+        assert self.config.batch_size is not None, "resolved"
+        return self.config.batch_size
+
+    @property
+    def takes_once(self) -> bool:
+        return self.learner.on_policy is not None
+
+    @property
+    def puts(self) -> bool:
+        """Whether what is collected is put into the view, and not found in the lake."""
+        config = self.config
+        return config.agents == "shared" and (config.env_runner == "local" or not config.record)
+
+
+def prepared(lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | None = None) -> Job:
+    """Check all that can be refused before anything is collected, and make the learner."""
+    check_policy_name(request.policy_name)
+    spaces = spaces_of(request.env_id, request.env_args)
+    algorithm = check_algorithm(request.config.algorithm, spaces[1])
+    check_options(request.config.algorithm, spaces[1], request.config.options, others=OWN_OPTIONS)
+    start = None if request.config.start_from is None else _start(lake, request.config)
+    config = resolved(request.config, algorithm, None if start is None else start.options)
+    request = replace(request, config=config)
+    if not algorithm.uses_rewards:
+        raise ConfigInvalid(
+            f"algorithm {config.algorithm}: it clones behaviour, expected one that learns from "
+            "rewards: it would learn to do what it does. Collect with `replaylake rollout`, then "
+            "`replaylake train offline`."
+        )
+    if config.prioritized:
+        check_priorities(config.algorithm, spaces[1])
+    if config.env_runner == "ray":
+        check_shareable(lake.url, "rollout workers")
+    agents = agents_of(request.env_id, request.env_args)
+    learner = _learner(request, spaces, agents, start)
+    _check_steps(config, learner)
+    mask_size = _mask_size(request)
+    if mask_size is not None:
+        check_masks(config.algorithm, spaces[1])
+    named = config.mix if began is None else {d["named"]: 0 for d in began["mixed"]}
+    mixed: dict[str, ReplayView] = {}
+    lineage = []
+    for name in named:
+        pinned = name
+        if began is not None:
+            row = next(d for d in began["mixed"] if d["named"] == name)
+            pinned = f"{row['dataset']}@{row['version']}"
+        mixed[name] = lake.snapshot(pinned).replay(frame_stack=config.frame_stack)
+        selection = vars(mixed[name].selections[0])
+        lineage.append({**selection, "columns": list(selection["columns"]), "named": name})
+    if mixed and learner.on_policy is not None:
+        raise ConfigInvalid(
+            f"algorithm {config.algorithm}: found mix {dict(config.mix)}, expected none: it takes "
+            "each step once, soon after it was taken. Use one that replays, such as dqn or sac."
+        )
+    if not lake.registry.exists():
+        lake.registry.create()
+    dataset = lake.dataset(request.dataset)
+    prepare(dataset, request.env_id, request.env_args, mask_size=mask_size)
+    since = int(began["since"]) if began is not None else dataset.snapshot().version
+    return Job(request, learner, agents, dataset, since, mixed, tuple(lineage))
+
+
+def _learner(
+    request: OnlineRequest, spaces: tuple[Any, Any], agents: Sequence[str], start: _Start | None
+) -> Learner:
+    """Make the learner, or all agents' own as one."""
+    config = request.config
+
+    def made(seed: int) -> Learner:
+        learner = make_learner(
+            config.algorithm,
+            *spaces,
+            options=config.options,
+            seed=seed,
+            discount=config.discount,
+            device=config.device,
+            frame_stack=config.frame_stack,
+        )
+        if start is not None:
+            learner.load_state_dict(start.weights)
+        return learner
+
+    if config.agents == "shared":
+        return made(config.seed)
+    check_each(agents, env_id=request.env_id, has_mix=bool(config.mix), records=config.record)
+    policy_names(request.policy_name, agents)
+    # Not the same weights: equals that see the same would do the same.
+    return AgentLearners({agent: made(config.seed + i) for i, agent in enumerate(agents)})
+
+
+def _check_steps(config: OnlineConfig, learner: Learner) -> None:
+    """Raises: ConfigInvalid where the run would end before the first update."""
+    plan = learner.on_policy
+    if plan is not None:
+        least, why = plan.num_sequences * plan.length, "num_sequences * length, for a batch"
+    else:
+        batch_size = config.batch_size or 1
+        per_insert = config.samples_per_insert or batch_size
+        least = config.min_size + max(1, math.ceil(batch_size / per_insert))
+        why = f"min_size {config.min_size:,} and what an update samples"
+    if config.steps < least:
+        raise ConfigInvalid(
+            f"online: steps: found {config.steps:,}, expected {least:,} or more ({why}): nothing "
+            "would be learned. Collect more, or lower that."
+        )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a registered policy had learned, and the options that it learned with."""
+
+    weights: Mapping[str, Array]
+    options: Mapping[str, Any]
+
+
+def _start(lake: Lake, config: OnlineConfig) -> _Start:
+    """Read the policy that is started from. Raises: NotFound, PackageInvalid."""
+    assert config.start_from is not None, "asked for where there is one"
+    ref = lake.registry.resolve(config.start_from)
+    manifest = check_package(ref.path)
+    theirs = manifest.body.get("algorithm")
+    if theirs != config.algorithm:
+        raise PackageInvalid(
+            f"start from {ref}: found a policy of algorithm {theirs}, expected {config.algorithm} "
+            f"as this run's. Train with --algorithm {theirs}, or start from another policy."
+        )
+    options = manifest.body.get("config", {}).get("options", {})
+    return _Start(load_learner_weights(ref.path), options)
+
+
+def _mask_size(request: OnlineRequest) -> int | None:
+    """Return the width of the environment's action masks; None if it gives none."""
+    config = RolloutConfig(request.env_id, env_args=dict(request.env_args), num_envs=1)
+    probe = make_worker(config, iter([0]), Acting(), producer="probe")
+    try:
+        return probe.mask_size
+    finally:
+        probe.close()
+
+
+def manifest_of(job: Job, run_id: str, collected: Collected) -> dict[str, Any]:
+    """Return what a package says of where its policy comes from."""
+    request = job.request
+    own = {
+        "dataset": request.dataset,
+        "version": collected.version,
+        "named": request.dataset,
+        "since": job.since,
+        "producers": list(collected.producers),
+        "where": None,
+        "reward": None,
+        "where_steps": None,
+        "num_episodes": collected.num_episodes,
+        "num_steps": collected.num_steps,
+        "content_hash": collected.content_hash,
+    }
+    return {
+        "name": request.policy_name,
+        "run_id": run_id,
+        "algorithm": job.config.algorithm,
+        "seed": job.config.seed,
+        "config": {**request.to_json()["config"], "options": dict(job.learner.config)},
+        "normalisation": dict(job.learner.normalisation),
+        "env_id": request.env_id,
+        "datasets": [own, *map(dict, job.mixed_lineage)],
+        "holdout": None,
+        "sampling": None,
+        "selection": None,
+        "metrics": {},
+        "evaluation": None,
+    }
+
+
+def first_record(job: Job) -> dict[str, Any]:
+    request = job.request
+    return {
+        "policy": request.policy_name,
+        "dataset": request.dataset,
+        "env_id": request.env_id,
+        "since": job.since,
+        "mixed": [dict(row) for row in job.mixed_lineage],
+        "algorithm": job.config.algorithm,
+        "seed": job.config.seed,
+        "config": {**request.to_json()["config"], "options": dict(job.learner.config)},
+        "request": request.to_json(),
+    }

@@ -1,0 +1,35 @@
+"""Parts: what an online run is made of, put together by assembly.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replaylake.offline.learner import Learner
+from replaylake.offline.self_play import AgentPolicies
+from replaylake.offline.training.selection import Selection
+from replaylake.offline.training.trainer import Observer
+from replaylake.online.monitoring.timings import Timings
+from replaylake.online.pools.pool import WorkerPool
+from replaylake.online.recording.feed import Feed
+from replaylake.online.recording.refusals import Refusals
+from replaylake.online.training.behavior import Behavior
+from replaylake.online.training.limiter import RateLimiter
+from replaylake.online.training.supply import AnySupply
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer is made of; measure: judges a policy, higher is better; None: not at all."""
+
+    learner: Learner
+    supply: AnySupply
+    pool: WorkerPool
+    feed: Feed
+    limiter: RateLimiter
+    behavior: Behavior
+    selection: Selection
+    observer: Observer
+    timings: Timings
+    refusals: Refusals
+    measure: Callable[[AgentPolicies], float] | None = None

@@ -1,0 +1,48 @@
+"""Patient observer: a run's metrics and checkpoints, written again where the store refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from replaylake.datastore.errors import FailedInPassing
+from replaylake.offline.training.lake_run import LakeRun
+from replaylake.online.recording.refusals import Refusals
+
+
+class PatientObserver:
+    """A trainer's Observer: what a LakeRun cannot write now is tried again."""
+
+    def __init__(self, run: LakeRun, refusals: Refusals, on_remark: Callable[[str], None]) -> None:
+        self._run, self._refusals, self._on_remark = run, refusals, on_remark
+
+    @property
+    def last_saved(self) -> int | None:
+        """The update of the newest checkpoint, if there is one."""
+        return self._run.last_saved
+
+    def measured(self, update: int, values: Mapping[str, float]) -> None:
+        """Add to the run's metrics."""
+        try:
+            self._run.measured(update, values)
+        except FailedInPassing:
+            # They are kept: only the writing is to be done again, or left to the next time.
+            with suppress(FailedInPassing):
+                self._refusals.until_taken("metrics", self._run.flush)
+
+    def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
+        """Save a checkpoint; where a run that is to end cannot, it says what it goes on from.
+
+        Raises: TrainingFailed, StorageFailed, CommitConflict.
+        """
+
+        def save() -> None:
+            self._run.save(update, state, best=best)
+
+        try:
+            self._refusals.until_taken("checkpoint", save)
+        except FailedInPassing:
+            saved = self._run.last_saved
+            kept = "none was saved before" if saved is None else f"that of update {saved:,} stays"
+            self._on_remark(f"the checkpoint of update {update:,} could not be saved: {kept}")

@@ -1,0 +1,108 @@
+"""Registration: the policy that a run chose: packaged, evaluated, and registered."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.runs.lease import RunLease
+from replaylake.offline.evaluate import Evaluation, evaluate
+from replaylake.offline.self_play import AgentPolicies
+from replaylake.offline.training.lake_run import EVALUATION, LakeRun
+from replaylake.offline.training.packaging import packaged
+from replaylake.offline.training.run_record import RunRecord
+from replaylake.online.recording.recorded import what_was_collected
+from replaylake.online.recording.refusals import Refusals
+from replaylake.online.training.agent_packages import packaged_each, register
+from replaylake.online.training.agents import AgentLearners, own_steps, policy_names
+from replaylake.online.training.job import Job, manifest_of
+from replaylake.online.training.patient_observer import PatientObserver
+from replaylake.online.training.result import OnlineResult, result_of
+from replaylake.online.training.trainer import OnlineTrainer
+
+
+def registered(
+    lake: Lake,
+    job: Job,
+    record: RunRecord,
+    lease: RunLease,
+    trainer: OnlineTrainer,
+    run: LakeRun,
+    observer: PatientObserver,
+    refusals: Refusals,
+) -> OnlineResult:
+    """Package, evaluate and register the policy that was chosen; the checkpoints go."""
+    request, config, selection = job.request, job.config, trainer.selection
+    chosen = selection.chosen
+    if chosen.update != trainer.update:
+        job.learner.load_state_dict(run.checkpoints.load(chosen.update).arrays)
+    collected = what_was_collected(job.dataset, record.run_id, since=job.since)
+    manifest = manifest_of(job, record.run_id, collected) | {
+        "selection": selection.to_json(),
+        "metrics": dict(chosen.metrics),
+    }
+
+    def closing_evaluation(policy: AgentPolicies) -> Evaluation:
+        return evaluate(
+            policy,
+            request.env_id,
+            episodes=config.evaluation_episodes,
+            seed=config.seed,
+            env_args=request.env_args,
+        )
+
+    with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
+        packages, evaluation = _packages(Path(scratch), job, manifest, closing_evaluation)
+        observer.measured(chosen.update, {EVALUATION: evaluation.mean_return})
+        refusals.until_taken("metrics", run.flush)
+        found = {
+            **_outcome(trainer),
+            "metrics": manifest["metrics"],
+            "selection": manifest["selection"],
+            "evaluation": evaluation.to_json(),
+            "datasets": manifest["datasets"],
+        }
+        lease.confirm()
+        ref, done = refusals.until_taken(
+            "policy", lambda: register(lake.registry, record, packages, found)
+        )
+    run.checkpoints.remove()
+    return result_of(lake, ref, {**done, "run_id": record.run_id})
+
+
+def _outcome(trainer: OnlineTrainer) -> dict[str, Any]:
+    """Return what a record says of how far a run came."""
+    collector = trainer.collector
+    return {
+        "update": trainer.selection.chosen.update,
+        "num_updates": trainer.update,
+        "num_steps": collector.num_steps,
+        "num_episodes": collector.num_episodes,
+        "mean_return": collector.mean_return,
+        "staleness": collector.staleness,
+        "converged": trainer.has_converged,
+        "wall_s": trainer.wall_s,
+    }
+
+
+def _packages(
+    scratch: Path,
+    job: Job,
+    manifest: Mapping[str, Any],
+    evaluated: Callable[[AgentPolicies], Evaluation],
+) -> tuple[Mapping[str, Path], Evaluation]:
+    """Return each agent's package; of one policy for whoever acts, that of an unnamed one."""
+    if not isinstance(job.learner, AgentLearners):
+        package, evaluation = packaged(scratch, job.learner, manifest, evaluated=evaluated)
+        assert evaluation is not None
+        return {"": package}, evaluation
+    names = policy_names(job.request.policy_name, job.agents)
+    manifests = {}
+    for agent, name in names.items():
+        own, *rest = manifest["datasets"]
+        datasets = [{**own, "where_steps": own_steps(agent)}, *rest]
+        manifests[agent] = {**manifest, "name": name, "datasets": datasets}
+    return packaged_each(scratch, job.learner.by_agent, manifests, evaluated)

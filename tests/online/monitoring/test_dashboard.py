@@ -1,0 +1,112 @@
+"""The dashboard for Grafana: whole, and of metrics that there are."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from replaylake.online.monitoring.dashboard import dashboard, dashboard_json
+from replaylake.online.monitoring.exported import EXPORTED
+from replaylake.online.monitoring.prometheus import MetricsServer
+from replaylake.online.monitoring.timings import Timings
+
+FILE = Path(__file__).parents[3] / "docs" / "grafana" / "online.json"
+# Names that a run logs.
+NAMES = (
+    "env_steps",
+    "episodes",
+    "return",
+    "staleness",
+    "samples_per_insert",
+    "updates_per_s",
+    "steps_per_s",
+    "latency_ms",
+    "evaluation/return",
+    "selection/environment",
+    "critic_loss",
+    "q_mean",
+)
+PANELS: list[dict[str, Any]] = [one for one in dashboard()["panels"] if one["type"] != "row"]
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[tuple[str, dict[str, str]]]:
+    """What is exported of a run: names and labels."""
+    timings = Timings()
+    timings.add("env_step", 1.0, 10, 100)
+    with MetricsServer(0) as server:
+        server.begin("01aa", policy="pole", env="CartPole-v1")
+        server.set(7, {**dict.fromkeys(NAMES, 1.0), **timings.to_metrics()})
+        with urllib.request.urlopen(server.url, timeout=10) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    return [(one.name, one.labels) for family in families for one in family.samples]
+
+
+def _matches(labels: dict[str, str], label: str, how: str, pattern: str) -> bool:
+    pattern = pattern.replace("$run", ".+")
+    is_match = re.fullmatch(pattern, labels.get(label, "")) is not None
+    return is_match == (how == "=~")
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_every_panel_shows_something_that_is_exported(
+    panel: dict[str, Any], samples: list[tuple[str, dict[str, str]]]
+) -> None:
+    assert panel["targets"]
+    for target in panel["targets"]:
+        ((name, selector),) = re.findall(r"(replaylake_\w+)\{(.*?)\}", target["expr"])
+        conditions = re.findall(r'(\w+)(=~|!~)"([^"]*)"', selector)
+        assert conditions[0] == ("run_id", "=~", "$run")
+        found = [
+            labels
+            for one, labels in samples
+            if one == name and all(_matches(labels, *condition) for condition in conditions)
+        ]
+        assert found, target["expr"]
+        shown = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+        assert "run_id" in shown
+        assert set(shown) <= set(found[0])
+        # A count that only grows is shown as a rate, but where the count itself is.
+        assert name.endswith("_total") or not target["expr"].startswith("rate(")
+
+
+def test_every_metric_is_on_a_panel() -> None:
+    expressions = " ".join(target["expr"] for one in PANELS for target in one["targets"])
+    assert {one.sample for one in EXPORTED} == set(re.findall(r"replaylake_\w+", expressions))
+
+
+def test_it_is_what_grafana_imports() -> None:
+    body = dashboard()
+    assert body["schemaVersion"] >= 36
+    source, run = body["templating"]["list"]
+    assert (source["type"], source["query"]) == ("datasource", "prometheus")
+    for one in [run, *PANELS, *(target for panel in PANELS for target in panel["targets"])]:
+        assert one["datasource"] == {"type": "prometheus", "uid": f"${{{source['name']}}}"}
+    assert run["query"]["query"] == "label_values(replaylake_run_updates_total, run_id)"
+    ids = [one["id"] for one in body["panels"]]
+    assert len(set(ids)) == len(ids)
+    # No import says of itself which dashboard of that Grafana it is.
+    assert "id" not in body
+
+
+def test_no_panel_lies_on_another() -> None:
+    cells = [
+        (x, y)
+        for panel in dashboard()["panels"]
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) == 23
+
+
+def test_the_file_is_the_newest() -> None:
+    assert FILE.read_text() == dashboard_json(), (
+        "run: python -m replaylake.online.monitoring.dashboard > docs/grafana/online.json"
+    )

@@ -1,0 +1,51 @@
+import pytest
+
+from replaylake.datastore.errors import FailedInPassing, StorageFailed
+from replaylake.online.recording.refusals import Refusals
+
+
+def refusing(times, error=FailedInPassing):
+    left = iter(range(times))
+
+    def call():
+        for _ in left:
+            raise error("shard: No space left on device")
+        return "made"
+
+    return call
+
+
+def test_what_is_refused_in_passing_is_tried_again_and_told_once():
+    told = []
+    refusals = Refusals(told.append)
+    assert refusals.until_taken("checkpoint", refusing(2)) == "made"
+    assert told == [
+        "the run waits, and goes on by itself. shard: No space left on device",
+        "the store takes what is written again: the run goes on",
+    ]
+    assert refusals.trouble is None
+
+
+def test_several_that_are_refused_are_one_wait():
+    told = []
+    refusals = Refusals(told.append)
+    refusals.note("worker 0", "no room")
+    refusals.note("commit", "no room for this either")
+    refusals.note("worker 0", None)
+    assert (len(told), refusals.trouble) == (1, "no room for this either")
+    refusals.note("commit", None)
+    refusals.note("commit", None)
+    assert len(told) == 2
+
+
+def test_a_run_that_is_asked_to_end_waits_for_nothing():
+    refusals = Refusals(lambda text: None, lambda: True)
+    with pytest.raises(FailedInPassing):
+        refusals.until_taken("checkpoint", refusing(10**6))
+
+
+def test_what_is_refused_for_good_is_raised():
+    told = []
+    with pytest.raises(StorageFailed, match="No space"):
+        Refusals(told.append).until_taken("checkpoint", refusing(1, StorageFailed))
+    assert told == []
