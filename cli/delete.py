@@ -86,6 +86,8 @@ def _deleted(done: Deleted) -> Iterator[str]:
     what = f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')}, {feedback}"
     if done.num_rejected:
         what = f"{what}, {count(done.num_rejected, 'row')} in quarantine"
+    if done.num_received:
+        what = f"{what}, {count(done.num_received, 'received step')}"
     left = f"{count(done.steps_left, 'step')} left"
     if done.num_episodes == 0:
         yield f"{done.dataset}: nothing to delete"

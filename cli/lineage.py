@@ -1,4 +1,4 @@
-"""`replaylake lineage`: from a served decision down to the files it was learned from."""
+"""`replaylake lineage`: from a decision down to what was learned, from an episode up."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ def lineage(
     dataset: Annotated[
         str | None, typer.Option("--dataset", metavar="NAME", help="Down and up from a dataset.")
     ] = None,
+    episode: Annotated[
+        str | None,
+        typer.Option("--episode", metavar="ID", help="With --dataset: up from an episode of it."),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Trace a decision, policy or dataset.
+    """Trace a decision, policy, dataset or episode.
 
-    Decision -> policy version -> training run -> dataset version, SQL and content hash -> ingests.
+    Decision -> policy version -> training run -> dataset version, SQL and content hash -> ingests;
+    and back: episode -> versions and tags -> policies that learned from it -> when they served.
 
     Example:
       replaylake lineage --policy clone:1
+      replaylake lineage --dataset cartpole --episode rollout/a1
       replaylake lineage --decision "$DECISION_ID" --json
     """
     given = [option for option in (decision, policy, dataset) if option is not None]
@@ -39,7 +45,10 @@ def lineage(
         raise typer.BadParameter(
             "expected one of the three.", param_hint=["--decision", "--policy", "--dataset"]
         )
+    if episode is not None and dataset is None:
+        raise typer.BadParameter("expected --dataset beside it.", param_hint="--episode")
     from replaylake.datastore import lineage as trace
+    from replaylake.datastore.episode_lineage import of_episode
     from replaylake.datastore.lake import open_lake
 
     report = Report(as_json)
@@ -50,6 +59,9 @@ def lineage(
     elif policy is not None:
         body = trace.of_policy(opened, policy)
         report.answer(body, _policy_lines(body, ""))
+    elif episode is not None:
+        body = of_episode(opened, given[0], episode)
+        report.answer(body, _episode_lines(body))
     else:
         body = trace.of_dataset(opened, given[0])
         report.answer(body, _dataset_lines(body))
@@ -77,15 +89,49 @@ def _policy_lines(body: Mapping[str, Any], indent: str) -> Iterator[str]:
     yield (
         f"{indent}policy {policy['policy']}:{policy['version']} ({policy['selected_by']}), "
         f"registered at {policy['registered_at']}"
+        + (f", deleted at {policy['deleted_at']}" if policy["deleted_at"] else "")
     )
     yield (
         f"{indent}  run {run['run_id']}: {run['kind'] or 'not recorded'}, algorithm "
         f"{run['algorithm']}, seed {run['seed']}"
+        + (f", in {run['env_id']}" if run["env_id"] else "")
     )
     for data in body["datasets"]:
         yield from _selection_lines(data, f"{indent}    ")
         for ingest in data["ingests"]:
             yield _ingest_line(ingest, f"{indent}      ")
+    for move in body["moves"]:
+        before = "" if move["from_version"] is None else f" from {move['from_version']}"
+        by = "" if move["by"] is None else f" by {move['by']}"
+        yield f"{indent}  {move['alias']} moved{before} to {move['to_version']} at {move['at']}{by}"
+    yield from (f"{indent}  {_served_text(one)}" for one in body["served"])
+
+
+def _episode_lines(body: Mapping[str, Any]) -> Iterator[str]:
+    episode = body["episode"]
+    yield f"episode {episode['episode_id']} of {episode['dataset']}"
+    for span in body["versions"]:
+        first, last = span["first"], span["last"]
+        which = f"version {first}" if first == last else f"versions {first}-{last}"
+        yield f"  in {which}" + ("" if span["holds"] == "yes" else ": unknown, shards are gone")
+    for tag in body["tags"]:
+        yield f"  tag {tag['tag']}, version {tag['version']}"
+    for ingest in body["ingests"]:
+        yield _ingest_line(ingest, "  ")
+    for policy in body["policies"]:
+        gone = ", deleted" if policy["deleted"] else ""
+        learned = "learned from it" if policy["trained"] == "yes" else "unknown"
+        yield f"  policy {policy['policy']}:{policy['version']}{gone}: {learned}, {policy['why']}"
+        yield from (f"    {_served_text(one)}" for one in policy["served"])
+    if not body["policies"]:
+        yield "  no policy learned from it"
+
+
+def _served_text(one: Mapping[str, Any]) -> str:
+    return (
+        f"served into {one['dataset']}: {count(one['num_decisions'], 'decision')}, "
+        f"{one['first_at']} to {one['last_at']}"
+    )
 
 
 def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:
@@ -104,11 +150,21 @@ def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _selection_lines(data: Mapping[str, Any], indent: str) -> Iterator[str]:
-    yield (
-        f"{indent}dataset {data['dataset']}@{data['version']}: "
-        f"{count(data['num_episodes'], 'episode')}, {count(data['num_steps'], 'step')}"
-    )
-    yield f"{indent}  content {data['content_hash']}"
+    name = f"dataset {data['dataset']}@{data['version']}"
+    if data["since"] is not None:
+        # Of a run that followed it: what it drew is not kept.
+        name += f", followed from version {data['since']} on"
+    if data["since"] is not None and data["content_hash"] is None:
+        yield f"{indent}{name}"
+    else:
+        numbers = [
+            f"an unknown number of {what}s"
+            if data[f"num_{what}s"] is None
+            else count(data[f"num_{what}s"], what)
+            for what in ("episode", "step")
+        ]
+        yield f"{indent}{name}: {', '.join(numbers)}"
+        yield f"{indent}  content {data['content_hash'] or 'unknown'}"
     for key in ("where", "where_steps", "reward"):
         if data[key] is not None:
             yield f"{indent}  {key} {data[key]}"

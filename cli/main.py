@@ -30,6 +30,7 @@ from replaylake.cli import (
     diff,
     evaluate,
     export,
+    feedback,
     formats,
     fsck,
     history,
@@ -40,6 +41,8 @@ from replaylake.cli import (
     package,
     policies,
     profile_run,
+    promote,
+    replay_decisions,
     retention,
     rollout,
     runs,
@@ -62,7 +65,7 @@ _INTERRUPTED: Final = 130
 
 # The headings of `replaylake --help`, each with its commands.
 GROUPS: Final = {
-    "Put episodes in": ("ingest", "rollout", "sessionise", "annotate"),
+    "Put episodes in": ("ingest", "rollout", "sessionise", "feedback", "annotate"),
     "Look at them": ("list", "show", "sql", "history", "diff", "tag", "lineage"),
     "Take them elsewhere": ("export", "formats"),
     "Learn and serve": (
@@ -74,6 +77,9 @@ GROUPS: Final = {
         "evaluate",
         "ope",
         "policies",
+        "replay-decisions",
+        "promote",
+        "rollback",
         "package",
         "serve",
     ),
@@ -138,9 +144,10 @@ app = typer.Typer(
     **_SETTINGS,
 )
 _train = typer.Typer(help="Train a policy.", **_SETTINGS)
+_feedback = typer.Typer(help="What became of what was served.", **_SETTINGS)
 _tag = typer.Typer(help="Name versions of datasets.", **_SETTINGS)
 _runs = typer.Typer(help="List, show and compare training runs.", **_SETTINGS)
-_policies = typer.Typer(help="List, show and name policies.", **_SETTINGS)
+_policies = typer.Typer(help="List, show, name and delete policies.", **_SETTINGS)
 
 
 def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> None:
@@ -159,6 +166,8 @@ def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> N
 _register(app, "ingest", ingest.ingest)
 _register(app, "rollout", rollout.rollout)
 _register(app, "sessionise", sessionise.sessionise)
+app.add_typer(_feedback, name="feedback")
+_register(_feedback, "status", feedback.status)
 _register(app, "annotate", annotate.annotate)
 _register(app, "list", datasets.list_datasets)
 _register(app, "show", datasets.show)
@@ -188,6 +197,14 @@ app.add_typer(_policies, name="policies")
 _register(_policies, "list", policies.list_policies)
 _register(_policies, "show", policies.show_policy)
 _register(_policies, "alias", policies.alias_policy)
+_register(_policies, "history", policies.policy_history)
+_register(_policies, "note", policies.note_policy)
+_register(_policies, "protect", policies.protect_policy)
+_register(_policies, "unprotect", policies.unprotect_policy)
+_register(_policies, "delete", policies.delete_policy)
+_register(app, "replay-decisions", replay_decisions.replay_decisions)
+_register(app, "promote", promote.promote)
+_register(app, "rollback", promote.rollback)
 _register(app, "package", package.package)
 _register(app, "serve", serve.serve)
 _register(app, "maintain", maintain.maintain)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +17,7 @@ from replaylake.cli.options import (
     parse_duration,
 )
 from replaylake.cli.report import Report, answer_stream, size, table_lines
+from replaylake.cli.stopping import stopped_by_signals
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.maintain import Maintained
@@ -69,7 +67,7 @@ def maintain(
         failed = any(one.error for one in done)
         _answer(report, done)
 
-    with _stopped_by_signals(report) as stop:
+    with stopped_by_signals(report) as stop:
         if every_s is None:
             on_round(run(opened, datasets or (), stop=stop, on_step=on_step))
         else:
@@ -91,28 +89,6 @@ class _Steps:
         if time.monotonic() - self._said >= _INTERVAL_S:
             self._said = time.monotonic()
             self._report.say(f"{dataset or 'lake'}: {what}")
-
-
-@contextmanager
-def _stopped_by_signals(report: Report) -> Iterator[threading.Event]:
-    """Let the first SIGINT or SIGTERM end the work between two commits, a second at once."""
-    stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def on_signal(number: int, frame: Any) -> None:
-        for which, handler in before.items():
-            signal.signal(which, handler)
-        stop.set()
-
-    for number in before:
-        signal.signal(number, on_signal)
-    try:
-        yield stop
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
-    if stop.is_set():
-        report.say("stopped")
 
 
 def _answer(report: Report, done: Sequence[Maintained]) -> None:

@@ -1,21 +1,26 @@
-"""`replaylake policies`: the registered policies, their origin and their aliases."""
+"""`replaylake policies`: the registered policies, their origin, aliases, notes and history."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from replaylake.cli.options import (
     DEFAULT_LAKE,
+    NOTHING_CHANGED,
     DebugOption,
     JsonOption,
     LakeOption,
     PolicyArgument,
 )
+from replaylake.cli.promote import ByOption, NoteOption, user_name
 from replaylake.cli.report import Report, table_lines, tree_lines
+
+if TYPE_CHECKING:
+    from replaylake.datastore.policies.aliases import Move
 
 
 def list_policies(
@@ -62,7 +67,7 @@ def show_policy(
     ref = registry.resolve(policy)
     entry = registry.show(ref)
     body = {
-        **{key: value for key, value in entry.items() if key != "created_ms"},
+        **{key: entry[key] for key in entry if not key.startswith(("created", "deleted"))},
         "created_at": _time(entry["created_ms"]),
         "selected_by": ref.selected_by,
         "manifest": check_package(ref.path).body,
@@ -92,7 +97,8 @@ def alias_policy(
     report = Report(as_json)
     registry = open_lake(lake).registry
     ref = registry.resolve(policy)
-    previous = registry.set_alias(ref.name, alias, ref.version)
+    move = registry.aliases.move(ref.name, alias, ref.version, by=user_name())
+    previous = move.from_version
     body = {
         "policy": ref.name,
         "alias": alias,
@@ -104,12 +110,189 @@ def alias_policy(
     report.answer(body, [f"{ref.name}@{alias} is {ref}{before}"])
 
 
+def policy_history(
+    policy: Annotated[
+        str, typer.Argument(metavar="NAME", show_default=False, help="The policy, by its name.")
+    ],
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say who moved which alias when, and which version served when.
+
+    Example:
+      replaylake policies history clone
+    """
+    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.served_versions import served_versions
+
+    report = Report(as_json)
+    opened = open_lake(lake)
+    name = opened.registry.resolve(policy).name
+    moves = opened.registry.alias_history(name)
+    served = [one.to_json() for one in served_versions(opened, name)]
+    body = {
+        "policy": name,
+        "moves": [{**move.to_json(), "at": _time(move.at_ms)} for move in moves],
+        "served": served,
+    }
+    report.answer(body, _history(name, moves, served))
+
+
+def note_policy(
+    policy: PolicyArgument,
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", show_default=False, help="What is to be known of it.")
+    ],
+    by: ByOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Note something of a version; `show` has all notes.
+
+    Example:
+      replaylake policies note clone:3 'trained without the logs of May'
+    """
+    from replaylake.datastore.lake import open_lake
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    ref = registry.resolve(policy)
+    note = registry.marks.add_note(ref.name, ref.version, text, by=by or user_name())
+    body = {"policy": ref.name, "version": ref.version, "text": note.text, "by": note.by}
+    report.answer({**body, "at_ms": note.at_ms}, [f"noted of {ref}: {note.text}"])
+
+
+def protect_policy(
+    policy: PolicyArgument,
+    by: ByOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Keep a version from deletion.
+
+    Example:
+      replaylake policies protect clone:3
+    """
+    _protect(policy, True, by, lake, as_json)
+
+
+def unprotect_policy(
+    policy: PolicyArgument,
+    by: ByOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Allow a version to be deleted again.
+
+    Example:
+      replaylake policies unprotect clone:3
+    """
+    _protect(policy, False, by, lake, as_json)
+
+
+def delete_policy(
+    policy: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME:VERSION", show_default=False, help="The version, by its number."
+        ),
+    ],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it, instead of saying what would be done.")
+    ] = False,
+    note: NoteOption = None,
+    by: ByOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Delete a version that is neither protected nor named by an alias.
+
+    Its lineage stays on record, and its number is not given again. The next vacuum deletes its
+    files.
+
+    Example:
+      replaylake policies delete clone:2
+      replaylake policies delete clone:2 --yes
+    """
+    from replaylake.datastore.lake import open_lake
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    name, colon, version = policy.partition(":")
+    if not colon or not version.isdecimal():
+        raise typer.BadParameter(
+            f"found {policy!r}, expected a version by its number, such as {name}:2.",
+            param_hint="NAME:VERSION",
+        )
+    ref = registry.resolve(policy)
+    registry.marks.check_deletable(ref.name, ref.version)
+    if yes:
+        registry.marks.delete(ref.name, ref.version, by=by or user_name(), note=note)
+    else:
+        report.say(NOTHING_CHANGED)
+    body = {"policy": ref.name, "version": ref.version, "deleted": yes, "path": ref.folder}
+    done = "deleted" if yes else "would delete"
+    report.answer(body, [f"{done} {ref}; its files in {ref.folder} go with the next vacuum"])
+
+
+def _protect(policy: str, is_on: bool, by: str | None, lake: str, as_json: bool) -> None:
+    from replaylake.datastore.lake import open_lake
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    ref = registry.resolve(policy)
+    changed = registry.marks.protect(ref.name, ref.version, is_on, by=by or user_name())
+    body = {"policy": ref.name, "version": ref.version, "protected": is_on, "changed": changed}
+    already = "" if changed else " already"
+    state = "protected from deletion" if is_on else "not protected from deletion"
+    report.answer(body, [f"{ref} is {state}{already}"])
+
+
+def _history(
+    name: str, moves: Sequence[Move], served: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    if moves:
+        rows = [_move_row(move) for move in moves]
+        yield from table_lines(rows, list(rows[0]))
+    else:
+        yield f"no alias of {name} was ever set"
+    yield ""
+    if served:
+        columns = ("version", "dataset", "num_decisions", "first_at", "last_at")
+        yield from table_lines(served, columns)
+    else:
+        yield f"no decision of {name} is in this lake"
+
+
+def _move_row(move: Move) -> dict[str, Any]:
+    gate = "" if move.gate is None else ("passed" if move.gate["passed"] else "refused")
+    return {
+        "at": _time(move.at_ms),
+        "alias": move.alias,
+        "from": move.from_version,
+        "to": move.to_version,
+        "by": move.by,
+        "how": move.kind,
+        "gate": f"{gate}, forced" if move.forced else gate,
+        "note": move.note,
+    }
+
+
 def _shown(ref: str, body: Mapping[str, Any]) -> Iterator[str]:
     yield f"{ref} ({body['selected_by']})"
     yield f"  aliases  {', '.join(body['aliases']) or 'none'}"
     yield f"  run      {body['run_id']}"
     yield f"  created  {body['created_at']}"
     yield f"  head     {body['manifest']['policy']['head']}"
+    if body["protected"]:
+        yield "  protected from deletion"
+    for note in body["notes"]:
+        yield f"  note     {_time(note['at_ms'])} {note['by'] or ''}: {note['text']}"
     yield "  lineage"
     yield from tree_lines(body["lineage"], "    ")
 

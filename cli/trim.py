@@ -87,6 +87,9 @@ def _lines(done: Trimmed) -> Iterator[str]:
             f"  {count(done.num_decisions, 'decision')} and {count(done.num_rewards, 'reward')} "
             f"{'go' if done.dry_run else 'removed'} with them"
         )
+    if done.num_received:
+        gone = "go" if done.dry_run else "removed"
+        yield f"  {count(done.num_received, 'received step')} {gone} with them"
     if done.num_rejected:
         gone = "would leave" if done.dry_run else "left"
         yield f"  {count(done.num_rejected, 'row')} {gone} the quarantine"

@@ -90,6 +90,7 @@ class Dataset:
         self.table = Table(storage, name)  # what maintenance works on
         self._decisions = Table(storage, f"{name}/_decisions")
         self._rewards = Table(storage, f"{name}/_rewards")
+        self._received = Table(storage, f"{name}/_received")
         self._rejected = Table(storage, f"{name}/_rejected")
 
     def __repr__(self) -> str:
@@ -121,13 +122,18 @@ class Dataset:
         return self._rewards
 
     @property
+    def received(self) -> Table:
+        """Steps that were acted elsewhere and sent to a server; a table only appended to."""
+        return self._received
+
+    @property
     def rejected(self) -> Table:
         """Rows of logs that the door of `ingest` refused; SQL's `quarantine`."""
         return self._rejected
 
     def tables(self) -> list[Table]:
         """Return the tables of this dataset that there are, its steps first."""
-        others = (self._decisions, self._rewards, self._rejected)
+        others = (self._decisions, self._rewards, self._received, self._rejected)
         return [self.table, *(table for table in others if table.exists())]
 
     @property

@@ -127,8 +127,8 @@ class Lake:
         """Run one SELECT over the views of datasets and of the lake, and return its rows.
 
         A dataset has `<dataset>.steps`, `.episodes`, `.games`, `.transitions`, `.quarantine`,
-        `.decisions` and `.rewards`; the lake has `commits`, `datasets`, `metrics`, `policies`,
-        `runs` and `shards`. `$name` in the text takes its value from `parameters`.
+        `.decisions`, `.rewards` and `.received`; the lake has `commits`, `datasets`, `metrics`,
+        `policies`, `runs` and `shards`. `$name` in the text takes its value from `parameters`.
 
         Args:
             text: the SELECT.
@@ -180,8 +180,12 @@ class Lake:
     def table(self, dataset: str, view: str) -> TableSnapshot | None:
         """Return the newest files behind a view, for query.run. Raises: NotFound."""
         handle = self.dataset(dataset)
-        if view in ("decisions", "rewards"):
-            log = handle.decisions if view == "decisions" else handle.rewards
+        logs = {
+            "decisions": handle.decisions,
+            "rewards": handle.rewards,
+            "received": handle.received,
+        }
+        if (log := logs.get(view)) is not None:
             if not log.exists():
                 raise NotFound(
                     f"{dataset}.{view}: nothing was served into dataset {dataset!r} yet. "
@@ -195,6 +199,8 @@ class Lake:
         """Return a lake-wide relation, for query.run."""
         if name == "policies":
             return relations.policies(self.registry)
+        if name == "promotions":
+            return relations.promotions(self.registry)
         if name == "runs":
             return relations.runs(self.registry)
         if name == "metrics":

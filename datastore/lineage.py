@@ -1,6 +1,8 @@
 """Lineage: a served decision, a policy or a dataset, traced through what the lake has recorded.
 
 decision -> policy version -> run -> dataset@version, SQL, content hash -> ingests
+
+episode_lineage.py has the way back from an episode.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from typing import Any
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.policies.registry import PolicyRef
+from replaylake.datastore.schema import EPISODE_ID, STEP
+from replaylake.datastore.served_versions import served_versions
 from replaylake.datastore.sessions.decision_id import DecisionId, DecisionSigner
+from replaylake.datastore.sessions.decisions import DECISION_ID, REQUEST_ID
 
 
 def of_decision(lake: Lake, decision_id: str) -> dict[str, Any]:
     """Trace a decision id that the lake signed; `decision`, then what of_policy returns.
 
-    Raises: NotFound if no dataset of this lake signed it.
+    Also where the version that decided was deleted since. Raises: NotFound if no dataset of this
+    lake signed it.
     """
     dataset, said = _signed_by(lake, decision_id)
-    ref = lake.registry.resolve(f"{said.policy}:{said.policy_version}")
     decision = {
         "decision_id": decision_id,
         "dataset": dataset.name,
@@ -33,17 +37,21 @@ def of_decision(lake: Lake, decision_id: str) -> dict[str, Any]:
         "worker": said.worker,
         **_logged(lake, dataset, decision_id),
     }
-    return {"decision": decision, **_trace(lake, ref)}
+    trace = _trace(lake, said.policy, said.policy_version, "version")
+    return {"decision": decision, **trace}
 
 
 def of_policy(lake: Lake, text: str) -> dict[str, Any]:
     """Trace `name:version`, `name@alias` or `name`: its `policy`, `run`, and `datasets`.
 
-    Each dataset has the version, the SQL (`where`, `where_steps`, `reward`), the options, the
-    content hash and the counts of what was selected, and its `ingests` up to that version; None for
-    what a policy of an earlier release does not say. Raises: NotFound, NameRefused.
+    `served` says into which datasets it answered, when and how often, `moves` which aliases came to
+    it and left it. Each dataset has the version, the SQL (`where`, `where_steps`, `reward`), the
+    options, the content hash and the counts of what was selected, and its `ingests` up to that
+    version, from `since` on of a run that followed it; None for what a policy of an earlier release
+    does not say. Raises: NotFound, NameRefused.
     """
-    return _trace(lake, lake.registry.resolve(text))
+    ref = lake.registry.resolve(text)
+    return _trace(lake, ref.name, ref.version, ref.selected_by)
 
 
 def of_dataset(lake: Lake, name: str) -> dict[str, Any]:
@@ -52,8 +60,8 @@ def of_dataset(lake: Lake, name: str) -> dict[str, Any]:
     snapshot = dataset.snapshot()
     policies = []
     for row in lake.registry.list():
-        entry = lake.registry.show(lake.registry.resolve(f"{row['policy']}:{row['version']}"))
-        for selection in entry["lineage"].get("datasets", ()):
+        entry = lake.registry.entry(row["policy"], row["version"])
+        for selection in entry["lineage"].get("datasets") or ():
             if selection["dataset"] == name:
                 policies.append(
                     {
@@ -72,34 +80,46 @@ def of_dataset(lake: Lake, name: str) -> dict[str, Any]:
             "num_steps": snapshot.num_steps,
             "num_shards": len(snapshot.files),
         },
-        "ingests": _ingests(dataset, snapshot.version),
+        "ingests": ingests_of(dataset, snapshot.version),
         "policies": policies,
     }
 
 
-def _trace(lake: Lake, ref: PolicyRef) -> dict[str, Any]:
-    entry = lake.registry.show(ref)
+def _trace(lake: Lake, name: str, version: int, selected_by: str) -> dict[str, Any]:
+    entry = lake.registry.entry(name, version)
     run = next((run for run in lake.registry.runs() if run["run_id"] == entry["run_id"]), {})
+    from_run = ("kind", "algorithm", "seed", "env_id", "config", "metrics")
     return {
         "policy": {
-            "policy": ref.name,
-            "version": ref.version,
-            "selected_by": ref.selected_by,
+            "policy": name,
+            "version": version,
+            "selected_by": selected_by,
             "aliases": entry["aliases"],
             "registered_at": _time(entry["created_ms"]),
+            "deleted_at": _time(entry["deleted_ms"]),
         },
         "run": {
             "run_id": entry["run_id"],
-            **{key: run.get(key) for key in ("kind", "algorithm", "seed", "config", "metrics")},
+            **{key: run.get(key) for key in from_run},
             "started_at": _time(run.get("started_ms")),
             "ended_at": _time(run.get("ended_ms")),
         },
         "datasets": [
             {
-                **_selection(lake, {"policy": ref.name, "version": ref.version}, selection),
-                "ingests": _ingests(lake.dataset(selection["dataset"]), selection["version"]),
+                **_selection(lake, {"policy": name, "version": version}, selection),
+                "ingests": ingests_of(
+                    lake.dataset(selection["dataset"]),
+                    selection["version"],
+                    since=selection.get("since"),
+                ),
             }
-            for selection in entry["lineage"].get("datasets", ())
+            for selection in entry["lineage"].get("datasets") or ()
+        ],
+        "served": [one.to_json() for one in served_versions(lake, name, [version])],
+        "moves": [
+            {**move.to_json(), "at": _time(move.at_ms)}
+            for move in lake.registry.alias_history(name)
+            if version in (move.from_version, move.to_version)
         ],
     }
 
@@ -111,6 +131,8 @@ def _selection(
     keys = (
         "dataset",
         "version",
+        "since",
+        "producers",
         "named",
         "where",
         "where_steps",
@@ -131,13 +153,18 @@ def _selection(
     }
 
 
-def _ingests(dataset: Dataset, version: int) -> list[dict[str, Any]]:
-    """Return one entry a producer, by first commit: an ingest of much data is several commits."""
+def ingests_of(dataset: Dataset, version: int, *, since: int | None = None) -> list[dict[str, Any]]:
+    """Return who wrote the steps that came up to a version, one entry a producer.
+
+    In the order of their first commits: an ingest of much data is several. since: leave out what
+    was there at this version already, as a run did that followed the dataset.
+    """
     if not dataset.exists():
         return []
     found: dict[str, dict[str, Any]] = {}
     for commit in dataset.history():
-        if commit["version"] > version or not commit.get("num_steps"):
+        after = -1 if since is None else since
+        if not after < commit["version"] <= version or not commit.get("num_steps"):
             continue
         entry = found.setdefault(
             commit["producer"],
@@ -177,9 +204,9 @@ def _logged(lake: Lake, dataset: Dataset, decision_id: str) -> dict[str, Any]:
     rows = (
         _rows(lake, f"{dataset.name}.decisions", decision_id) if dataset.decisions.exists() else []
     )
-    rewards = (
-        _rows(lake, f"{dataset.name}.rewards", decision_id) if dataset.rewards.exists() else []
-    )
+    rewards = []
+    if dataset.rewards.exists():
+        rewards = _reports(lake, dataset, decision_id, rows[0] if rows else {})
     steps = []
     if "decision_id" in dataset.spec.extras:
         steps = _rows(lake, f"{dataset.name}.steps", decision_id)
@@ -192,6 +219,23 @@ def _logged(lake: Lake, dataset: Dataset, decision_id: str) -> dict[str, Any]:
         ],
         "step": {key: steps[0][key] for key in ("episode_id", "step")} if steps else None,
     }
+
+
+def _reports(
+    lake: Lake, dataset: Dataset, decision_id: str, decision: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the reports of a decision's reward, by whichever of its names a client gave."""
+    names = dataset.rewards.snapshot().schema.names
+    by = [f"{DECISION_ID} = $id"]
+    given: dict[str, object] = {"id": decision_id}
+    for keys in ((REQUEST_ID,), (EPISODE_ID, STEP)):
+        # Of a table that an earlier release wrote, all name the decision itself.
+        if all(key in names and decision.get(key) is not None for key in keys):
+            by.append(" AND ".join(f"{key} = ${key}" for key in keys))
+            given |= {key: decision[key] for key in keys}
+    query = f"SELECT * FROM {dataset.name}.rewards WHERE ({') OR ('.join(by)}) ORDER BY timestamp"
+    rows: list[dict[str, Any]] = lake.sql(query, given).to_pylist()
+    return rows
 
 
 def _rows(lake: Lake, view: str, decision_id: str) -> list[dict[str, Any]]:

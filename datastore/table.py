@@ -24,6 +24,7 @@ from replaylake.datastore.storage import Storage
 from replaylake.datastore.table_schema import (
     configuration_of,
     conform,
+    extended_schema,
     has_other_ids,
     merged_schema,
     new_metadata,
@@ -97,6 +98,23 @@ class Table:
             if state.version >= 0:
                 raise AlreadyExists(f"{self.root}: the table exists at version {state.version}.")
             return Intent(f"create/{new_ulid()}", 0, "CREATE TABLE", metadata=metadata)
+
+        self.log.commit(build)
+
+    def extend(self, schema: pa.Schema) -> None:
+        """Give a table that is older than its schema the columns it lacks, nullable.
+
+        A column that must not be null, and may be in `schema`, may be from then on. Commits nothing
+        where nothing differs. Raises: NotFound, SchemaMismatch if a column's type differs.
+        """
+        current = table_schema(self.log.newest())
+        if extended_schema(current, schema) is current:
+            return
+
+        def build(state: LogState) -> Intent:
+            extended = extended_schema(table_schema(state), schema)
+            metadata = with_schema(state, extended)
+            return Intent(f"extend/{new_ulid()}", 0, "ADD COLUMNS", metadata=metadata)
 
         self.log.commit(build)
 

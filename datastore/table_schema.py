@@ -85,6 +85,19 @@ def merged_schema(current: pa.Schema, other: pa.Schema) -> pa.Schema:
     return with_field_ids(pa.schema([*current, *extra]))
 
 
+def extended_schema(current: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Return `merged_schema`, where a column may also be null if it may in `other`."""
+    merged = merged_schema(current, other)
+    relaxed = [
+        field.with_nullable(True)
+        if not field.nullable and field.name in other.names and other.field(field.name).nullable
+        else field
+        for field in merged
+    ]
+    extended = pa.schema(relaxed)
+    return current if extended.equals(current) else extended
+
+
 def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return the columns of `schema` in its order, absent ones as nulls. Raises: SchemaMismatch."""
     columns = []

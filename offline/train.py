@@ -292,6 +292,7 @@ def _registered(
     manifest = job.manifest(record.run_id) | {
         "selection": trainer.selection.to_json(),
         "metrics": dict(chosen.metrics),
+        "observation_statistics": job.observation_statistics(),
     }
     with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
         package, evaluation = packaged(

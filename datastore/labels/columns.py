@@ -12,12 +12,20 @@ from replaylake.datastore.labels.labels import Key, Labels
 from replaylake.datastore.schema import REWARD, STANDARD_COLUMNS, check_names
 from replaylake.datastore.sessions.decisions import (
     DECISION_ID,
+    REPORTED,
     REQUEST_ID,
     REWARD_LATE,
     REWARDED_AT,
 )
 
-_RESERVED: Final = (*STANDARD_COLUMNS, DECISION_ID, REQUEST_ID, REWARDED_AT, REWARD_LATE)
+_RESERVED: Final = (
+    *STANDARD_COLUMNS,
+    DECISION_ID,
+    REPORTED,
+    REQUEST_ID,
+    REWARDED_AT,
+    REWARD_LATE,
+)
 
 
 def check_assigned(given: Mapping[str, str], added: Mapping[str, str], key: Key, to: str) -> None:

@@ -79,7 +79,7 @@ def compact(
     once: bool = False,
     on_progress: OnProgress | None = None,
 ) -> list[Compacted]:
-    """Compact a dataset's steps, and the decisions and rewards served into it.
+    """Compact a dataset's steps, and the tables of what was served into it.
 
     Args:
         lake: the lake.
@@ -270,7 +270,7 @@ def _side_by_side(tables: list[pa.Table]) -> pa.Table:
     """
     rows = pa.concat_tables(tables).unify_dictionaries()
     tables.clear()
-    if STEP not in rows.column_names:
+    if AGENT_ID not in rows.column_names:
         return rows
     keys = (
         rows.column(STEP).to_numpy(),

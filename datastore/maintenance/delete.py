@@ -13,6 +13,11 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.maintenance.received import (
+    count_received,
+    forget_received,
+    select_waiting,
+)
 from replaylake.datastore.maintenance.rejected import (
     count_rejected,
     forget_rejected,
@@ -36,6 +41,7 @@ from replaylake.datastore.schema import (
     TRUNCATED,
 )
 from replaylake.datastore.sessions.decisions import DECISION_ID, recover_feedback
+from replaylake.datastore.sessions.received import recover_received
 from replaylake.datastore.table import TableSnapshot
 from replaylake.datastore.versions.presence import check_present
 
@@ -46,7 +52,8 @@ class Deleted:
 
     version: the commit; None if nothing was there to delete. Counts of the episodes, their steps,
     and the decisions and rewards that they were made of, or that waited to become one of their
-    steps; num_rejected: their rows in quarantine. steps_left: what the dataset holds afterwards.
+    steps; num_rejected: their rows in quarantine; num_received: those that clients sent as
+    episodes. steps_left: what the dataset holds afterwards.
     """
 
     dataset: str
@@ -57,6 +64,7 @@ class Deleted:
     num_decisions: int
     num_rewards: int
     num_rejected: int
+    num_received: int
     steps_left: int
 
     def to_json(self) -> dict[str, Any]:
@@ -73,6 +81,7 @@ class Removed:
     num_decisions: int
     num_rewards: int
     num_rejected: int
+    num_received: int
 
 
 def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> Deleted:
@@ -83,7 +92,7 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
         dataset: its name.
         where: an SQL condition over the columns of `episodes`, as for Snapshot.replay. It selects
             from the quarantine too, of whose episodes the ids and num_steps are known, all else
-            NULL.
+            NULL, and from what was received of episodes that have no step in the dataset yet.
         dry_run: only count. What waits in the journals of killed servers is then not counted.
 
     What another writer appends to such an episode afterwards comes back: close it before, or delete
@@ -94,15 +103,19 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
     snapshot = handle.snapshot().table
     if not dry_run and handle.decisions.exists() and handle.rewards.exists():
         recover_feedback(handle)
+    if not dry_run:
+        recover_received(handle)
     chosen = [select_episodes(snapshot, condition)]
     if handle.rejected.exists():
         chosen.append(select_rejected(handle.rejected.snapshot(), condition))
+    chosen.append(select_waiting(handle, snapshot, condition))
     episodes = pa.chunked_array(chosen, pa.string()).combine_chunks().unique()
     if dry_run:
         num_steps = removal(snapshot, EPISODE_ID, episodes).num_rows
         decisions, rewards = count_decisions(handle, feedback_of(handle, snapshot, episodes))
         left = snapshot.num_rows - num_steps
-        counts = (num_steps, decisions, rewards, count_rejected(handle, episodes))
+        others = (count_rejected(handle, episodes), count_received(handle, episodes))
+        counts = (num_steps, decisions, rewards, *others)
         return Deleted(dataset, True, None, len(episodes), *counts, left)
     done = remove_episodes(handle, episodes, operation="DELETE", producer=f"delete/{new_ulid()}")
     return Deleted(
@@ -114,6 +127,7 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
         done.num_decisions,
         done.num_rewards,
         done.num_rejected,
+        done.num_received,
         handle.table.snapshot().num_rows,
     )
 
@@ -130,14 +144,15 @@ def remove_episodes(
 ) -> Removed:
     """Take episodes out of the newest version, and before them what else is theirs.
 
-    That is their decisions, rewards and rows in quarantine.
+    That is their decisions, rewards, rows in quarantine and received ones.
     """
-    gone = [0, 0, 0, 0]
+    gone = [0, 0, 0, 0, 0]
 
     def plan(snapshot: TableSnapshot) -> Plan:
         decisions = feedback_of(handle, snapshot, episodes)
         counts = forget_decisions(handle, decisions, operation)
         gone[0], gone[1] = gone[0] + counts[0], gone[1] + counts[1]
+        gone[4] += forget_received(handle, episodes, operation)
         planned = removal(snapshot, EPISODE_ID, episodes, {"episodes_removed": len(episodes)})
         gone[2] = planned.num_rows
         gone[3] += forget_rejected(handle, episodes, operation)
@@ -146,7 +161,7 @@ def remove_episodes(
     sequence = handle.next_sequence(producer)
     done = rewrite(handle.table, plan, producer=producer, sequence=sequence, operation=operation)
     num_steps = gone[2] if done else 0
-    return Removed(done.version if done else None, num_steps, gone[0], gone[1], gone[3])
+    return Removed(done.version if done else None, num_steps, gone[0], gone[1], *gone[3:])
 
 
 def feedback_of(handle: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:

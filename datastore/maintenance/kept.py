@@ -70,8 +70,8 @@ def kept_files(
 ) -> Kept:
     """Return what is kept of a dataset: its table of steps, and the two of what was served.
 
-    Tags, policies and runs pin versions of the steps; decisions and rewards are kept by the
-    retention alone. Cost: one listing of each log, and one read of every commit that is younger
+    Tags, policies and runs pin versions of the steps; what was served and received is kept by
+    the retention alone. Cost: one listing of each log, and one read of every commit that is younger
     than the retention. Raises: NotFound if there is no such dataset, LogCorrupt.
     """
     now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from replaylake.datastore import schema
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.maintenance.removal import removal
+from replaylake.datastore.maintenance.removal import count_rows, forget_rows
 from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
-from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.episode_views import episodes, groups_of_rows
-from replaylake.datastore.rewrite import Plan, rewrite
 from replaylake.datastore.schema import EPISODE_ID
 from replaylake.datastore.table import TableSnapshot
 
@@ -62,26 +59,9 @@ def rejected_before(dataset: Dataset, cutoff_us: int) -> pa.Array:
 
 def count_rejected(dataset: Dataset, keys: pa.Array) -> int:
     """Return how many rows `forget_rejected` would remove."""
-    if not len(keys) or not dataset.rejected.exists():
-        return 0
-    batches = dataset.rejected.snapshot().batches([EPISODE_ID])
-    return sum(
-        pc.sum(pc.is_in(batch.column(EPISODE_ID), value_set=keys)).as_py() or 0 for batch in batches
-    )
+    return count_rows(dataset.rejected, EPISODE_ID, keys)
 
 
 def forget_rejected(dataset: Dataset, keys: pa.Array, operation: str) -> int:
     """Remove the quarantined rows of episodes, by episode id; return how many."""
-    if not len(keys) or not dataset.rejected.exists():
-        return 0
-    num_rows = 0
-
-    def plan(snapshot: TableSnapshot) -> Plan:
-        nonlocal num_rows
-        planned = removal(snapshot, EPISODE_ID, keys)
-        num_rows = planned.num_rows
-        return planned.plan
-
-    producer = f"{operation.lower()}/{new_ulid()}"
-    rewrite(dataset.rejected, plan, producer=producer, sequence=0, operation=operation)
-    return num_rows
+    return forget_rows(dataset.rejected, EPISODE_ID, keys, operation)

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.maintenance.named_reports import count_named, forget_named
 from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, rows_of, scanning
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.rewrite import Plan, rewrite
@@ -57,24 +58,48 @@ def forget_decisions(dataset: Dataset, keys: pa.Array, operation: str) -> tuple[
     Done before their steps leave: a crash in between then leaves steps without decisions, which
     nothing joins anew, and not decisions without steps, which `sessionise` would bring back.
     """
+    # First: without the decisions nobody knows whose they are.
+    num_named = forget_named(dataset, keys, operation)
     counts = [
-        _forget(table, keys, operation) if len(keys) and table.exists() else 0
+        forget_rows(table, DECISION_ID, keys, operation)
         # Rewards last: what is left of a crash here has no decision any more, and is never joined.
         for table in (dataset.decisions, dataset.rewards)
     ]
-    return counts[0], counts[1]
+    return counts[0], counts[1] + num_named
 
 
 def count_decisions(dataset: Dataset, keys: pa.Array) -> tuple[int, int]:
     """Return how many decisions and rewards `forget_decisions` would remove."""
-    counts = []
-    for table in (dataset.decisions, dataset.rewards):
-        num = 0
-        if len(keys) and table.exists():
-            for batch in table.snapshot().batches([DECISION_ID]):
-                num += pc.sum(pc.is_in(batch.column(DECISION_ID), value_set=keys)).as_py() or 0
-        counts.append(num)
-    return counts[0], counts[1]
+    tables = (dataset.decisions, dataset.rewards)
+    decisions, rewards = (count_rows(table, DECISION_ID, keys) for table in tables)
+    return decisions, rewards + count_named(dataset, keys)
+
+
+def count_rows(table: Table, column: str, keys: pa.Array) -> int:
+    """Return how many rows `forget_rows` would remove."""
+    if not len(keys) or not table.exists():
+        return 0
+    batches = table.snapshot().batches([column])
+    return sum(
+        pc.sum(pc.is_in(batch.column(column), value_set=keys)).as_py() or 0 for batch in batches
+    )
+
+
+def forget_rows(table: Table, column: str, keys: pa.Array, operation: str) -> int:
+    """Remove a table's rows of some keys, in a commit of its own; return how many."""
+    if not len(keys) or not table.exists():
+        return 0
+    num_rows = 0
+
+    def plan(snapshot: TableSnapshot) -> Plan:
+        nonlocal num_rows
+        planned = removal(snapshot, column, keys)
+        num_rows = planned.num_rows
+        return planned.plan
+
+    producer = f"{operation.lower()}/{new_ulid()}"
+    rewrite(table, plan, producer=producer, sequence=0, operation=operation)
+    return num_rows
 
 
 def decisions_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
@@ -127,20 +152,6 @@ def _with_unrewarded(decisions: TableSnapshot, served: pa.Table, others: pa.Tabl
             f"WHERE {DECISION_ID} NOT IN (SELECT key FROM others) UNION SELECT key FROM served",
         )
     return found.column("key").combine_chunks()
-
-
-def _forget(table: Table, keys: pa.Array, operation: str) -> int:
-    num_rows = 0
-
-    def plan(snapshot: TableSnapshot) -> Plan:
-        nonlocal num_rows
-        planned = removal(snapshot, DECISION_ID, keys)
-        num_rows = planned.num_rows
-        return planned.plan
-
-    producer = f"{operation.lower()}/{new_ulid()}"
-    rewrite(table, plan, producer=producer, sequence=0, operation=operation)
-    return num_rows
 
 
 def _hits(snapshot: TableSnapshot, column: str, keys: pa.Array) -> list[tuple[FileEntry, int]]:

@@ -19,6 +19,7 @@ from replaylake.datastore.errors import ConfigInvalid, NotFound
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.compact import OPEN_S
+from replaylake.datastore.maintenance.received import count_received, forget_received
 from replaylake.datastore.maintenance.rejected import (
     count_rejected,
     forget_rejected,
@@ -44,8 +45,8 @@ class Trimmed:
     """What trimming one dataset did, or would do; `version` is the newest afterwards.
 
     Episodes and steps that left, and the steps that are left; shards that went whole and those
-    that were written again without some rows; decisions, rewards and rows of the quarantine that
-    left with their episodes, or, as too old, by themselves.
+    that were written again without some rows; decisions, rewards, received rows and rows of the
+    quarantine that left with their episodes, or, those of the quarantine, as too old by themselves.
     """
 
     dataset: str
@@ -59,6 +60,7 @@ class Trimmed:
     num_decisions: int
     num_rewards: int
     num_rejected: int
+    num_received: int
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -133,6 +135,7 @@ def trim(
         num_decisions=run.num_decisions,
         num_rewards=run.num_rewards,
         num_rejected=run.num_rejected,
+        num_received=run.num_received,
     )
 
 
@@ -151,7 +154,8 @@ class _Run:
 
     def __init__(self, dataset: Dataset, limits: _Limits, dry_run: bool) -> None:
         self.num_episodes = self.num_steps = self.num_decisions = self.num_rewards = 0
-        self.shards_dropped = self.shards_rewritten = self.num_rejected = 0
+        self.shards_dropped = self.shards_rewritten = 0
+        self.num_rejected = self.num_received = 0
         self._dataset = dataset
         self._limits = limits
         self._is_dry = dry_run
@@ -164,6 +168,7 @@ class _Run:
         gone = self._leave(self._dataset, decisions)
         self.num_decisions += gone[0]
         self.num_rewards += gone[1]
+        self.num_received += self._leave_received(episodes)
         self.num_rejected += self._leave_rejected(episodes)
         info = {"episodes_removed": len(episodes)}
         planned = removal(snapshot, EPISODE_ID, episodes, info)
@@ -171,6 +176,11 @@ class _Run:
         self.shards_dropped = len(planned.plan.dropped)
         self.shards_rewritten = len(planned.plan.changes)
         return planned.plan
+
+    def _leave_received(self, episodes: pa.Array) -> int:
+        if self._is_dry:
+            return count_received(self._dataset, episodes)
+        return forget_received(self._dataset, episodes, _OPERATION)
 
     def _leave_rejected(self, episodes: pa.Array) -> int:
         keys = [episodes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -96,23 +96,27 @@ def _act_discrete(
     epsilon: float,
     mask: Array | None,
 ) -> Act:
-    probs = discrete_probs(
-        spec,
-        parameters,
-        deterministic=deterministic,
-        temperature=temperature,
-        epsilon=epsilon,
-        mask=mask,
-    )
-    num = len(probs)
-    if epsilon or not (deterministic or temperature == 0):
+    if (deterministic or temperature == 0) and not epsilon:
+        # The mode is certain: nothing is drawn, and no probability worked out (a third of the time
+        # for one observation).
+        choices = _scores(spec, parameters, mask).argmax(axis=1)
+        log_probs = np.zeros(len(choices), np.float32)
+    else:
+        probs = discrete_probs(
+            spec,
+            parameters,
+            deterministic=deterministic,
+            temperature=temperature,
+            epsilon=epsilon,
+            mask=mask,
+        )
+        num = len(probs)
         uniforms = needed(rng).random((num, 1))
-        cumulative = probs.cumsum(axis=1)
+        cumulative = np.add.accumulate(probs, axis=1)
         # Scaled by the total, because float sums end at 1 - 1e-16 and argmax of all-False is 0.
         choices = (cumulative > uniforms * cumulative[:, -1:]).argmax(axis=1)
-    else:
-        choices = probs.argmax(axis=1)
-    log_probs = np.log(probs[np.arange(num), choices]).astype(np.float32)
+        rows: Any = np.arange(num) if num > 1 else 0
+        log_probs = np.log(probs[rows, choices]).astype(np.float32)
     q_values = None
     if spec.head == "q_values":
         q_values = np.asarray(parameters["q_values"], np.float32)
@@ -130,11 +134,8 @@ def discrete_probs(
     mask: Array | None = None,
 ) -> Array:
     """Return the probabilities float64 [N, A] that a categorical or q_values head draws from."""
-    name = "logits" if spec.head == "categorical" else "q_values"
-    scores = np.asarray(parameters[name], dtype=np.float64)
+    scores = _scores(spec, parameters, mask)
     num, num_actions = scores.shape
-    allowed = _checked_mask(mask, num, num_actions)
-    scores = np.where(allowed, scores, -np.inf)
     if deterministic or temperature == 0:
         probs = np.zeros_like(scores)
         probs[np.arange(num), scores.argmax(axis=1)] = 1.0
@@ -142,12 +143,27 @@ def discrete_probs(
         if temperature < 0:
             raise EpisodeInvalid(f"temperature: found {temperature}, expected 0 or more.")
         logits = scores / temperature
-        logits -= logits.max(axis=1, keepdims=True)
-        probs = np.exp(logits)
-        probs /= probs.sum(axis=1, keepdims=True)
+        # The ufuncs themselves: for one observation the arrays' methods cost more than the sums.
+        logits -= np.maximum.reduce(logits, axis=1, keepdims=True)
+        probs = np.exp(logits, out=logits)
+        probs /= np.add.reduce(probs, axis=1, keepdims=True)
     if epsilon:
-        probs = (1 - epsilon) * probs + epsilon * allowed / allowed.sum(axis=1, keepdims=True)
+        if mask is None:
+            uniform: Any = epsilon / num_actions
+        else:
+            allowed = np.asarray(mask)
+            uniform = epsilon * allowed / allowed.sum(axis=1, keepdims=True)
+        probs = (1 - epsilon) * probs + uniform
     return probs
+
+
+def _scores(spec: PolicySpec, parameters: Mapping[str, Array], mask: Array | None) -> Array:
+    """Return a head's scores float64 [N, A], -inf where the mask forbids an action."""
+    name = "logits" if spec.head == "categorical" else "q_values"
+    scores = np.asarray(parameters[name], dtype=np.float64)
+    if mask is None:
+        return scores
+    return np.where(_checked_mask(mask, *scores.shape), scores, -np.inf)
 
 
 def _act_gaussian(
@@ -209,7 +225,7 @@ def check_finite(spec: PolicySpec, parameters: Mapping[str, Array]) -> None:
     """Refuse a graph's outputs that are not finite. Raises: EpisodeInvalid."""
     for name, array in parameters.items():
         is_finite = np.isfinite(array)
-        if not is_finite.all():
+        if not np.logical_and.reduce(is_finite, axis=None):
             row = int((~is_finite).reshape(len(is_finite), -1).any(axis=1).argmax())
             raise EpisodeInvalid(
                 f"head {spec.head}: found {name} that are not finite for observation {row}, "
@@ -218,9 +234,7 @@ def check_finite(spec: PolicySpec, parameters: Mapping[str, Array]) -> None:
             )
 
 
-def _checked_mask(mask: Array | None, num: int, num_actions: int) -> Array:
-    if mask is None:
-        return np.ones((num, num_actions), dtype=bool)
+def _checked_mask(mask: Array, num: int, num_actions: int) -> Array:
     mask = np.asarray(mask)
     if mask.shape != (num, num_actions) or mask.dtype != np.bool_:
         raise EpisodeInvalid(

@@ -126,16 +126,6 @@ class PolicySpec:
             )
 
 
-def check_stateless(spec: PolicySpec, what: str) -> None:
-    """Refuse a policy that remembers where it is asked once at a time. Raises: SpaceUnsupported."""
-    if spec.state_size:
-        raise SpaceUnsupported(
-            f"{what}: found a state of {spec.state_size} numbers that it keeps through an episode, "
-            "expected a policy that acts on the observation alone, as each request comes by "
-            "itself. Use it in rollouts and evaluation, or serve one without a state."
-        )
-
-
 @dataclass(frozen=True)
 class Act:
     """One decision for each of N observations.

@@ -1,17 +1,16 @@
 """Registry: named policy versions, aliases and runs, as entries of the lake's own log.
 
-An entry is a key and a JSON text: `policy/<name>/<version>`, `alias/<name>/<alias>`,
-`run/<id>`. A version is never overwritten: its key has to be free when it is committed.
+entries.py has their keys. A version is never overwritten: its key has to be free when it is
+committed, and the number of one that was deleted is not given again.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,18 +21,32 @@ from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import LogState
 from replaylake.datastore.names import check_alias, check_policy_name, new_ulid
+from replaylake.datastore.policies.aliases import Aliases, Move
+from replaylake.datastore.policies.entries import (
+    alias_in,
+    named_versions,
+    now_ms,
+    policy_key,
+    row_of,
+    rows_of,
+    run_key,
+    run_text,
+    versions_of,
+)
 from replaylake.datastore.policies.manifest import (
     MANIFEST,
     fetch_package,
     read_checked,
     stamped,
 )
+from replaylake.datastore.policies.marks import Marks, is_protected_in, notes_in
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.table_schema import new_metadata
 
 CHAMPION: Final = "champion"
 LAKE_ROOT: Final = "_lake"
 _Rows = list[dict[str, Any]]  # named here, where `list` is not yet a method
+_Moves = list[Move]
 _REFERENCE: Final = re.compile(r"([^:@]+)(?::([0-9]+)|@([^:@]+))?")
 
 
@@ -61,11 +74,13 @@ class PolicyRef:
 
 
 class Registry:
-    """Policies, aliases and runs of one lake."""
+    """Policies and runs of one lake; `aliases` moves those, `marks` notes, protects, deletes."""
 
     def __init__(self, storage: Storage, log: CommitLog) -> None:
         self._storage = storage
         self._log = log
+        self.aliases = Aliases(log)
+        self.marks = Marks(log)
 
     def exists(self) -> bool:
         """Whether the lake has been created."""
@@ -113,25 +128,26 @@ class Registry:
         body = {
             "path": folder,
             "run_id": run_id,
-            "created_ms": time.time_ns() // 1_000_000,
+            "created_ms": now_ms(),
             "lineage": dict(lineage),
         }
         version = 0
 
         def build(state: LogState) -> Intent:
             nonlocal version
-            versions = _versions(state, name)
+            versions = versions_of(state, name)
             # After a lost reply this is called again, with the version committed already.
             mine = [known for known, entry in versions.items() if entry["path"] == folder]
-            version = mine[0] if mine else max(versions, default=0) + 1
-            key = f"policy/{name}/{version}"
+            taken = [*versions, *versions_of(state, name, "deleted")]
+            version = mine[0] if mine else max(taken, default=0) + 1
+            key = policy_key(name, version)
             entries: dict[str, str | None] = {key: json.dumps(body)}
             expected: dict[str, str | None] = {key: None}
             if replaces is not None:
-                expected[_run_key(run_id)] = _run_text(run_id, replaces)
+                expected[run_key(run_id)] = run_text(run_id, replaces)
             if run is not None:
                 made = {"policy": name, "policy_version": version}
-                entries[_run_key(run_id)] = _run_text(run_id, {**run, **made})
+                entries[run_key(run_id)] = run_text(run_id, {**run, **made})
             # Before the commit, so that whoever sees the version finds it stamped.
             self._storage.put(f"{folder}/{MANIFEST}", stamped(manifest, name, version))
             return Intent(
@@ -166,9 +182,9 @@ class Registry:
         if alias is not None:
             check_alias(alias)
         state = self._log.newest()
-        versions = _versions(state, name)
+        versions = versions_of(state, name)
         if not match or not versions:
-            known = sorted({policy for policy, _ in _policies(state)})
+            known = sorted({policy for policy, _ in named_versions(state)})
             raise NotFound(
                 f"policy {text!r}: not in this lake, which has {', '.join(known) or 'none'}. "
                 "`replaylake train offline` makes one."
@@ -177,47 +193,75 @@ class Registry:
             version, selected_by = int(match.group(2)), "version"
         elif alias is not None:
             version, selected_by = self._aliased(state, name, alias), f"alias {alias}"
-        elif (champion := _alias(state, name, CHAMPION)) is not None:
+        elif (champion := alias_in(state, name, CHAMPION)) is not None:
             version, selected_by = champion, f"alias {CHAMPION}"
         else:
             version, selected_by = max(versions), "newest"
         if version not in versions:
+            gone = versions_of(state, name, "deleted")
+            was = ", and that one was deleted" if version in gone else ""
             raise NotFound(
                 f"policy {text!r}: version {version} is not there, found {min(versions)}.."
-                f"{max(versions)}. `replaylake policies list` names them."
+                f"{max(versions)}{was}. `replaylake policies list` names them."
             )
         return PolicyRef(name, version, versions[version]["path"], selected_by, self._storage)
 
+    def newest(self, name: str) -> PolicyRef:
+        """Find the newest version of a policy, wherever its aliases point. Raises: NotFound."""
+        found = self.resolve(name)
+        version = max(versions_of(self._log.newest(), found.name))
+        return replace(self.resolve(f"{name}:{version}"), selected_by="newest")
+
     def show(self, ref: PolicyRef) -> dict[str, Any]:
-        """Return the registry's entry: lineage, run, aliases."""
+        """Return the registry's entry: lineage, run, aliases, notes, whether it is protected."""
         return self.entry(ref.name, ref.version)
 
     def entry(self, name: str, version: int) -> dict[str, Any]:
-        """Return what `show` does. Raises: NotFound."""
+        """Return what `show` does, of a deleted version too: that has `deleted_ms`, else None.
+
+        Raises: NotFound.
+        """
         state = self._log.newest()
-        entry = _versions(state, name).get(version)
+        entry = versions_of(state, name).get(version)
+        if entry is None:
+            entry = versions_of(state, name, "deleted").get(version)
         if entry is None:
             raise NotFound(
                 f"policy {name}:{version}: not in this lake. `replaylake policies list` names them."
             )
-        return {**_row(state, name, version, entry), "lineage": entry["lineage"]}
+        return {
+            **row_of(state, name, version, entry),
+            "lineage": entry["lineage"],
+            "notes": [asdict(note) for note in notes_in(state, name, version)],
+            "protected": is_protected_in(state, name, version),
+            "deleted_ms": entry.get("deleted_ms"),
+            "deleted_by": entry.get("deleted_by"),
+        }
 
     def list(self) -> _Rows:
-        """Return one row per policy version, by name and version."""
-        state = self._log.newest()
-        return [
-            _row(state, name, version, entry)
-            for name in sorted({policy for policy, _ in _policies(state)})
-            for version, entry in sorted(_versions(state, name).items())
-        ]
+        """Return one row per policy version that is there, by name and version."""
+        return rows_of(self._log.newest())
 
-    def lineages(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """Return what each version of each policy came from, by name and version."""
+    def lineages(self, *, deleted: bool = False) -> dict[tuple[str, int], dict[str, Any]]:
+        """Return what each version of each policy came from, by name and version.
+
+        With `deleted` that of deleted versions, too: what they learned, they may still show
+        somewhere.
+        """
         state = self._log.newest()
         return {
-            (name, int(version)): json.loads(state.entries[f"policy/{name}/{version}"])["lineage"]
-            for name, version in _policies(state)
+            (name, version): json.loads(state.entries[f"{kind}/{name}/{version}"])["lineage"]
+            for kind in ("policy", "deleted")[: 1 + deleted]
+            for name, version in named_versions(state, kind)
         }
+
+    def alias_version(self, name: str, alias: str) -> int | None:
+        """Return the version that an alias points at, None if unset; cheap: see Aliases.version."""
+        return self.aliases.version(name, alias)
+
+    def alias_history(self, name: str | None = None) -> _Moves:
+        """Return the moves of a policy's aliases, or of all, as they came."""
+        return self.aliases.history(name)
 
     def set_alias(
         self, name: str, alias: str, version: int, *, expected: int | None = None
@@ -227,23 +271,8 @@ class Registry:
         With `expected`, only if it points there now (compare and set); 0 stands for not set.
         Raises: NotFound, NameRefused, CommitConflict.
         """
-        check_alias(alias)
         ref = self.resolve(f"{name}:{version}")
-        key = f"alias/{ref.name}/{alias}"
-        expectation: dict[str, str | None] = {}
-        if expected is not None:
-            expectation[key] = _alias_body(expected) if expected else None
-        producer = f"alias/{new_ulid()}"
-        previous: int | None = None
-
-        def build(state: LogState) -> Intent:
-            nonlocal previous
-            previous = _alias(state, ref.name, alias)
-            entries = {key: _alias_body(ref.version)}
-            return Intent(producer, 0, "SET ALIAS", entries=entries, expected=expectation)
-
-        self._log.commit(build)
-        return previous
+        return self.aliases.move(ref.name, alias, ref.version, expected=expected).from_version
 
     def record_run(
         self, run_id: str, body: Mapping[str, Any], *, replaces: Mapping[str, Any] | None = None
@@ -252,9 +281,9 @@ class Registry:
 
         Raises: StorageFailed, CommitConflict.
         """
-        key = _run_key(run_id)
-        entries = {key: _run_text(run_id, body)}
-        expected = {} if replaces is None else {key: _run_text(run_id, replaces)}
+        key = run_key(run_id)
+        entries = {key: run_text(run_id, body)}
+        expected = {} if replaces is None else {key: run_text(run_id, replaces)}
         producer = f"run/{new_ulid()}"
         self._commit_run(
             run_id,
@@ -277,59 +306,10 @@ class Registry:
             ) from error
 
     def _aliased(self, state: LogState, name: str, alias: str) -> int:
-        version = _alias(state, name, alias)
+        version = alias_in(state, name, alias)
         if version is None:
             raise NotFound(
                 f"policy {name}@{alias}: no such alias. `replaylake policies alias {name} {alias}` "
                 "sets it."
             )
         return version
-
-
-def _run_key(run_id: str) -> str:
-    return f"run/{run_id}"
-
-
-def _run_text(run_id: str, body: Mapping[str, Any]) -> str:
-    return json.dumps({"run_id": run_id, **body})
-
-
-def _policies(state: LogState) -> Iterator[tuple[str, str]]:
-    for key in state.entries:
-        if key.startswith("policy/"):
-            _, name, version = key.split("/")
-            yield name, version
-
-
-def _versions(state: LogState, name: str) -> dict[int, dict[str, Any]]:
-    return {
-        int(version): json.loads(state.entries[f"policy/{name}/{version}"])
-        for policy, version in _policies(state)
-        if policy == name
-    }
-
-
-def _alias(state: LogState, name: str, alias: str) -> int | None:
-    text = state.entries.get(f"alias/{name}/{alias}")
-    return None if text is None else int(json.loads(text)["version"])
-
-
-def _alias_body(version: int) -> str:
-    return json.dumps({"version": version})
-
-
-def _row(state: LogState, name: str, version: int, entry: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = f"alias/{name}/"
-    aliases = [
-        key.removeprefix(prefix)
-        for key, text in state.entries.items()
-        if key.startswith(prefix) and json.loads(text)["version"] == version
-    ]
-    return {
-        "policy": name,
-        "version": version,
-        "aliases": sorted(aliases),
-        "run_id": entry["run_id"],
-        "created_ms": entry["created_ms"],
-        "path": entry["path"],
-    }

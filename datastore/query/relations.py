@@ -1,4 +1,4 @@
-"""Lake-wide relations: what SQL sees as `commits`, `datasets`, `policies`, `runs`, `shards`.
+"""Lake-wide relations: SQL's `commits`, `datasets`, `policies`, `promotions`, `runs`, `shards`.
 
 `metrics` is read where it is written, in runs/metrics.py.
 """
@@ -64,6 +64,21 @@ _POLICIES: Final = pa.schema(
         ("path", pa.string()),
         ("created_at", _TIMESTAMP),
         ("lineage", pa.string()),
+    ]
+)
+_PROMOTIONS: Final = pa.schema(
+    [
+        ("policy", pa.string()),
+        ("alias", pa.string()),
+        ("from_version", pa.int64()),
+        ("to_version", pa.int64()),
+        ("kind", pa.string()),
+        ("moved_at", _TIMESTAMP),
+        ("moved_by", pa.string()),
+        ("passed", pa.bool_()),
+        ("forced", pa.bool_()),
+        ("note", pa.string()),
+        ("gate", pa.string()),
     ]
 )
 _RUNS: Final = pa.schema(
@@ -132,8 +147,10 @@ def shards(snapshots: Mapping[str, Snapshot]) -> pa.Table:
 def policies(registry: Registry) -> pa.Table:
     """Return one row per version of each policy."""
     rows = []
+    lineages = registry.lineages()
     for row in registry.list():
-        lineage = registry.entry(row["policy"], row["version"])["lineage"]
+        # One that came or went between the two looks comes the next time.
+        lineage = lineages.get((row["policy"], row["version"]), {})
         rows.append(
             {
                 **{key: row[key] for key in ("policy", "version", "aliases", "run_id", "path")},
@@ -143,6 +160,21 @@ def policies(registry: Registry) -> pa.Table:
             }
         )
     return pa.Table.from_pylist(rows, schema=_POLICIES)
+
+
+def promotions(registry: Registry) -> pa.Table:
+    """Return one row per move of a policy's alias, as they came."""
+    rows = [
+        {
+            **{key: getattr(move, key) for key in _PROMOTIONS.names if hasattr(move, key)},
+            "moved_at": _time(move.at_ms),
+            "moved_by": move.by,
+            "passed": None if move.gate is None else move.gate["passed"],
+            "gate": None if move.gate is None else json.dumps(move.gate),
+        }
+        for move in registry.alias_history()
+    ]
+    return pa.Table.from_pylist(rows, schema=_PROMOTIONS)
 
 
 def runs(registry: Registry) -> pa.Table:

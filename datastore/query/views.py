@@ -17,10 +17,18 @@ from replaylake.datastore.shard import blob_of
 from replaylake.datastore.table import TableSnapshot
 from replaylake.datastore.versions.presence import check_present
 
-_LAKE_VIEWS: Final = ("commits", "datasets", "metrics", "policies", "runs", "shards")
+_LAKE_VIEWS: Final = (
+    "commits",
+    "datasets",
+    "metrics",
+    "policies",
+    "promotions",
+    "runs",
+    "shards",
+)
 STEP_VIEWS: Final = ("steps", "episodes", "games", "transitions")
 # Each of a table of its own.
-_PLAIN_VIEWS: Final = ("decisions", "rewards", "quarantine")
+_PLAIN_VIEWS: Final = ("decisions", "rewards", "received", "quarantine")
 _DATASET_VIEWS: Final = (*STEP_VIEWS, *_PLAIN_VIEWS)
 
 

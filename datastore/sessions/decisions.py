@@ -26,6 +26,7 @@ from replaylake.datastore.schema import (
     POLICY,
     POLICY_VERSION,
     REWARD,
+    STEP,
     TERMINATED,
     TIMESTAMP,
     TIMESTAMP_TYPE,
@@ -34,9 +35,9 @@ from replaylake.datastore.schema import (
     to_arrow,
     vector_type,
 )
+from replaylake.datastore.sessions.native_rows import Encode, RowEncoder
 from replaylake.datastore.sessions.segments import (
     NOTHING,
-    Encode,
     Recovered,
     journal_folder,
     recover,
@@ -52,6 +53,14 @@ DETERMINISTIC: Final = "deterministic"
 # before that.
 REWARDED_AT: Final = "rewarded_at"
 REWARD_LATE: Final = "reward_late"
+# Of served steps whose reward is a sum: what the reports came to, such as `1.5 terminated`. By it a
+# part of the sum that is found later is told from a label that has replaced it.
+REPORTED: Final = "reported"
+# Of reports: the client's own name for one, and whether its reward replaces or adds.
+FEEDBACK_ID: Final = "feedback_id"
+MODE: Final = "mode"
+LAST: Final = "last"
+SUM: Final = "sum"
 
 # How long a decision takes rewards, and its episode waits for them: a day, for clients that report
 # in nightly jobs.
@@ -59,7 +68,7 @@ DEFAULT_WINDOW_S: Final = 86_400.0
 
 
 def decisions_schema(observation_space: Space, action_space: Space) -> pa.Schema:
-    """Return the columns of `<dataset>/_decisions`."""
+    """Return the columns of `<dataset>/_decisions`; `step` is the client's own number, if any."""
     num = num_actions(action_space)
     mask = [] if num is None else [pa.field(ACTION_MASK, vector_type(pa.bool_(), num))]
     return pa.schema(
@@ -67,6 +76,7 @@ def decisions_schema(observation_space: Space, action_space: Space) -> pa.Schema
             pa.field(DECISION_ID, pa.string(), nullable=False),
             pa.field(REQUEST_ID, pa.string()),
             pa.field(EPISODE_ID, pa.string()),
+            pa.field(STEP, pa.int32()),
             pa.field(TIMESTAMP, TIMESTAMP_TYPE, nullable=False),
             pa.field(POLICY, pa.string(), nullable=False),
             pa.field(POLICY_VERSION, pa.int64(), nullable=False),
@@ -80,10 +90,18 @@ def decisions_schema(observation_space: Space, action_space: Space) -> pa.Schema
 
 
 def rewards_schema(observation_space: Space) -> pa.Schema:
-    """Return the columns of `<dataset>/_rewards`."""
+    """Return the columns of `<dataset>/_rewards`.
+
+    A report names its decision by decision_id, by request_id, or by episode_id and step.
+    """
     return pa.schema(
         [
-            pa.field(DECISION_ID, pa.string(), nullable=False),
+            pa.field(DECISION_ID, pa.string()),
+            pa.field(REQUEST_ID, pa.string()),
+            pa.field(EPISODE_ID, pa.string()),
+            pa.field(STEP, pa.int32()),
+            pa.field(FEEDBACK_ID, pa.string()),
+            pa.field(MODE, pa.string()),
             pa.field(TIMESTAMP, TIMESTAMP_TYPE, nullable=False),
             pa.field(REWARD, pa.float64(), nullable=False),
             pa.field(TERMINATED, pa.bool_(), nullable=False),
@@ -100,6 +118,8 @@ def ensure_feedback_tables(
     encoding: Encoding | None = None,
 ) -> None:
     """Create the dataset and its two feedback tables where they are absent.
+
+    Tables of earlier releases get the columns that came since.
 
     Raises: SchemaMismatch if the dataset exists with other spaces, or another encoding: its
     episodes could not be joined by those that this policy makes.
@@ -128,6 +148,7 @@ def ensure_feedback_tables(
         if not table.exists():
             with suppress(AlreadyExists):
                 table.create(schema)
+        table.extend(schema)
 
 
 def decisions_encoder(dataset: Dataset) -> Encode:
@@ -135,7 +156,7 @@ def decisions_encoder(dataset: Dataset) -> Encode:
     spec = dataset.spec
     schema = decisions_schema(spec.observation_space, spec.action_space)
     typed = {OBSERVATION: spec.observation_space, ACTION: spec.action_space}
-    return lambda records: _to_table(records, schema, typed)
+    return RowEncoder(lambda records: _to_table(records, schema, typed), schema)
 
 
 def rewards_encoder(dataset: Dataset) -> Encode:
@@ -143,7 +164,7 @@ def rewards_encoder(dataset: Dataset) -> Encode:
     spec = dataset.spec
     schema = rewards_schema(spec.observation_space)
     typed = {FINAL_OBSERVATION: spec.observation_space}
-    return lambda records: _to_table(records, schema, typed)
+    return RowEncoder(lambda records: _to_table(records, schema, typed), schema)
 
 
 def recover_feedback(dataset: Dataset) -> Recovered:

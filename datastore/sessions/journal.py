@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from replaylake.datastore.errors import ReplayLakeError, StorageFailed
+from replaylake.datastore.sessions.native_rows import Encode
 from replaylake.datastore.sessions.segments import (
     SUFFIX,
-    Encode,
     Segment,
     commit_segment,
     framed,

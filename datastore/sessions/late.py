@@ -1,8 +1,8 @@
 """Late rewards: those reported after their step was written, applied to it in one commit.
 
-Which reward counts is `Logged.late`: the last by time, if it is newer than the one that the step
-has. The step then says `reward_late`, and `rewarded_at` when it was reported; earlier versions of
-the dataset keep what they had.
+Which reward counts is `Logged.late`: what all reports come to, if that is newer than what the step
+has, or if a part of a sum was found later. The step then says `reward_late`, and `rewarded_at` when
+it was reported; earlier versions of the dataset keep what they had.
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ from replaylake.datastore.schema import (
     TIMESTAMP_TYPE,
     TRUNCATED,
 )
-from replaylake.datastore.sessions.decisions import DECISION_ID, REWARD_LATE, REWARDED_AT
-from replaylake.datastore.sessions.served import Logged, Reward, is_late, settled
+from replaylake.datastore.sessions.decisions import (
+    DECISION_ID,
+    REPORTED,
+    REWARD_LATE,
+    REWARDED_AT,
+)
+from replaylake.datastore.sessions.reports import Reward
+from replaylake.datastore.sessions.served import Logged, is_late, settled
 from replaylake.datastore.table import TableSnapshot
 
 _OPERATION: Final = "LATE REWARDS"
@@ -39,12 +45,14 @@ class Late:
     """What late rewards changed; `version` is None if nothing.
 
     num_ends_refused: steps whose late reward said that the episode ended there, though steps
-    follow, or that it did not, though that was written.
+    follow, or that it did not, though that was written. is_behind: another run was quicker, so that
+    some may be left.
     """
 
     version: int | None = None
     num_steps: int = 0
     num_ends_refused: int = 0
+    is_behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,29 +92,32 @@ def apply_late(dataset: Dataset, logged: Logged) -> Late:
     done = rewrite(dataset.table, plan, producer=producer, sequence=sequence, operation=_OPERATION)
     if done is None or done.already_present:
         # Another run was first, with the same rewards: what it left is for the next run.
-        return Late()
+        return Late(is_behind=True)
     return Late(done.version, planned.num_steps, planned.num_ends_refused)
 
 
 def _found(snapshot: TableSnapshot, late: Mapping[str, Reward]) -> dict[FileEntry, list[_Change]]:
     """Return what changes, looked up in the steps as they are now."""
-    since = f"epoch_us(s.{REWARDED_AT})" if REWARDED_AT in snapshot.schema.names else "NULL"
+    names = snapshot.schema.names
+    since = f"epoch_us(s.{REWARDED_AT})" if REWARDED_AT in names else "NULL"
+    reported = f"s.{REPORTED}" if REPORTED in names else "NULL"
     keys = {"late": pa.table({"key": pa.array(list(late), pa.string())})}
     with fetched(snapshot, snapshot.files) as paths, scanning(keys) as connection:
         source = located(snapshot, paths)
         rows = rows_of(
             connection,
             f"SELECT s.file_index, s.file_row_number, s.{DECISION_ID}, s.{REWARD}, "
-            f"s.{TERMINATED}, s.{TRUNCATED}, {since}, s.{STEP} = last.step "
+            f"s.{TERMINATED}, s.{TRUNCATED}, {since}, {reported}, "
+            f"s.{STEP} = last.step "
             f"FROM {source} s JOIN late ON late.key = s.{DECISION_ID} "
             f"JOIN (SELECT {EPISODE_ID} AS episode, max({STEP}) AS step FROM {source} "
             f"GROUP BY episode) last ON last.episode = s.{EPISODE_ID} "
             "ORDER BY s.file_index, s.file_row_number",
         )
     found: dict[FileEntry, list[_Change]] = {}
-    for index, row, key, *outcome, rewarded_at, is_last in rows:
+    for index, row, key, *outcome, rewarded_at, said, is_last in rows:
         reward, before = late[key], (outcome[0], outcome[1], outcome[2])
-        if is_late(reward, before, rewarded_at):
+        if is_late(reward, before, rewarded_at, said):
             after = settled(reward, before, is_last=is_last)
             has_ended = after[1] or after[2]
             has_final = has_ended and (reward.final_row is not None or not (before[1] or before[2]))
@@ -127,6 +138,9 @@ def _changing(changes: list[_Change], logged: Logged) -> ChangeRows:
             REWARDED_AT: pa.array(times, TIMESTAMP_TYPE),
             REWARD_LATE: pa.array([True] * len(changes)),
         }
+        sums = [change.reward.reported for change in changes]
+        if REPORTED in rows.column_names or any(text is not None for text in sums):
+            columns[REPORTED] = pa.array(sums, pa.string())
         for name, values in columns.items():
             rows = with_values(rows, name, at, values)
         finals = [change for change in changes if change.has_final]

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,10 +22,8 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch, StorageFailed
+from replaylake.datastore.sessions.native_rows import Encode, RowEncoder
 from replaylake.datastore.table import Table
-
-Encode = Callable[[Sequence[dict[str, Any]]], pa.Table]
-"""Turns records into rows of the table."""
 
 SUFFIX: Final = ".jsonl"
 DAMAGED: Final = ".damaged"
@@ -129,9 +127,14 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
     A record that cannot be read back or encoded does not hold up the others: the file is then kept
     under another name, and logged. Raises: ReplayLakeError if the commit fails; nothing is removed.
     """
-    records, num_torn, faults = _read(segment.path)
-    tables, errors = _encoded(encode, records)
-    faults += errors
+    lines, num_torn, faults = _read(segment.path)
+    quick = encode.quickly(lines) if isinstance(encode, RowEncoder) and not faults else None
+    if quick is not None:
+        tables = [quick] if quick.num_rows else []
+    else:
+        records, unread = _records(lines)
+        tables, errors = _encoded(encode, records)
+        faults += unread + errors
     if tables:
         table.append(pa.concat_tables(tables), producer=producer, sequence=segment.sequence)
     try:
@@ -156,7 +159,8 @@ def first_pending(table: Table, field: str) -> list[int]:
     for _, _, path in _segments(journal_folder(table)):
         try:
             with path.open("rb") as file:
-                values = ((_parsed(line) or {}).get(field) for line in file)
+                whole = (line[_CRC_DIGITS + 1 : -1] for line in file if _is_whole(line))
+                values = ((_parsed(text) or {}).get(field) for text in whole)
                 firsts += islice((value for value in values if type(value) is int), 1)
         except FileNotFoundError:
             continue  # it has been committed
@@ -165,15 +169,14 @@ def first_pending(table: Table, field: str) -> list[int]:
     return firsts
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], int, list[str]]:
-    """Return a segment's records, how many lines were torn, and what is wrong with others."""
+def _read(path: Path) -> tuple[list[bytes], int, list[str]]:
+    """Return a segment's records as text, how many were torn, and what is wrong with others."""
     records, num_torn, faults = [], 0, []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                record = _parsed(line)
-                if record is not None:
-                    records.append(record)
+                if line.endswith(b"\n") and _is_whole(line):
+                    records.append(line[_CRC_DIGITS + 1 : -1])
                 elif _is_torn(line):
                     num_torn += 1
                 else:
@@ -181,6 +184,18 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int, list[str]]:
     except OSError as error:
         raise _refused(path, error) from error
     return records, num_torn, faults
+
+
+def _records(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return records out of their text, and what is wrong with others."""
+    records, faults = [], []
+    for number, line in enumerate(lines, 1):
+        record = _parsed(line)
+        if record is None:
+            faults.append(f"record {number} is not what was written")
+        else:
+            records.append(record)
+    return records, faults
 
 
 def _encoded(encode: Encode, records: Sequence[dict[str, Any]]) -> tuple[list[pa.Table], list[str]]:
@@ -198,12 +213,10 @@ def _encoded(encode: Encode, records: Sequence[dict[str, Any]]) -> tuple[list[pa
     return tables + more_tables, faults + more_faults
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return a line's record, or None if it was cut short or is not what was written."""
-    if not line.endswith(b"\n") or not _is_whole(line):
-        return None
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Return a record, or None if it is none."""
     try:
-        record = json.loads(line[_CRC_DIGITS + 1 : -1])
+        record = json.loads(text)
     except ValueError:
         return None
     return record if type(record) is dict else None

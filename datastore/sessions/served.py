@@ -1,138 +1,168 @@
-"""Served: decisions with their rewards as the lake has them, and episodes cut out of them."""
+"""Served: decisions with their reports as the lake has them, those alone that may change anything.
+
+Most decisions are steps already and nothing new was said of them. SQL finds the client episodes
+that have a report which may count, and only their rows become Python objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.maintenance.scan import arrow_of, rows_of, scanning
 from replaylake.datastore.schema import (
-    ACTION,
-    ACTION_MASK,
     EPISODE_ID,
     FINAL_OBSERVATION,
-    OBSERVATION,
-    POLICY,
-    POLICY_VERSION,
     REWARD,
     STEP,
     TERMINATED,
     TIMESTAMP,
-    TIMESTAMP_TYPE,
     TRUNCATED,
-    DatasetSpec,
-    to_numpy,
 )
 from replaylake.datastore.sessions.decisions import (
     DECISION_ID,
-    LOG_PROB,
+    FEEDBACK_ID,
+    MODE,
+    REPORTED,
     REQUEST_ID,
-    REWARD_LATE,
     REWARDED_AT,
+    SUM,
 )
+from replaylake.datastore.sessions.joining import JOIN_SQL, LEFT_SQL
+from replaylake.datastore.sessions.reports import Outcome, Report, Reward, folded
 from replaylake.datastore.sessions.segments import first_pending, has_live_worker
+from replaylake.datastore.sessions.timeline import Decision, Timeline, has_steps
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Array, take
-from replaylake.datastore.table import Table
+from replaylake.datastore.table import TableSnapshot
 
 # Far longer than a decision takes from its timestamp to its journal.
 _IN_FLIGHT_US: Final = 100_000
-# Far longer than a record waits in the journal of a server on another machine, which we cannot see.
-_ELSEWHERE_US: Final = 60_000_000
+# Far longer than a record waits in the journal of a server on another machine, which we cannot see,
+# and than the clocks of two servers differ.
+ELSEWHERE_US: Final = 60_000_000
+FILE: Final = "file"
+ROW: Final = "row"
+_FINAL_ROW: Final = "final_row"
 
 
 @dataclass(frozen=True)
-class Reward:
-    """A decision's last reward; final_row is where the rewards table has its final observation.
+class Written:
+    """A step that is there. is_last: its episode has no later one.
 
-    timestamp (us) is when this outcome was first reported since another one was: a client that
-    repeats itself says nothing new.
+    rewarded_at (us) is when its outcome was reported, None if that is not known, and reported what
+    the reports came to if a sum was among them.
     """
 
-    reward: float
-    terminated: bool
-    truncated: bool
-    timestamp: int
-    final_row: int | None
-
-    @property
-    def outcome(self) -> tuple[float, bool, bool]:
-        """What a step keeps of it."""
-        return self.reward, self.terminated, self.truncated
-
-    @property
-    def ends(self) -> bool:
-        """Whether the episode ends with it."""
-        return self.terminated or self.truncated
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive decisions to write; `next_id` is the decision after them in the same episode."""
-
+    outcome: Outcome
     episode_id: str
-    source_episode_id: str | None
-    first_step: int
-    decision_ids: list[str]
-    next_id: str | None
+    step: int
+    is_last: bool
+    rewarded_at: int | None
+    reported: str | None
 
 
 @dataclass(frozen=True)
+class Named:
+    """A report that names its decision by the client's own names."""
+
+    report: Report
+    request_id: str | None
+    step: int | None
+
+
+@dataclass
+class ClientEpisode:
+    """Decisions under one episode_id of a client, None for a single one, and what names them."""
+
+    source: str | None
+    decisions: list[Decision] = field(default_factory=list)
+    named: list[Named] = field(default_factory=list)
+
+
+@dataclass
 class Logged:
     """What was served, at pinned versions.
 
-    written maps a decision to the outcome its step has, steps to the step's number, rewarded to the
-    time (us) at which that outcome was reported, None if that is not known. last are the decisions
-    of the last step that each episode has. All decisions before horizon (us) are here.
+    clients are those episodes that have a report which may count. rewards and written are of their
+    decisions. file_of says in which file of the decisions table a decision is. All decisions before
+    horizon (us) are here. waiting, unrewarded and repeated are decisions of the other episodes.
+    num_early are reports too new to be looked at, unknown the ids that no decision has, unmatched
+    the reports by other names that came before the window and have no decision.
     """
 
-    decisions: pa.Table
-    rewards: Mapping[str, Reward]
-    num_rewards: int
-    final_observations: pa.ChunkedArray
-    written: Mapping[str, tuple[float, bool, bool]]
-    steps: Mapping[str, int]
-    rewarded: Mapping[str, int | None]
-    last: frozenset[str]
+    decisions: TableSnapshot
     horizon: int
+    final_observations: pa.ChunkedArray
+    clients: list[ClientEpisode] = field(default_factory=list)
+    reports: dict[str, list[Report]] = field(default_factory=dict)
+    rewards: dict[str, Reward] = field(default_factory=dict)
+    written: dict[str, Written] = field(default_factory=dict)
+    file_of: dict[str, int] = field(default_factory=dict)
+    num_decisions: int = 0
+    num_rewards: int = 0
+    num_written: int = 0
+    waiting: int = 0
+    unrewarded: int = 0
+    repeated: int = 0
+    num_early: int = 0
+    unknown: list[str] = field(default_factory=list)
+    unmatched: int = 0
 
     def late(self) -> dict[str, Reward]:
         """Return the rewards of written steps that were reported after the one that they have.
 
         What a label made of a step's reward since is not overruled by an older report.
         """
-        found = {}
-        for key, outcome in self.written.items():
-            reward, since = self.rewards.get(key), self.rewarded[key]
-            if reward is not None and is_late(reward, outcome, since):
-                found[key] = reward
-        return found
+        return {
+            key: reward
+            for key, step in self.written.items()
+            if (reward := self.rewards.get(key)) is not None
+            and is_late(reward, step.outcome, step.rewarded_at, step.reported)
+        }
 
     def ends(self, key: str) -> bool:
         """Whether the episode ends, or will end once late rewards are applied, with a decision."""
         reward = self.rewards.get(key)
-        if (outcome := self.written.get(key)) is None:
+        if (step := self.written.get(key)) is None:
             return reward is not None and reward.ends
-        if reward is not None and is_late(reward, outcome, self.rewarded[key]):
-            _, terminated, truncated = settled(reward, outcome, is_last=key in self.last)
+        outcome = step.outcome
+        if reward is not None and is_late(reward, outcome, step.rewarded_at, step.reported):
+            _, terminated, truncated = settled(reward, outcome, is_last=step.is_last)
             return terminated or truncated
         return outcome[1] or outcome[2]
 
+    def rank(self, key: str) -> int:
+        """Return which of several decisions of one request is its step: written, named, other."""
+        return 2 if key in self.written else int(key in self.reports)
 
-def is_late(reward: Reward, outcome: tuple[float, bool, bool], since: int | None) -> bool:
-    """Whether a reward came after the outcome that a step has, and differs."""
+    def report(self, key: str, report: Report) -> None:
+        """Add a report of a decision."""
+        # A list of its own: a report by another name does not make the decision a named one.
+        known = self._all.setdefault(key, list(self.reports.get(key, ())))
+        known.append(report)
+        self.rewards[key] = folded(known)
+
+    def __post_init__(self) -> None:
+        self._all: dict[str, list[Report]] = {}
+
+
+def is_late(reward: Reward, outcome: Outcome, since: int | None, reported: str | None) -> bool:
+    """Whether a reward came after the outcome that a step has, and differs.
+
+    A sum also differs if a part of it is older, and was found only now.
+    """
+    if reported is not None and reward.reported != reported and reward.has_sums:
+        return True
     return reward.outcome != outcome and (since is None or reward.timestamp > since)
 
 
-def settled(
-    reward: Reward, outcome: tuple[float, bool, bool], *, is_last: bool
-) -> tuple[float, bool, bool]:
+def settled(reward: Reward, outcome: Outcome, *, is_last: bool) -> Outcome:
     """Return the outcome of a step after a late reward.
 
     An end that comes late counts where no step follows. One that was written stays one: the client
@@ -144,185 +174,210 @@ def settled(
     return reward.reward, outcome[1], outcome[2]
 
 
-def read_logged(dataset: Dataset, snapshot: Snapshot, now: int) -> Logged:
+def read_logged(dataset: Dataset, snapshot: Snapshot, now: int, window: int) -> Logged:
     """Read the two tables' newest versions, and which decisions the snapshot has as steps.
 
-    `now` (us) is the time, taken before. An episode whose last decision is at or after the horizon
-    may have an earlier one that is not in the tables read: written without it, it would have a
-    false successor, and that one's step number twice when it comes. What is in a journal yet is no
-    older than its first record; what gets into one after we looked was decided after `now`, but for
-    the moment between taking its time and writing it, which a live worker may be in. Of a remote
-    lake other machines may have journals too: what was decided within a minute waits.
+    `now` (us) is the time, taken before, and `window` (us) how long decisions wait. An episode
+    whose last decision is at or after the horizon may have an earlier one that is not in the tables
+    read: written without it, it would have a false successor, and that one's step number twice when
+    it comes. What is in a journal yet is no older than its first record; what gets into one after
+    we looked was decided after `now`, but for the moment between taking its time and writing it,
+    which a live worker may be in. Of a remote lake other machines may have journals too: what was
+    decided within a minute waits. For the same reason a report by other names than decision_id is
+    looked at once it is older than the horizon: then the decision that it means is known.
     """
     looked = now - _IN_FLIGHT_US if has_live_worker(dataset.decisions) else now
     if dataset.table.storage.is_remote:
-        looked = now - _ELSEWHERE_US
+        looked = now - ELSEWHERE_US
     horizon = min([looked, *first_pending(dataset.decisions, TIMESTAMP)])
-    rewards = dataset.rewards.snapshot().read()
-    narrow = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP]
-    decisions = dataset.decisions.snapshot().read(narrow).sort_by(DECISION_ID)
-    written = _read_written(snapshot)
-    return Logged(
-        decisions=decisions,
-        rewards=_last_rewards(rewards),
-        num_rewards=rewards.num_rows,
-        final_observations=rewards.column(FINAL_OBSERVATION),
-        written={row.key: row.outcome for row in written},
-        steps={row.key: row.step for row in written},
-        rewarded={row.key: row.rewarded_at for row in written},
-        last=_last_of_each(written),
-        horizon=horizon,
-    )
+    rewards, finals = _read_rewards(dataset.rewards.snapshot())
+    decisions = dataset.decisions.snapshot()
+    logged = Logged(decisions, horizon, finals, num_rewards=rewards.num_rows)
+    narrow = _read_decisions(decisions)
+    logged.num_decisions = narrow.num_rows
+    tables = {"decisions": narrow, "rewards": rewards, "written": _read_written(snapshot)}
+    with scanning(tables) as connection:
+        # Views are too slow here: each is asked several times.
+        for statement in JOIN_SQL.format(horizon=horizon, elsewhere=ELSEWHERE_US).split(";"):
+            rows_of(connection, statement)
+        _take_rows(logged, connection)
+        counts = LEFT_SQL.format(horizon=horizon, closing=now - window)
+        ((logged.waiting, logged.unrewarded, logged.repeated, logged.num_written,
+          logged.unmatched, logged.num_early),) = rows_of(connection, counts)  # fmt: skip
+        unknown = "SELECT DISTINCT key FROM report WHERE key IS NOT NULL AND client IS NULL"
+        logged.unknown = [key for (key,) in rows_of(connection, unknown)]
+    for client in logged.clients:
+        if client.named:
+            logged.unmatched += _name(logged, client, now - window)
+    return logged
 
 
-class _Written(NamedTuple):
-    """A served step."""
-
-    key: str
-    outcome: tuple[float, bool, bool]
-    episode_id: str
-    step: int
-    rewarded_at: int | None
-
-
-def _read_written(snapshot: Snapshot) -> list[_Written]:
-    if DECISION_ID not in snapshot.spec.extras:
-        return []
-    columns = [DECISION_ID, REWARD, TERMINATED, TRUNCATED, EPISODE_ID, STEP]
-    has_times = REWARDED_AT in snapshot.spec.extras
-    rows: list[_Written] = []
-    for batch in snapshot.table.batches([*columns, REWARDED_AT] if has_times else columns):
-        served = batch.filter(pc.is_valid(batch.column(DECISION_ID)))
-        keys, *outcomes, episodes, steps = (served.column(name).to_pylist() for name in columns)
-        times: list[int | None] = [None] * served.num_rows
-        if has_times:
-            times = served.column(REWARDED_AT).cast(pa.int64()).to_pylist()
-        cells = zip(keys, zip(*outcomes, strict=True), episodes, steps, times, strict=True)
-        rows += map(_Written._make, cells)
-    return rows
-
-
-def _last_of_each(written: Sequence[_Written]) -> frozenset[str]:
-    last: dict[str, _Written] = {}
-    for row in written:
-        if row.episode_id not in last or last[row.episode_id].step < row.step:
-            last[row.episode_id] = row
-    return frozenset(row.key for row in last.values())
+def _take_rows(logged: Logged, connection: Any) -> None:
+    """Make objects of the rows of client episodes in which something may change."""
+    clients: dict[str, ClientEpisode] = {}
+    for row in _rows(arrow_of(connection, "SELECT * FROM active ORDER BY key")):
+        client = clients.get(row["client"])
+        if client is None:
+            client = clients[row["client"]] = ClientEpisode(row["source"])
+        key = row["key"]
+        client.decisions.append(Decision(key, row["ts"], row["request"], row["step"]))
+        logged.file_of[key] = row[FILE]
+        if row["number"] is not None:
+            outcome = row[REWARD], row[TERMINATED], row[TRUNCATED]
+            logged.written[key] = Written(
+                outcome,
+                row["episode"],
+                row["number"],
+                row["is_last"],
+                row["since"],
+                row[REPORTED],
+            )
+    for row in _rows(arrow_of(connection, "SELECT * FROM active_reports ORDER BY ts, row")):
+        is_sum = row[MODE] == SUM
+        report = Report(row["ts"], row[ROW], row[REWARD], row[TERMINATED], row[TRUNCATED], is_sum,
+                        row[FEEDBACK_ID], row[_FINAL_ROW])  # fmt: skip
+        if row["key"] is not None:
+            logged.reports.setdefault(row["key"], []).append(report)
+        else:
+            clients[row["client"]].named.append(Named(report, row["request"], row["step"]))
+    logged.rewards = {key: folded(reports) for key, reports in logged.reports.items()}
+    logged.clients = list(clients.values())
 
 
-def _last_rewards(rewards: pa.Table) -> dict[str, Reward]:
-    """Return each decision's last reward by time; a repeat of the same one changes nothing.
+def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    for batch in table.to_batches(max_chunksize=65_536):
+        yield from batch.to_pylist()
 
-    Of two reported in the same microsecond the one that was written down later counts.
+
+def _name(logged: Logged, client: ClientEpisode, closing: int) -> int:
+    """Give the reports that name a request or a step their decisions; return how many are orphaned.
+
+    A report means the newest decision under its name that was taken before it came; if there is
+    none, the first within a minute after, since the clocks of two servers differ.
     """
-    rewards = rewards.append_column("row", pa.array(np.arange(rewards.num_rows)))
-    rewards = rewards.take(
-        pc.sort_indices(rewards, [(TIMESTAMP, "ascending"), ("row", "ascending")])
-    )
-    columns = (
-        rewards.column(DECISION_ID).to_pylist(),
-        rewards.column(REWARD).to_pylist(),
-        rewards.column(TERMINATED).to_pylist(),
-        rewards.column(TRUNCATED).to_pylist(),
-        rewards.column(TIMESTAMP).cast(pa.int64()).to_pylist(),
-        pc.is_valid(rewards.column(FINAL_OBSERVATION)).to_pylist(),
-        rewards.column("row").to_pylist(),
-    )
-    last: dict[str, Reward] = {}
-    for key, reward, terminated, truncated, timestamp, has_final, row in zip(*columns, strict=True):
-        before = last.get(key)
-        final_row = row if has_final else before.final_row if before else None
-        said = Reward(reward, terminated, truncated, timestamp, final_row)
-        if before is not None and before.outcome == said.outcome:
-            said = replace(said, timestamp=before.timestamp)
-        last[key] = said
-    return last
+    timeline = Timeline(has_steps(client.decisions), logged.ends, logged.rank)
+    decisions = iter(client.decisions)
+    following = next(decisions, None)
+    early = []
+    for named in client.named:
+        while following is not None and following.timestamp <= named.report.timestamp:
+            timeline.take(following)
+            following = next(decisions, None)
+        if (decision := _meant(timeline, named)) is None:
+            early.append(named)
+            continue
+        _say(logged, timeline, decision, named.report)
+    while following is not None:
+        timeline.take(following)
+        following = next(decisions, None)
+    orphaned = 0
+    for named in early:
+        decision = _meant(timeline, named, oldest=True)
+        ahead = 0 if decision is None else decision.timestamp - named.report.timestamp
+        if decision is not None and 0 < ahead <= ELSEWHERE_US:
+            _say(logged, timeline, decision, named.report)
+        else:
+            orphaned += named.report.timestamp < closing
+    return orphaned
 
 
-def build_episodes(
-    table: Table,
-    logged: Logged,
-    spec: DatasetSpec,
-    pieces: Sequence[Piece],
-    on_progress: Callable[[int, int], None] | None,
-) -> list[Episode]:
-    """Read the rows that the pieces need and cut the episodes out of them."""
-    wanted = [key for piece in pieces for key in piece.decision_ids]
-    wanted += [piece.next_id for piece in pieces if piece.next_id is not None]
-    chosen = pa.array(wanted, pa.string())
-    rows = pa.concat_tables(
-        batch.filter(pc.is_in(batch.column(DECISION_ID), chosen))
-        for batch in table.snapshot().batches()
-    ).combine_chunks()
-    source = _Source(rows, logged, spec)
-    episodes = []
-    for number, piece in enumerate(pieces, 1):
-        episodes.append(source.episode(piece))
-        if on_progress is not None:
-            on_progress(number, len(pieces))
-    return episodes
+def _meant(timeline: Timeline, named: Named, *, oldest: bool = False) -> Decision | None:
+    if named.request_id is not None:
+        return timeline.asked(named.request_id)
+    return None if named.step is None else timeline.at(named.step, oldest=oldest)
 
 
-class _Source:
-    """Decoded decisions, from which episodes are cut."""
+def _say(logged: Logged, timeline: Timeline, decision: Decision, report: Report) -> None:
+    ended = logged.ends(decision.key)
+    logged.report(decision.key, report)
+    if logged.ends(decision.key) != ended:
+        timeline.cut_again(decision.key)
 
-    def __init__(self, rows: pa.Table, logged: Logged, spec: DatasetSpec) -> None:
-        self._logged, self._spec = logged, spec
-        self._row_of = {key: row for row, key in enumerate(rows.column(DECISION_ID).to_pylist())}
-        self._observations = to_numpy(spec.observation_space, rows.column(OBSERVATION))
-        self._actions = to_numpy(spec.action_space, rows.column(ACTION))
-        self._log_probs = rows.column(LOG_PROB).to_numpy().astype(np.float32)
-        self._policies = np.asarray(rows.column(POLICY).to_pylist(), dtype=object)
-        self._versions = rows.column(POLICY_VERSION).to_numpy()
-        self._timestamps = rows.column(TIMESTAMP).cast(pa.int64()).to_numpy()
-        self._request_ids = rows.column(REQUEST_ID)
-        self._masks = self._decoded_masks(rows)
 
-    def episode(self, piece: Piece) -> Episode:
-        """Cut one piece out."""
-        index = np.asarray([self._row_of[key] for key in piece.decision_ids])
-        rewards = [self._logged.rewards[key] for key in piece.decision_ids]
-        last = rewards[-1]
-        return Episode(
-            episode_id=piece.episode_id,
-            source_episode_id=piece.source_episode_id,
-            first_step=piece.first_step,
-            observations=take(self._observations, index),
-            actions=take(self._actions, index),
-            rewards=np.asarray([reward.reward for reward in rewards], np.float64),
-            terminated=last.terminated,
-            truncated=last.truncated,
-            final_observation=self._final_observation(piece, last),
-            behavior_log_probs=self._log_probs[index],
-            policies=self._policies[index],
-            policy_versions=self._versions[index],
-            action_masks=None if self._masks is None else self._masks[index],
-            timestamps=self._timestamps[index],
-            extras={
-                DECISION_ID: pa.array(piece.decision_ids, pa.string()),
-                REQUEST_ID: self._request_ids.take(pa.array(index)).combine_chunks(),
-                REWARDED_AT: pa.array([reward.timestamp for reward in rewards], TIMESTAMP_TYPE),
-                REWARD_LATE: pa.array([False] * len(rewards)),
-            },
-        )
+def _read_decisions(decisions: TableSnapshot) -> pa.Table:
+    """Return the names and times of decisions, and in which file each is."""
+    has_step = STEP in decisions.schema.names
+    names = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP, *([STEP] if has_step else [])]
+    parts = []
+    for number, batch in enumerate(decisions.batches(names)):
+        part = _as_integers(batch)
+        if not has_step:
+            part = part.append_column(STEP, pa.nulls(part.num_rows, pa.int32()))
+        part = part.append_column(FILE, pa.array(np.full(part.num_rows, number, np.int32)))
+        parts.append(part)
+    if parts:
+        return pa.concat_tables(parts)
+    text = pa.string()
+    return pa.schema(
+        [(DECISION_ID, text), (EPISODE_ID, text), (REQUEST_ID, text), (TIMESTAMP, pa.int64()),
+         (STEP, pa.int32()), (FILE, pa.int32())]
+    ).empty_table()  # fmt: skip
 
-    def _final_observation(self, piece: Piece, last: Reward) -> Any:
-        if piece.next_id is not None and not last.ends:
-            return take(self._observations, self._row_of[piece.next_id])
-        if last.final_row is None:
-            return None
-        one = self._logged.final_observations.slice(last.final_row, 1)
-        return take(to_numpy(self._spec.observation_space, one), 0)
 
-    def _decoded_masks(self, rows: pa.Table) -> Array | None:
-        """Return bool [T, A]; a decision without a mask had every action allowed."""
-        if self._spec.mask_size is None or ACTION_MASK not in rows.column_names:
-            return None
-        column = rows.column(ACTION_MASK).combine_chunks()
-        given = column.is_valid().to_numpy(zero_copy_only=False)
-        if not given.any():
-            return None
-        masks = np.ones((len(column), self._spec.mask_size), dtype=bool)
-        flat = column.drop_null().flatten().to_numpy(zero_copy_only=False)
-        masks[given] = flat.reshape(-1, self._spec.mask_size)
-        return masks
+_LATER: Final[Mapping[str, pa.DataType]] = {
+    REQUEST_ID: pa.string(),
+    EPISODE_ID: pa.string(),
+    STEP: pa.int32(),
+    FEEDBACK_ID: pa.string(),
+    MODE: pa.string(),
+}
+
+
+def _read_rewards(rewards: TableSnapshot) -> tuple[pa.Table, pa.ChunkedArray]:
+    """Return the reports, and apart from them the final observations that there are."""
+    later = [name for name in _LATER if name in rewards.schema.names]
+    names = [DECISION_ID, TIMESTAMP, REWARD, TERMINATED, TRUNCATED, FINAL_OBSERVATION, *later]
+    parts, finals, num_rows, num_finals = [], [], 0, 0
+    kind = rewards.schema.field(FINAL_OBSERVATION).type
+    for batch in rewards.batches(names):
+        column = batch.column(FINAL_OBSERVATION)
+        there = pc.is_valid(column).to_numpy()
+        finals += column.filter(pa.array(there)).chunks
+        place = pa.array(np.cumsum(there) - 1 + num_finals, mask=~there)
+        num_finals += int(there.sum())
+        part = _as_integers(batch.drop_columns([FINAL_OBSERVATION]))
+        for name, absent in _LATER.items():
+            if name not in later:
+                part = part.append_column(name, pa.nulls(part.num_rows, absent))
+        part = part.append_column(_FINAL_ROW, place)
+        part = part.append_column(ROW, pa.array(np.arange(part.num_rows) + num_rows))
+        num_rows += part.num_rows
+        parts.append(part)
+    if not parts:
+        first = [(DECISION_ID, pa.string()), (TIMESTAMP, pa.int64()), (REWARD, pa.float64()),
+                 (TERMINATED, pa.bool_()), (TRUNCATED, pa.bool_())]  # fmt: skip
+        last = [(_FINAL_ROW, pa.int64()), (ROW, pa.int64())]
+        parts = [pa.schema([*first, *_LATER.items(), *last]).empty_table()]
+    columns = [DECISION_ID, TIMESTAMP, REWARD, TERMINATED, TRUNCATED, *_LATER, _FINAL_ROW, ROW]
+    joined = pa.concat_tables([part.select(columns).cast(parts[0].select(columns).schema)
+                               for part in parts])  # fmt: skip
+    return joined, pa.chunked_array(finals, kind)
+
+
+def _read_written(snapshot: Snapshot) -> pa.Table:
+    """Return the served steps."""
+    kinds = {
+        DECISION_ID: pa.string(), REWARD: pa.float64(), TERMINATED: pa.bool_(),
+        TRUNCATED: pa.bool_(), EPISODE_ID: pa.string(), STEP: pa.int64(), "since": pa.int64(),
+        REPORTED: pa.string(),
+    }  # fmt: skip
+    schema = pa.schema(list(kinds.items()))
+    extras = snapshot.spec.extras
+    if DECISION_ID not in extras:
+        return schema.empty_table()
+    names = [DECISION_ID, REWARD, TERMINATED, TRUNCATED, EPISODE_ID, STEP]
+    there = [name for name in (REWARDED_AT, REPORTED) if name in extras]
+    parts = []
+    for batch in snapshot.table.batches([*names, *there]):
+        served = batch.filter(pc.is_valid(batch.column(DECISION_ID)))
+        columns = {name: served.column(name) for name in served.column_names}
+        columns["since"] = columns.pop(REWARDED_AT, pa.nulls(served.num_rows, pa.int64()))
+        columns.setdefault(REPORTED, pa.nulls(served.num_rows, pa.string()))
+        cells = [pc.cast(columns[name], kind) for name, kind in kinds.items()]
+        parts.append(pa.Table.from_arrays(cells, schema=schema))
+    return pa.concat_tables(parts) if parts else schema.empty_table()
+
+
+def _as_integers(batch: pa.Table) -> pa.Table:
+    at = batch.schema.get_field_index(TIMESTAMP)
+    return batch.set_column(at, TIMESTAMP, batch.column(TIMESTAMP).cast(pa.int64()))

@@ -1,9 +1,10 @@
 """Sessions: decisions and the rewards that followed, joined into episodes of the dataset.
 
 What is written, and when:
-    - Decisions of one client episode_id are its steps, in order of time; the decision whose reward
-      said terminated or truncated is the last, and a later one under the same id begins another
-      episode. A decision without an episode_id is an episode of one step.
+    - Decisions of one client episode_id are its steps, in the order of the client's own `step`
+      where all have one, else of time; the decision whose reward said terminated or truncated is
+      the last, and a later one under the same id begins another episode. A decision without an
+      episode_id is an episode of one step.
     - An episode is written once it has ended and every decision has its reward. Until then it
       waits, at most the reward window after its last decision.
     - After that, what is known is written and nothing is invented: no end that nobody reported, no
@@ -11,37 +12,30 @@ What is written, and when:
       the row before the gap keeps the observation that followed as its final_observation.
     - A decision is written at most once, whenever and however often this runs. A reward that comes
       after its step was written, and differs, changes the step, which then says `reward_late`
-      (late.py has the rules). Of several rewards of one decision the last by time counts, whichever
-      order they arrive in.
+      (late.py has the rules). Of several rewards of one decision the last by time counts and sums
+      add onto it, whichever order they arrive in (reports.py).
+    - A report names its decision by its id, or by the client's own names: then it means the newest
+      decision of that request, or of that step of the episode, that was taken before it came
+      (timeline.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
-
-import pyarrow as pa
 
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.schema import EPISODE_ID, TIMESTAMP
 from replaylake.datastore.sessions.decision_id import read_unverified
-from replaylake.datastore.sessions.decisions import (
-    DECISION_ID,
-    DEFAULT_WINDOW_S,
-    REQUEST_ID,
-    recover_feedback,
-)
+from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S, recover_feedback
 from replaylake.datastore.sessions.late import Late, apply_late
+from replaylake.datastore.sessions.received_steps import Received, move_received
 from replaylake.datastore.sessions.segments import NOTHING, Recovered
-from replaylake.datastore.sessions.served import (
-    Logged,
-    Piece,
-    build_episodes,
-    read_logged,
-)
+from replaylake.datastore.sessions.served import Logged, read_logged
+from replaylake.datastore.sessions.served_episodes import Piece, build_episodes
+from replaylake.datastore.sessions.timeline import Stretch, numbers_of, stretches_of
 
 
 @dataclass(frozen=True)
@@ -54,8 +48,10 @@ class SessionReceipt:
     unrewarded decisions whose request was sent again and then rewarded. late: steps that got
     another reward, or an end, after they were written. ends_refused: those of them of which the
     reward says that the episode ends there, though steps follow, or does not, though it did.
-    orphaned: rewarded decisions that are not there. recovered: rows of killed servers committed
-    first. damaged: their records that cannot be; the files are kept in the journals' folders.
+    orphaned: rewarded decisions that are not there, and reports by a request or a step for which
+    none came within the window; they count as soon as it does. recovered: rows of killed servers
+    committed first. damaged: their records that cannot be; the files are kept in the journals'
+    folders. received: what became of steps that clients sent as episodes.
     """
 
     dataset: str
@@ -73,10 +69,24 @@ class SessionReceipt:
     orphaned: int
     recovered: int
     damaged: int
+    received: Received = field(default_factory=Received)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         return asdict(self)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether this run wrote anything into the dataset."""
+        return bool(self.steps or self.late or self.received.steps)
+
+    def line(self) -> str:
+        """Return what this run did, in a line."""
+        return (
+            f"{self.dataset}@{self.version}: {self.episodes:,} episodes, "
+            f"{self.steps + self.received.steps:,} steps added, {self.late:,} late; "
+            f"{self.waiting:,} waiting, {self.orphaned:,} orphaned"
+        )
 
 
 @dataclass
@@ -84,6 +94,19 @@ class _Counts:
     waiting: int = 0
     unrewarded: int = 0
     repeated: int = 0
+    due: int | None = None
+
+    def wait_until(self, timestamp: int) -> None:
+        """Note that something may be written then (us)."""
+        self.due = timestamp if self.due is None else min(self.due, timestamp)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its receipt, and when (us) the next has something to do though nothing comes."""
+
+    receipt: SessionReceipt
+    due: int | None
 
 
 def sessionise(
@@ -105,8 +128,20 @@ def sessionise(
         on_progress: called with (episodes built, episodes).
 
     Raises: NotFound if nothing was ever served into the dataset. Cost: one scan of the two tables'
-    ids and of the dataset's decision_id column.
+    ids and of the dataset's decision_id column; Python objects are made of what may change alone.
     """
+    return run_once(lake, dataset, window_s=window_s, now_s=now_s, on_progress=on_progress).receipt
+
+
+def run_once(
+    lake: Lake,
+    dataset: str,
+    *,
+    window_s: float = DEFAULT_WINDOW_S,
+    now_s: float | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Do what `sessionise` does, and say when to come again. Raises: as sessionise."""
     handle = lake.dataset(dataset)
     if not (handle.exists() and handle.decisions.exists() and handle.rewards.exists()):
         raise NotFound(
@@ -114,6 +149,8 @@ def sessionise(
             f"`replaylake serve POLICY --log-to {dataset}` logs them."
         )
     now = time.time_ns() // 1000 if now_s is None else int(now_s * 1e6)
+    window = int(window_s * 1e6)
+    moved = move_received(handle, now_s=now / 1e6, window_s=window_s)
     producer = f"sessionise:{dataset}"
     recovered = NOTHING
     while True:
@@ -121,82 +158,78 @@ def sessionise(
         # Two runs at once get the same sequence: the later finds it taken and reads anew.
         sequence = handle.next_sequence(producer)
         snapshot = handle.snapshot()
-        logged = read_logged(handle, snapshot, now)
-        counts = _Counts()
-        pieces = list(_plan(logged, now - int(window_s * 1e6), counts))
+        logged = read_logged(handle, snapshot, now, window)
+        counts = _Counts(logged.waiting, logged.unrewarded, logged.repeated)
+        pieces = list(_plan(logged, now, window, counts))
         version = snapshot.version
         if pieces:
-            episodes = build_episodes(handle.decisions, logged, snapshot.spec, pieces, on_progress)
+            episodes = build_episodes(logged, snapshot.spec, pieces, on_progress)
             commit = handle.append(episodes, producer=producer, sequence=sequence)
             if commit.already_present:
                 continue
             version = commit.version
         late = apply_late(handle, logged)
         version = version if late.version is None else late.version
-        return _receipt(dataset, version, logged, pieces, counts, recovered, late)
+        if late.is_behind or logged.num_early:
+            counts.wait_until(now)
+        receipt = _receipt(dataset, version, logged, pieces, counts, recovered, late)
+        return Run(replace(receipt, received=moved), counts.due)
 
 
-def _plan(logged: Logged, closing: int, counts: _Counts) -> Iterator[Piece]:
-    """Yield what is to be written now; decisions before `closing` (us) no longer wait."""
-    columns = (
-        logged.decisions.column(DECISION_ID).to_pylist(),
-        logged.decisions.column(EPISODE_ID).to_pylist(),
-        logged.decisions.column(REQUEST_ID).to_pylist(),
-        logged.decisions.column(TIMESTAMP).cast(pa.int64()).to_pylist(),
-    )
-    groups: dict[tuple[bool, str], list[tuple[str, str | None, int]]] = {}
-    for decision_id, episode_id, request_id, timestamp in zip(*columns, strict=True):
-        key = (True, decision_id) if episode_id is None else (False, episode_id)
-        groups.setdefault(key, []).append((decision_id, request_id, timestamp))
-    for (is_single, source), rows in groups.items():
-        for episode in _split_at_ends(rows, logged):
-            yield from _pieces(episode, None if is_single else source, logged, closing, counts)
-
-
-def _split_at_ends(
-    rows: list[tuple[str, str | None, int]], logged: Logged
-) -> Iterator[list[tuple[str, str | None, int]]]:
-    begin = 0
-    for i, (decision_id, _, _) in enumerate(rows, 1):
-        if i == len(rows) or logged.ends(decision_id):
-            yield rows[begin:i]
-            begin = i
+def _plan(logged: Logged, now: int, window: int, counts: _Counts) -> Iterator[Piece]:
+    """Yield what is to be written now; decisions older than `window` (us) no longer wait."""
+    known = {key: step.step for key, step in logged.written.items()}
+    for client in logged.clients:
+        for stretch in stretches_of(client.decisions, logged.ends, logged.rank):
+            yield from _pieces(stretch, client.source, logged, known, now, window, counts)
 
 
 def _pieces(
-    rows: list[tuple[str, str | None, int]],
+    stretch: Stretch,
     source: str | None,
     logged: Logged,
-    closing: int,
+    known: Mapping[str, int],
+    now: int,
+    window: int,
     counts: _Counts,
 ) -> Iterator[Piece]:
     rewards, written = logged.rewards, logged.written
-    answered = {request for key, request, _ in rows if request is not None and key in rewards}
+    numbers = numbers_of(stretch, known)
     # A client that got no answer (the server was killed) asks again under the same request_id.
-    kept = [row for row in rows if row[0] in rewards or row[1] not in answered]
-    steps = {row[0]: step for step, row in enumerate(kept)}
-    if any(steps.get(row[0]) != logged.steps.get(row[0], steps.get(row[0])) for row in rows):
-        # An earlier run counted a decision that was asked again since: its place stays a gap, for
-        # steps that are written keep their numbers.
-        kept = rows
-    counts.repeated += len(rows) - len(kept)
-    ids = [row[0] for row in kept]
+    counts.repeated += sum(decision.key not in numbers for decision in stretch.decisions)
+    ids = sorted(numbers, key=numbers.__getitem__)
     open_ids = [key for key in ids if key not in written]
     if not open_ids:
         return
     is_whole = all(key in rewards for key in ids) and (source is None or logged.ends(ids[-1]))
-    if kept[-1][2] >= logged.horizon or not (is_whole or kept[-1][2] < closing):
+    newest = max(decision.timestamp for decision in stretch.decisions)
+    if newest >= logged.horizon or not (is_whole or newest < now - window):
         counts.waiting += len(open_ids)
+        counts.wait_until(now if newest >= logged.horizon else newest + window + 1)
         return
     counts.unrewarded += sum(key not in rewards for key in ids)
-    begin = 0
-    for i in range(len(ids) + 1):
-        if i < len(ids) and ids[i] in rewards and ids[i] not in written:
-            continue
-        if i > begin:
-            next_id = ids[i] if i < len(ids) else None
-            yield Piece(f"served/{rows[0][0]}", source, begin, ids[begin:i], next_id)
-        begin = i + 1
+    first = min(decision.key for decision in stretch.decisions)
+    there = (written[key].episode_id for key in ids if key in written)
+    episode_id = next(there, f"served/{first}")
+    for run, next_id in _runs(ids, numbers, logged):
+        yield Piece(episode_id, source, numbers[run[0]], run, next_id)
+
+
+def _runs(
+    ids: Sequence[str], numbers: Mapping[str, int], logged: Logged
+) -> Iterator[tuple[list[str], str | None]]:
+    """Yield decisions to be written whose numbers follow on each other, and the one after them."""
+    run: list[str] = []
+    for key in ids:
+        follows = bool(run) and numbers[key] == numbers[run[-1]] + 1
+        is_open = key in logged.rewards and key not in logged.written
+        if run and (not follows or not is_open or logged.ends(run[-1])):
+            yield run, key if follows else None
+            run = []
+        if is_open:
+            run.append(key)
+    if run:
+        yield run, None
 
 
 def _receipt(
@@ -208,19 +241,15 @@ def _receipt(
     recovered: Recovered,
     late: Late,
 ) -> SessionReceipt:
-    known = set(logged.decisions.column(DECISION_ID).to_pylist())
-    orphaned = sum(
-        key not in known
-        and (said := read_unverified(key)) is not None
-        and said.timestamp < logged.horizon
-        for key in logged.rewards
-    )
+    named = (read_unverified(key) for key in logged.unknown)
+    orphaned = sum(said is not None and said.timestamp < logged.horizon for said in named)
+    fresh = sum(key in logged.rewards and key not in logged.written for key in logged.file_of)
     return SessionReceipt(
         dataset=dataset,
         version=version,
-        decisions=logged.decisions.num_rows,
+        decisions=logged.num_decisions,
         rewards=logged.num_rewards,
-        joined=len(known & logged.rewards.keys()),
+        joined=logged.num_written + fresh,
         episodes=len(pieces),
         steps=sum(len(piece.decision_ids) for piece in pieces),
         waiting=counts.waiting,
@@ -228,7 +257,7 @@ def _receipt(
         repeated=counts.repeated,
         late=late.num_steps,
         ends_refused=late.num_ends_refused,
-        orphaned=orphaned,
+        orphaned=orphaned + logged.unmatched,
         recovered=recovered.num_rows,
         damaged=recovered.num_damaged,
     )

@@ -38,12 +38,12 @@ class Pinned:
         """Return the files behind a view. Raises: NotFound; QueryRefused for what is not pinned."""
         if (pinned := self._snapshots.get(dataset)) is None:
             return self._lake.table(dataset, view)
-        if view in ("decisions", "rewards", "quarantine"):
+        if view in ("decisions", "rewards", "received", "quarantine"):
             raise QueryRefused(
                 f"{dataset}.{view}: found {dataset} pinned at version {pinned.version}, which is "
-                "one of its steps: decisions, rewards and quarantine are tables of their own and "
-                f"have other versions. Leave {dataset} out of `at` (--at), or ask for the two "
-                "apart."
+                "one of its steps: decisions, rewards, received and quarantine are tables of "
+                f"their own and have other versions. Leave {dataset} out of `at` (--at), or ask "
+                "for the two apart."
             )
         return pinned.table
 

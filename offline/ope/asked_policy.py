@@ -46,8 +46,8 @@ class AskedPolicy:
         final = steps.final_observations
         return replace(
             steps,
-            observations=_as_dtypes(space, steps.observations),
-            final_observations=None if final is None else _as_dtypes(space, final),
+            observations=as_dtypes(space, steps.observations),
+            final_observations=None if final is None else as_dtypes(space, final),
         )
 
     def seen_by(self, steps: LoggedSteps) -> Values:
@@ -105,7 +105,8 @@ def _check_spaces(name: str, policy: PolicySpec, dataset: DatasetSpec) -> None:
         )
 
 
-def _as_dtypes(space: Space, values: Any) -> Any:
+def as_dtypes(space: Space, values: Any) -> Any:
+    """Return values [N, *obs] in the dtypes of a policy's space."""
     if isinstance(space, Dict | Tuple):
-        return {key: _as_dtypes(sub, values[key]) for key, sub in children(space).items()}
+        return {key: as_dtypes(sub, values[key]) for key, sub in children(space).items()}
     return np.asarray(values).astype(value_dtype(space), copy=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -13,12 +14,11 @@ from replaylake.datastore.errors import (
     SpaceUnsupported,
     TrainingFailed,
 )
-from replaylake.datastore.holdout import Holdout
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.logged_steps import LoggedSteps, read_logged_steps
-from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.logged_steps import LoggedSteps
 from replaylake.datastore.spaces import Array, Discrete
 from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for
+from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes
 from replaylake.offline.ope.diagnostics import diagnose
 from replaylake.offline.ope.direct import (
     PredictedValues,
@@ -30,8 +30,6 @@ from replaylake.offline.ope.estimate import Estimates, estimate
 from replaylake.offline.ope.estimators import ESTIMATORS, OURS
 from replaylake.offline.ope.logged import LoggedEpisodes
 from replaylake.offline.ope.probabilities import (
-    BEHAVIOR,
-    TARGET,
     BehaviorProbabilities,
     Probabilities,
     behavior_probabilities,
@@ -56,6 +54,20 @@ _NO_BOUND: Final = (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """A report, and what it rests on.
+
+    steps: of the episodes that were evaluated; episodes: what is known of those and of the policy.
+    doubts: why the verdict is `weak` at best, of what the policy learned from.
+    """
+
+    report: PolicyReport
+    steps: LoggedSteps
+    episodes: LoggedEpisodes
+    doubts: tuple[str, ...]
+
+
 def evaluate_policy(
     lake: Lake, question: Question, listener: Listener | None = None
 ) -> PolicyReport:
@@ -75,14 +87,28 @@ def evaluate_policy(
     snapshot = lake.snapshot(question.dataset)
     asked = ask_for(lake, question, snapshot.spec)
     holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
-    listener.stage("reading the steps")
-    steps = _read(snapshot, question, holdout)
-    steps, left_out = _usable(steps, question)
+    chosen = choose_episodes(snapshot, question, holdout, listener)
+    return evaluate_on(lake, asked, question, chosen, listener).report
+
+
+def evaluate_on(
+    lake: Lake,
+    asked: AskedPolicy,
+    question: Question,
+    chosen: Chosen,
+    listener: Listener,
+    doubts: Sequence[str] = (),
+) -> Evaluation:
+    """Evaluate a policy that was found on episodes that were read. Raises: as evaluate_policy.
+
+    doubts: those of an evaluation on more episodes, from which these were taken.
+    """
+    snapshot, steps, left_out = chosen.snapshot, chosen.steps, dict(chosen.left_out)
     listener.stage("looking up what the policy was trained on")
     found = learned_from(lake, asked.training, snapshot, steps)
     seen, notes = found.episodes, asked.notes
     trained_on = int(seen.sum())
-    doubts = []
+    doubts = list(doubts)
     if found.unknown:
         notes = (*notes, found.unknown)
         if not question.unseen:
@@ -104,12 +130,12 @@ def evaluate_policy(
     judged = judge(estimates, diagnostics, trained_on=trained_on)
     if doubts and judged.verdict == SUPPORTED:
         judged = Verdict(WEAK, doubts[0])
-    return PolicyReport(
+    report = PolicyReport(
         dataset=snapshot.dataset,
         version=snapshot.version,
         policy=asked.named,
         question=question,
-        holdout=None if holdout is None else holdout.to_json(),
+        holdout=None if chosen.holdout is None else chosen.holdout.to_json(),
         num_episodes=steps.num_episodes,
         num_steps=steps.num_steps,
         left_out=left_out,
@@ -122,48 +148,7 @@ def evaluate_policy(
         judged=judged,
         weights=_weights(episodes),
     )
-
-
-def _read(snapshot: Snapshot, question: Question, holdout: Holdout | None) -> LoggedSteps:
-    where = question.where
-    if holdout is not None:
-        holdout.check(snapshot, where)
-        where = holdout.within(where, True)
-    asked = {TARGET: question.target_prob, BEHAVIOR: question.behavior_prob}
-    columns = {name: sql for name, sql in asked.items() if sql is not None}
-    steps = read_logged_steps(snapshot, where, reward=question.reward, columns=columns)
-    if not steps.num_episodes:
-        raise EmptyReplay(
-            f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found no episode "
-            f"where {where or 'true'}, expected at least two. Widen the condition."
-        )
-    return steps
-
-
-def _usable(steps: LoggedSteps, question: Question) -> tuple[LoggedSteps, dict[str, int]]:
-    """Leave out episodes whose return is not known, each counted by its first fault.
-
-    Raises: EmptyReplay where none is left.
-    """
-    faults: dict[str, NDArray[np.bool_]] = {}
-    if not question.with_incomplete:
-        faults["not seen to end"] = ~(steps.terminated | steps.truncated)
-    faults["with a step missing"] = steps.has_gaps()
-    faults["with an unknown reward"] = steps.any_step(~np.isfinite(steps.rewards))
-    keep = np.ones(steps.num_episodes, np.bool_)
-    left_out = {}
-    for reason, flags in faults.items():
-        if num := int((keep & flags).sum()):
-            left_out[reason] = num
-        keep &= ~flags
-    if not keep.any():
-        said = ", ".join(f"{num:,} {reason}" for reason, num in left_out.items())
-        raise EmptyReplay(
-            f"off-policy evaluation: found {steps.num_episodes:,} episodes, none usable ({said}), "
-            "expected at least two with an end and all rewards. --incomplete takes those that were "
-            "not seen to end as they are; --reward 'coalesce(reward, 0)' gives rewards."
-        )
-    return steps.only(keep), left_out
+    return Evaluation(report, steps, episodes, tuple(doubts))
 
 
 def _not_known(unknown: str) -> str:

@@ -42,10 +42,19 @@ COMMANDS = [
     "policies list",
     "policies show",
     "policies alias",
+    "policies history",
+    "policies note",
+    "policies protect",
+    "policies unprotect",
+    "policies delete",
+    "promote",
+    "rollback",
+    "replay-decisions",
     "package",
     "rollout",
     "serve",
     "sessionise",
+    "feedback status",
     "lineage",
     "annotate",
     "delete",
@@ -100,7 +109,7 @@ def test_help_lists_every_command_once_under_a_heading(run: Any) -> None:
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted({name.split()[0] for name in COMMANDS})
     out = run("--help").out
-    listed = re.findall(r"^  ([a-z]+) +[A-Z].*", out, re.M)
+    listed = re.findall(r"^  ([a-z][a-z-]+) +[A-Z].*", out, re.M)
     assert listed == grouped
     assert [line[:-1] for line in out.splitlines() if line[:-1] in GROUPS] == [*GROUPS]
 
@@ -196,6 +205,8 @@ def test_version(run: Any) -> None:
         ("serve", "p", "--port", "70000"),
         ("lineage",),
         ("lineage", "--policy", "p", "--dataset", "d"),
+        ("lineage", "--policy", "p", "--episode", "e"),
+        ("promote", "p:1"),
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
@@ -229,6 +240,14 @@ def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
         ("policies", "list"),
         ("policies", "show", "clone"),
         ("policies", "alias", "clone:1", "champion"),
+        ("policies", "history", "clone"),
+        ("policies", "note", "clone:1", "text"),
+        ("policies", "protect", "clone:1"),
+        ("policies", "unprotect", "clone:1"),
+        ("policies", "delete", "clone:1", "--yes"),
+        ("promote", "clone:1", "--to", "champion"),
+        ("rollback", "clone"),
+        ("replay-decisions", "clone:1", "live"),
         ("package", "clone", "--output", "out"),
         ("serve", "clone"),
         ("sessionise", "cartpole"),

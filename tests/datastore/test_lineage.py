@@ -11,6 +11,12 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.sessions.decision_id import DecisionSigner
+from replaylake.datastore.sessions.decisions import (
+    decisions_encoder,
+    ensure_feedback_tables,
+    rewards_encoder,
+)
+from replaylake.datastore.spaces import Box, Discrete
 
 RUN = "01run"
 
@@ -114,6 +120,64 @@ def test_a_dataset_since_removed_has_no_ingests(lake: Lake, package: Path) -> No
     assert traced["datasets"][0]["ingests"] == []
     assert traced["run"]["run_id"] == "unrecorded"
     assert traced["run"]["kind"] is None
+
+
+def test_a_policy_says_when_it_served_and_which_aliases_it_had(lake: Lake, package: Path) -> None:
+    lake.registry.register("p", package, run_id=RUN, lineage={"datasets": []})
+    lake.registry.aliases.move("p", "champion", 1, by="ada")
+    lake.registry.aliases.move("p", "champion", 2)
+    body = lineage.of_policy(lake, "p:1")
+    assert body["served"] == []
+    moves = [(m["alias"], m["from_version"], m["to_version"], m["by"]) for m in body["moves"]]
+    assert moves == [("champion", None, 1, "ada"), ("champion", 1, 2, None)]
+    assert body["moves"][0]["at"].endswith("+00:00")
+    assert len(lineage.of_policy(lake, "p:2")["moves"]) == 1
+
+
+def test_a_decision_of_a_version_that_was_deleted(lake: Lake, package: Path) -> None:
+    lake.dataset("other").append([episode("o/0")])
+    (decision,) = DecisionSigner(lake.signing_key(), "other").issue("p", 1, 2_500_000)
+    lake.registry.marks.delete("p", 1)
+    body = lineage.of_decision(lake, decision)
+    assert body["policy"]["deleted_at"].endswith("+00:00")
+    assert body["datasets"][0]["where"] == '("return" > 1)'
+    with pytest.raises(NotFound):
+        lineage.of_policy(lake, "p:1")
+
+
+def test_rewards_by_every_name_of_a_decision(lake: Lake) -> None:
+    live = lake.dataset("live")
+    ensure_feedback_tables(live, Box((2,)), Discrete(2))
+    ours, other = DecisionSigner(lake.signing_key(), "live").issue("p", 1, 2_500_000, 2)
+    record = {"policy": "p", "policy_version": 1, "observation": [0.0, 0.0], "action": 1}
+    record |= {"timestamp": 1, "deterministic": True, "episode_id": "e"}
+    records = [
+        {**record, "decision_id": ours, "request_id": "r0", "step": 0},
+        {**record, "decision_id": other, "request_id": "r1", "step": 1},
+    ]
+    live.decisions.append(decisions_encoder(live)(records), producer="w", sequence=0)
+    names = [
+        {"decision_id": ours},
+        {"request_id": "r0"},
+        {"episode_id": "e", "step": 0},
+        {"decision_id": other},
+        {"request_id": "r1"},
+        {"episode_id": "e", "step": 1},
+    ]
+    ends = {"terminated": False, "truncated": False}
+    reports = [{**name, **ends, "timestamp": i, "reward": i} for i, name in enumerate(names)]
+    live.rewards.append(rewards_encoder(live)(reports), producer="w", sequence=0)
+    body = lineage.of_decision(lake, ours)
+    assert [reward["reward"] for reward in body["decision"]["rewards"]] == [0, 1, 2]
+
+
+def test_a_run_that_followed_a_dataset(lake: Lake, package: Path) -> None:
+    """What was there before it began is none of its ingests."""
+    followed = selection(3, since=2, num_episodes=None, num_steps=None, content_hash=None)
+    lake.registry.register("online", package, run_id=RUN, lineage={"datasets": [followed]})
+    (dataset,) = lineage.of_policy(lake, "online")["datasets"]
+    assert (dataset["since"], dataset["num_steps"]) == (2, None)
+    assert [ingest["producer"] for ingest in dataset["ingests"]] == ["ingest/b"]
 
 
 @pytest.mark.parametrize("trace", [lineage.of_policy, lineage.of_dataset])

@@ -83,7 +83,7 @@ class DatasetCheck:
         self.repairs: list[Repair] = []
 
     def run(self, name: str) -> None:
-        """Check a dataset and the two tables of what was served into it."""
+        """Check a dataset and the tables of what was served into it."""
         self._name = name
         handle = self._lake.dataset(name)
         if not self._lake.storage.names(f"{handle.table.root}/_delta_log"):
@@ -132,7 +132,7 @@ class DatasetCheck:
 
     def _tables(self, handle: Dataset) -> Iterator[Table]:
         yield handle.table
-        for table in (handle.decisions, handle.rewards, handle.rejected):
+        for table in (handle.decisions, handle.rewards, handle.received, handle.rejected):
             if self._lake.storage.names(f"{table.root}/_delta_log"):
                 yield table
 
@@ -287,7 +287,7 @@ def _key(plan: _Plan, handle: Dataset) -> str | None:
     """Return the column of ids that the checks across shards need; None for steps: their runs."""
     if plan.table is handle.table:
         return None
-    return EPISODE_ID if plan.table is handle.rejected else DECISION_ID
+    return EPISODE_ID if plan.table in (handle.received, handle.rejected) else DECISION_ID
 
 
 def age_text(modified_ms: int) -> str:

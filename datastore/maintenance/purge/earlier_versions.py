@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.delete import feedback_of, select_episodes
+from replaylake.datastore.maintenance.received import select_received
 from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.sessions.decisions import DECISION_ID
@@ -63,6 +64,12 @@ def feedback_everywhere(handle: Dataset, episodes: pa.Array) -> pa.Array:
         kept = [live.combine_chunks(), _column(others, DECISION_ID)]
         found.append(_without(_column(same, DECISION_ID), kept))
     return _union(found)
+
+
+def waiting_everywhere(handle: Dataset, condition: str) -> pa.Array:
+    """Return received episodes that a condition selects, and of which no version has a step."""
+    found = select_everywhere(handle.received, condition, select_received)
+    return _without(found, [_column(_old_rows(handle.table, [EPISODE_ID]), EPISODE_ID)])
 
 
 def named_paths(table: Table) -> set[str]:

@@ -39,15 +39,18 @@ from replaylake.datastore.maintenance.purge.earlier_versions import (
     feedback_everywhere,
     select_everywhere,
     versions_with,
+    waiting_everywhere,
 )
 from replaylake.datastore.maintenance.purge.traces import Trace, Wanted
 from replaylake.datastore.maintenance.purge.trained import trained_on
+from replaylake.datastore.maintenance.received import forget_received
 from replaylake.datastore.maintenance.rejected import select_rejected
 from replaylake.datastore.maintenance.removal import forget_decisions, removal
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.schema import EPISODE_ID
 from replaylake.datastore.sessions.decisions import recover_feedback
+from replaylake.datastore.sessions.received import recover_received
 from replaylake.datastore.versions.purges import DONE, RUNNING, Purge
 
 # A live server commits its journal every second, a writer may append to an episode that goes.
@@ -171,8 +174,7 @@ class _Run:
 
     def begin(self, condition: str) -> _Work | None:
         """Select, and write down what has to be done; None if it is nothing."""
-        if self._is_served:
-            recover_feedback(self._handle)
+        self._recover()
         work = self._selected(condition)
         if work is None:
             return None
@@ -230,6 +232,9 @@ class _Run:
         if self._handle.rejected.exists():
             others = select_everywhere(self._handle.rejected, condition, select_rejected)
             episodes = pa.chunked_array([episodes, others]).combine_chunks().unique()
+        if self._handle.received.exists():
+            waiting = waiting_everywhere(self._handle, condition)
+            episodes = pa.chunked_array([episodes, waiting]).combine_chunks().unique()
         if not len(episodes):
             return None
         decisions = feedback_everywhere(self._handle, episodes)
@@ -237,17 +242,22 @@ class _Run:
         ids = (tuple(episodes.to_pylist()), tuple(decisions.to_pylist()))
         return _Work(new_ulid(), _now_ms(), *ids, policies)
 
+    def _recover(self) -> None:
+        if self._is_served:
+            recover_feedback(self._handle)
+        recover_received(self._handle)
+
     def _path(self, work: _Work) -> str:
         return f"{WORK_LISTS}/{self._name}/{work.id}.json"
 
     def _remove_live(self, work: _Work) -> int:
-        if self._is_served:
-            recover_feedback(self._handle)
+        self._recover()
         episodes = pa.array(work.episodes, pa.string())
         done = remove_episodes(
             self._handle, episodes, operation=_OPERATION, producer=f"purge/{work.id}"
         )
         forget_decisions(self._handle, pa.array(work.decisions, pa.string()), _OPERATION)
+        forget_received(self._handle, episodes, _OPERATION)  # what came while it ran
         return done.num_steps
 
     def _version(self, work: _Work) -> int:

@@ -19,8 +19,8 @@ def trained_on(lake: Lake, dataset: str, episodes: pa.Array) -> dict[str, int | 
     """
     counts: dict[tuple[int, str | None], int | None] = {}
     found: dict[str, int | None] = {}
-    for row in lake.registry.list():
-        lineage = lake.registry.entry(row["policy"], row["version"])["lineage"]
+    # A deleted version may still be served somewhere, from a package of its own.
+    for (policy, policy_version), lineage in lake.registry.lineages(deleted=True).items():
         for selection in lineage.get("datasets", ()):
             if selection["dataset"] != dataset:
                 continue
@@ -28,7 +28,7 @@ def trained_on(lake: Lake, dataset: str, episodes: pa.Array) -> dict[str, int | 
             if key not in counts:
                 counts[key] = _num_selected(lake, dataset, key, episodes)
             if counts[key] != 0:
-                found[f"{row['policy']}:{row['version']}"] = counts[key]
+                found[f"{policy}:{policy_version}"] = counts[key]
     return found
 
 

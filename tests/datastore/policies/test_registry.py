@@ -135,7 +135,9 @@ def test_aliases_are_compared_and_set(registry: Registry, package: Path) -> None
         register(registry, package)
     assert registry.set_alias("cql", "champion", 1, expected=0) is None
     assert registry.set_alias("cql", "champion", 2, expected=1) == 1
-    with pytest.raises(CommitConflict, match="SET ALIAS alias/cql/champion: found"):
+    with pytest.raises(
+        CommitConflict, match="cql@champion: found it at version 2, expected version 1"
+    ):
         registry.set_alias("cql", "champion", 3, expected=1)
     with pytest.raises(CommitConflict):
         registry.set_alias("cql", "champion", 3, expected=0)

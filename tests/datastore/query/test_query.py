@@ -225,7 +225,7 @@ def test_duckdb_s_own_words(lake: Lake, dataset: Dataset, query: str, message: s
         (
             "SELECT * FROM d.step",
             r"^d\.step: found no such view, expected steps, episodes, games, transitions, "
-            r"decisions, rewards, quarantine\.$",
+            r"decisions, rewards, received, quarantine\.$",
         ),
         (
             "SELECT * FROM steps",

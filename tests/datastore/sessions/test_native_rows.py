@@ -9,8 +9,15 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from replaylake.datastore.sessions.decisions import decisions_schema, rewards_schema
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.sessions.decisions import (
+    decisions_encoder,
+    decisions_schema,
+    ensure_feedback_tables,
+    rewards_schema,
+)
 from replaylake.datastore.sessions.native_rows import can_parse, parsed
+from replaylake.datastore.sessions.segments import Segment, commit_segment, framed
 from replaylake.datastore.spaces import Box, Dict, Discrete, Text
 
 SCHEMA = decisions_schema(Box((3,)), Discrete(2))
@@ -102,3 +109,22 @@ def test_only_flat_columns():
     assert not can_parse(decisions_schema(Dict({"a": Box((2,))}), Discrete(2)))
     assert can_parse(decisions_schema(Text(), Discrete(2)))
     assert not can_parse(decisions_schema(Box((8, 8), dtype="uint8"), Discrete(2)))
+
+
+def test_a_segment_is_committed_either_way(tmp_path):
+    dataset = open_lake(tmp_path / "lake", create=True).dataset("d")
+    ensure_feedback_tables(dataset, Box((3,)), Discrete(2))
+    encode = decisions_encoder(dataset)
+    plain = [good(decision_id=f"d{i}", episode_id="e", action=i % 2) for i in range(4)]
+    # What the quick way leaves to the other: a number with a point where the column holds integers.
+    odd = [good(decision_id="d9", policy_version=1.0)]
+    for sequence, rows in enumerate([plain, plain[:1] + odd]):
+        path = tmp_path / f"w-{sequence}.jsonl"
+        path.write_bytes(b"".join(framed(map(orjson.dumps, rows))))
+        done = commit_segment(dataset.decisions, encode, "w", Segment(sequence, path))
+        assert (done.num_rows, done.num_damaged) == (len(rows), 0)
+    assert encode.quickly([orjson.dumps(odd[0])]) is None
+    found = dataset.decisions.snapshot().read(["decision_id", "action"]).to_pylist()
+    assert sorted(row["decision_id"] for row in found) == ["d0", "d0", "d1", "d2", "d3", "d9"]
+    quick = encode.quickly([orjson.dumps(row) for row in plain])
+    assert quick.equals(encode(plain))

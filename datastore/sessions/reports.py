@@ -1,0 +1,108 @@
+"""Reports: what clients said of decisions, and what several reports of one decision come to.
+
+The rule, in the order of time and, within a microsecond, of writing down: a report of mode `last`
+replaces the reward and the end of all before it; one of mode `sum` adds its reward to what there
+is, and its end counts beside those. Of reports of one decision under one feedback_id the first
+counts. So repeats change nothing, and the order in which reports arrive neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+Outcome = tuple[float, bool, bool]
+"""A step's reward, and whether it terminated or truncated the episode."""
+
+
+class Report(NamedTuple):
+    """A row of the rewards table; `timestamp` (us) is when it came.
+
+    final_row is where its final observation is among those that there are, None if it has none.
+    """
+
+    timestamp: int
+    row: int
+    reward: float
+    terminated: bool
+    truncated: bool
+    is_sum: bool = False
+    feedback_id: str | None = None
+    final_row: int | None = None
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What the reports of one decision come to.
+
+    timestamp (us) is when this outcome was first reached since another one was: a client that
+    repeats itself says nothing new. first is when the first report came. reported is the outcome as
+    a text where a sum is in it: a part of one may be found later though it is older.
+    """
+
+    reward: float
+    terminated: bool
+    truncated: bool
+    timestamp: int
+    final_row: int | None = None
+    first: int = 0
+    has_sums: bool = False
+
+    @property
+    def outcome(self) -> Outcome:
+        """What a step keeps of it."""
+        return self.reward, self.terminated, self.truncated
+
+    @property
+    def ends(self) -> bool:
+        """Whether the episode ends with it."""
+        return self.terminated or self.truncated
+
+    @property
+    def reported(self) -> str | None:
+        """The outcome as the column of that name has it; None without sums."""
+        if not self.has_sums:
+            return None
+        ends = ["terminated"] * self.terminated + ["truncated"] * self.truncated
+        return " ".join([repr(self.reward), *ends])
+
+
+def folded(reports: Sequence[Report]) -> Reward:
+    """Return what some reports of one decision, at least one, come to; in any order."""
+    ordered = sorted(reports)
+    said = _after(None, ordered[0])
+    seen = {ordered[0].feedback_id}
+    for report in ordered[1:]:
+        if report.feedback_id is not None:
+            if report.feedback_id in seen:
+                continue
+            seen.add(report.feedback_id)
+        said = _after(said, report)
+    return said
+
+
+def _after(before: Reward | None, report: Report) -> Reward:
+    """Return the outcome once one more report has come."""
+    reward, terminated, truncated = report.reward, report.terminated, report.truncated
+    if before is not None and report.is_sum:
+        reward += before.reward
+        terminated, truncated = terminated or before.terminated, truncated or before.truncated
+    said = Reward(
+        reward,
+        terminated,
+        truncated,
+        report.timestamp,
+        report.final_row,
+        report.timestamp,
+        report.is_sum,
+    )
+    if before is None:
+        return said
+    is_same = said.outcome == before.outcome
+    return replace(
+        said,
+        timestamp=before.timestamp if is_same else said.timestamp,
+        final_row=before.final_row if said.final_row is None else said.final_row,
+        first=before.first,
+    )

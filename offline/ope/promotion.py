@@ -1,0 +1,254 @@
+"""The gate of a promotion: is a candidate better than the champion, as far as a log can tell?
+
+Both are evaluated on the same held-out episodes, which neither learned from, and compared episode
+by episode. The gate lets a candidate pass only where every estimator that was asked finds the lower
+end of the difference above the margin, and the log supports what it says of either. Requiring it of
+each estimator keeps the chance that a worse candidate passes below alpha, whichever one is right
+(an intersection-union test: Berger 1982, "Multiparameter Hypothesis Testing and Acceptance
+Sampling").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.lake import Lake
+from replaylake.datastore.policies.registry import PolicyRef
+from replaylake.offline.ope.asked_policy import ask_for
+from replaylake.offline.ope.chosen_episodes import choose_episodes
+from replaylake.offline.ope.estimate import compare
+from replaylake.offline.ope.evaluate_policy import Evaluation, evaluate_on
+from replaylake.offline.ope.question import Listener, PolicyReport, Question
+
+# 95% two-sided intervals, as `ope` has them: their lower ends hold in 97.5 of 100 logs.
+DEFAULT_ALPHA: Final = 0.025
+# One that trusts the propensities alone, and one that a good model helps where they are thin. The
+# plain weighted mean (`ips`, `is`) says the same as the first with a wider interval.
+_OF_ONE_STEP: Final = ("snips", "dr")
+_OF_EPISODES: Final = ("wpdis", "dr")
+_CHAMPION: Final = "the champion"
+_LOG: Final = "the log's mean"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one estimator says: candidate - against, with the interval low .. high."""
+
+    estimator: str
+    candidate: float
+    against: float
+    difference: float
+    low: float
+    high: float
+    interval: str
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a log says of promoting a candidate; `reasons` say why it does not pass, or why it does.
+
+    champion: None where there was none; the comparison is then with the log's own mean return.
+    refused: estimators that have nothing to say, with the reason.
+    """
+
+    passed: bool
+    reasons: tuple[str, ...]
+    candidate: PolicyReport
+    champion: PolicyReport | None
+    comparisons: tuple[Comparison, ...]
+    refused: Mapping[str, str]
+    alpha: float
+    margin: float
+
+    @property
+    def against(self) -> str:
+        """What the candidate is compared with, in words."""
+        return _LOG if self.champion is None else _CHAMPION
+
+    def record(self) -> dict[str, Any]:
+        """Return what a promotion keeps of it, JSON-able: about 1 kB."""
+        report, asked = self.candidate, self.candidate.question
+        return {
+            "passed": self.passed,
+            "reasons": list(self.reasons),
+            "dataset": report.dataset,
+            "version": report.version,
+            "where": asked.where,
+            "reward": asked.reward,
+            "gamma": asked.discount,
+            "seed": asked.seed,
+            "acts": report.policy["acts"],
+            "num_episodes": report.num_episodes,
+            "num_steps": report.num_steps,
+            "candidate": _named(report),
+            "champion": None if self.champion is None else _named(self.champion),
+            "against": self.against,
+            "comparisons": [asdict(one) for one in self.comparisons],
+            "refused": dict(self.refused),
+            "log_mean": report.estimates.log_mean,
+            "alpha": self.alpha,
+            "margin": self.margin,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record, and both reports whole, as `ope --json` has them."""
+        champion = None if self.champion is None else self.champion.to_json()
+        return {**self.record(), "reports": [self.candidate.to_json(), champion]}
+
+
+def gate(
+    lake: Lake,
+    candidate: PolicyRef,
+    champion: PolicyRef | None,
+    question: Question,
+    *,
+    alpha: float = DEFAULT_ALPHA,
+    margin: float = 0.0,
+    listener: Listener | None = None,
+) -> Gate:
+    """Compare a candidate with the champion on a log.
+
+    Args:
+        lake: where the log and both policies are.
+        candidate: who would be promoted.
+        champion: who is there now; None: the candidate is compared with the log's own mean.
+        question: dataset, episodes, reward, estimators and how both are to act; which policy it
+            names does not matter. Without estimators: snips or wpdis, and dr.
+        alpha: the chance at which a candidate that is no better may pass, in (0, 0.25].
+        margin: by how much it has to be better, in units of the return; below 0: may be worse.
+        listener: told how far it is.
+
+    Raises: as evaluate_policy; ConfigInvalid for an alpha out of range. Cost: that of two
+    evaluations, of three where one policy learned from some of the episodes.
+    """
+    if not 0 < alpha <= 0.25:
+        raise ConfigInvalid(
+            f"gate: alpha: found {alpha:g}, expected more than 0 and at most 0.25; 0.025 is usual."
+        )
+    question = replace(question, policy=str(candidate), level=1 - 2 * alpha)
+    ours, theirs = _evaluated(lake, question, champion, listener or Listener())
+    comparisons, refused = _compared(ours, theirs)
+    reports = [ours.report] if theirs is None else [ours.report, theirs.report]
+    against = _LOG if theirs is None else _CHAMPION
+    reasons = [*_unsupported(reports), *_not_better(comparisons, margin, against, refused)]
+    passed = not reasons
+    if passed:
+        reasons = [_better(comparisons, margin, against)]
+    return Gate(
+        passed,
+        tuple(reasons),
+        ours.report,
+        None if theirs is None else theirs.report,
+        comparisons,
+        refused,
+        alpha,
+        margin,
+    )
+
+
+def _evaluated(
+    lake: Lake, question: Question, champion: PolicyRef | None, listener: Listener
+) -> tuple[Evaluation, Evaluation | None]:
+    """Evaluate both on the episodes that neither learned from, where there are any."""
+    snapshot = lake.snapshot(question.dataset)
+    asked = ask_for(lake, question, snapshot.spec)
+    holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
+    chosen = choose_episodes(snapshot, question, holdout, listener)
+    if question.estimators is None:
+        is_one_step = chosen.steps.num_steps == chosen.steps.num_episodes
+        question = replace(question, estimators=_OF_ONE_STEP if is_one_step else _OF_EPISODES)
+    if champion is None:
+        return evaluate_on(lake, asked, question, chosen, listener), None
+    of_champion = replace(question, policy=str(champion))
+    other = ask_for(lake, of_champion, snapshot.spec)
+    theirs = evaluate_on(lake, other, of_champion, chosen, listener)
+    fewer = replace(chosen, steps=theirs.steps, left_out=_of_champion(theirs.report.left_out))
+    ours = evaluate_on(lake, asked, question, fewer, listener)
+    if ours.steps.num_episodes < theirs.steps.num_episodes:
+        fewer = replace(chosen, steps=ours.steps, left_out=ours.report.left_out)
+        theirs = evaluate_on(lake, other, of_champion, fewer, listener, theirs.doubts)
+    return ours, theirs
+
+
+def _of_champion(left_out: Mapping[str, int]) -> dict[str, int]:
+    """Say whose training set it was, as the candidate's comes beside it."""
+    return {reason.replace("the policy's", f"{_CHAMPION}'s"): n for reason, n in left_out.items()}
+
+
+def _compared(
+    ours: Evaluation, theirs: Evaluation | None
+) -> tuple[tuple[Comparison, ...], Mapping[str, str]]:
+    estimates, asked = ours.report.estimates, ours.report.question
+    if theirs is None:
+        found = [
+            Comparison(
+                one.estimator,
+                one.value,
+                estimates.log_mean,
+                one.difference,
+                one.difference_low,
+                one.difference_high,
+                one.interval,
+            )
+            for one in estimates.estimates
+        ]
+        return tuple(found), estimates.refused
+    differences, refused = compare(
+        ours.episodes,
+        theirs.episodes,
+        asked.estimators or (),
+        level=asked.level,
+        seed=asked.seed,
+        clip=asked.clip,
+    )
+    found = [
+        Comparison(o.estimator, o.first, o.second, o.difference, o.low, o.high, o.interval)
+        for o in differences
+    ]
+    return tuple(found), refused
+
+
+def _unsupported(reports: list[PolicyReport]) -> Iterator[str]:
+    for who, report in zip(("the candidate", _CHAMPION), reports, strict=False):
+        if report.verdict != "supported":
+            yield f"{report.verdict} of {who}, {_name(report)}: {report.judged.reason}"
+
+
+def _not_better(
+    comparisons: tuple[Comparison, ...], margin: float, against: str, refused: Mapping[str, str]
+) -> Iterator[str]:
+    if not comparisons:
+        why = "; ".join(dict.fromkeys(reason.rstrip(".") for reason in refused.values()))
+        yield f"No estimator can compare it with {against}: {why}."
+    worst = min(comparisons, key=lambda one: one.low, default=None)
+    if worst is not None and not worst.low > margin:
+        yield (
+            f"{worst.estimator} puts the difference from {against} at {worst.difference:.4g} "
+            f"({worst.low:.4g} to {worst.high:.4g}): its lower end is not above {margin:g}."
+        )
+
+
+def _better(comparisons: tuple[Comparison, ...], margin: float, against: str) -> str:
+    worst = min(comparisons, key=lambda one: one.low)
+    all_of = "" if len(comparisons) == 1 else f" of {len(comparisons)} estimators the least:"
+    return (
+        f"Better than {against}:{all_of} {worst.estimator} puts the difference at "
+        f"{worst.difference:.4g} ({worst.low:.4g} to {worst.high:.4g}), above {margin:g}."
+    )
+
+
+def _name(report: PolicyReport) -> str:
+    return f"{report.policy['policy']}:{report.policy['policy_version']}"
+
+
+def _named(report: PolicyReport) -> dict[str, Any]:
+    return {
+        "policy": report.policy["policy"],
+        "version": report.policy["policy_version"],
+        "verdict": report.verdict,
+        "reason": report.judged.reason,
+        "trained_on": report.trained_on,
+    }
