@@ -2,33 +2,36 @@
 
     POST /act        observation(s) in, action(s) with log-probabilities and decision ids out
     POST /feedback   what a decision led to
+    POST /episodes   episodes that were acted elsewhere
     GET  /policy     which policy answers, its spaces and its origin
     GET  /livez /readyz /metrics
+    GET  /docs.json  all of this as OpenAPI, with the policy's spaces
 
 Each route is an endpoint (one file each) behind a Door, which alone turns exceptions into statuses.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from replaylake.serve.about import About
-from replaylake.serve.act import ActEndpoint
-from replaylake.serve.door import Door
+from replaylake.serve.api.about import About
+from replaylake.serve.api.act import ActEndpoint
+from replaylake.serve.api.episodes import EpisodesEndpoint
+from replaylake.serve.api.feedback import FeedbackEndpoint
+from replaylake.serve.api.openapi import Docs
+from replaylake.serve.door.door import Door, Doorkeeper
 from replaylake.serve.exchange import Answer, Endpoint, Request, RequestRefused
-from replaylake.serve.feedback import FeedbackEndpoint
-from replaylake.serve.metrics import Metrics
-from replaylake.serve.serving import Limits, Serving
-
-_METHODS: Final = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-_BEFORE_START: Final = Limits()
+from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.serving import Serving
 
 
 def create_app(load: Callable[[], Serving]) -> Starlette:
@@ -39,40 +42,48 @@ def create_app(load: Callable[[], Serving]) -> Starlette:
     endpoints: dict[str, tuple[str, Endpoint]] = {
         "/act": ("POST", ActEndpoint(worker.now, metrics)),
         "/feedback": ("POST", FeedbackEndpoint(worker.now, metrics)),
+        "/episodes": ("POST", EpisodesEndpoint(worker.now, metrics)),
         "/policy": ("GET", about.policy),
         "/livez": ("GET", about.livez),
         "/readyz": ("GET", about.readyz),
         "/metrics": ("GET", about.metrics_page),
+        "/docs.json": ("GET", Docs(worker.now)),
     }
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        worker.serving = await run_in_threadpool(load)
+        serving = worker.serving = await run_in_threadpool(load)
+        metrics.watch(serving, lambda: keeper.num_inside)
+        fresh = asyncio.create_task(metrics.keep_fresh())
+        serving.start()
+        # What is loaded stays: a collection set off by a large request need not walk through it.
+        gc.collect()
+        gc.freeze()
         app.state.is_ready = worker.is_ready
         try:
             yield
         finally:
-            serving, worker.serving = worker.serving, None
-            if serving is not None:
-                await run_in_threadpool(serving.close)
+            worker.serving = None
+            fresh.cancel()
+            await run_in_threadpool(serving.close)
 
-    def behind_door(route: str, endpoint: Endpoint) -> Door:
-        return Door(route, endpoint, metrics, worker.limits)
+    keeper = Doorkeeper(lambda: worker.serving, metrics)
 
     async def not_routed(request: Request) -> Answer:
         """Refuse a wrong path or method in the form of every other error."""
         if request.path in endpoints:
             method, _ = endpoints[request.path]
-            raise RequestRefused(405, "method", f"{request.method} {request.path}", method)
+            found, allow = f"{request.method[:20]} {request.path}", ((b"allow", method.encode()),)
+            raise RequestRefused(405, "method", found, method, allow)
         raise RequestRefused(404, "path", request.path[:80], f"one of {', '.join(endpoints)}")
 
     doors = {
-        (path, method): behind_door(path, endpoint)
+        (path, method): Door(path, endpoint, keeper)
         for path, (method, endpoint) in endpoints.items()
     }
     routes = [Route(path, door, methods=[method]) for (path, method), door in doors.items()]
     # Also keeps BentoML's own pages, which load scripts from elsewhere, from being served.
-    routes.append(Route("/{path:path}", behind_door("other", not_routed), methods=_METHODS))
+    routes.append(Route("/{path:path}", Door("other", not_routed, keeper)))
     app = _App(doors, routes=routes, lifespan=lifespan)
     app.state.is_ready = lambda: False
     return app
@@ -112,7 +123,6 @@ class _Worker:
     def is_ready(self) -> bool:
         """Whether requests can be answered and logged."""
         serving = self.serving
-        return serving is not None and (serving.log is None or serving.log.failure is None)
-
-    def limits(self) -> Limits:
-        return _BEFORE_START if self.serving is None else self.serving.limits
+        if serving is None or (serving.log is not None and serving.log.refuses):
+            return False
+        return serving.received is None or serving.received.failure is None

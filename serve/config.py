@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.locations import absolute_lake
 from replaylake.datastore.policies.exploration import parse_exploration
 from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S
+from replaylake.serve.recording.decision_log import ON_LOG_FAILURE, REFUSE
+from replaylake.serve.safety.limits import Safety
+from replaylake.serve.versions.router import parse_canaries
+
+SERVERS: Final = ("bentoml", "uvicorn")
 
 
 @dataclass(frozen=True)
@@ -17,11 +24,21 @@ class ServeConfig:
     """One server.
 
     package: the policy package's folder. policy and version: what it is called. lake (a folder or
-    URL) and log_to: where decisions and rewards go, both or neither. explore: `epsilon=0.05` or
+    URL): where versions come from that are moved to; log_to: the dataset of it that decisions and
+    rewards go to. explore: `epsilon=0.05` or
     `temperature=1`; without it requests get the mode. workers: processes, each with the policy in
     memory. window_s: how long a decision takes rewards. sync_every: fsync each decision before it
     is answered, instead of all of the last 5 ms at once. reference: what `version` was resolved
-    from, such as `clone@champion`; /policy says it.
+    from, such as `clone@champion`; /policy says it, and where it names an alias that is followed.
+    follow_s: how often a worker looks where aliases point, in a lake that is a URL ten times as
+    seldom; 0 for never. canary: `clone@challenger=0.1`, policies that take a share of the episodes.
+    on_log_failure: what becomes of an observation whose decision cannot be logged: `refuse` it, or
+    `serve` the action and count the loss. sessionise_every_s: how often one of the workers has what
+    was served joined with its rewards, in a process beside it; 0 for never.
+    server: `bentoml`, or `uvicorn` for the same app without BentoML around it. safety: tokens,
+    limits and the access log. state_key: what signs the state that clients carry for a policy that
+    remembers, one for all workers, where no dataset is logged to (then it is the lake's).
+    request_options: whether a request may say how it is explored.
     """
 
     package: Path
@@ -36,16 +53,44 @@ class ServeConfig:
     window_s: float = DEFAULT_WINDOW_S
     sync_every: bool = False
     reference: str | None = None
+    follow_s: float = 0.5
+    canary: tuple[str, ...] = ()
+    on_log_failure: str = REFUSE
+    sessionise_every_s: float = 0.0
+    server: str = "bentoml"
+    safety: Safety = field(default_factory=Safety)
+    state_key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
+    request_options: bool = True
 
     def __post_init__(self) -> None:
-        if (self.log_to is None) != (self.lake is None):
+        if self.lake is None and (self.log_to is not None or self.canary):
             raise ConfigInvalid(
-                f"serve: found lake {self.lake} and log_to {self.log_to}, expected both or neither."
+                f"serve: found log_to {self.log_to}, canary {list(self.canary)} and no lake, "
+                "expected the lake that they are in."
             )
+        if not 0 <= self.follow_s < float("inf"):
+            raise ConfigInvalid(
+                f"serve: found follow_s {self.follow_s}, expected seconds, or 0 not to follow."
+            )
+        parse_canaries(self.canary)
         if self.workers < 1 or not 0 <= self.port <= 65535:
             raise ConfigInvalid(
                 f"serve: found {self.workers} workers and port {self.port}, expected at least 1 "
                 "worker and a port of 0 (any free one) to 65535."
+            )
+        if self.on_log_failure not in ON_LOG_FAILURE:
+            raise ConfigInvalid(
+                f"serve: found on_log_failure {self.on_log_failure!r}, expected one of "
+                f"{', '.join(ON_LOG_FAILURE)}."
+            )
+        if not 0 <= self.sessionise_every_s < float("inf"):
+            raise ConfigInvalid(
+                f"serve: found sessionise_every_s {self.sessionise_every_s}, expected seconds, or "
+                "0 not to."
+            )
+        if self.server not in SERVERS:
+            raise ConfigInvalid(
+                f"serve: found server {self.server!r}, expected one of {', '.join(SERVERS)}."
             )
         parse_exploration(self.explore)
 
@@ -70,10 +115,18 @@ class ServeConfig:
             "WINDOW_S": repr(self.window_s),
             "SYNC_EVERY": "1" if self.sync_every else None,
             "REFERENCE": self.reference,
+            "FOLLOW_S": repr(self.follow_s),
+            "CANARY": ",".join(self.canary) or None,
+            "ON_LOG_FAILURE": self.on_log_failure,
+            "SESSIONISE_EVERY_S": repr(self.sessionise_every_s),
+            "SERVER": self.server,
+            "STATE_KEY": self.state_key,
+            "REQUEST_OPTIONS": None if self.request_options else "0",
         }
-        return {
-            f"REPLAYLAKE_SERVE_{name}": text for name, text in given.items() if text is not None
-        }
+        named = {f"REPLAYLAKE_SERVE_{name}": text for name, text in given.items()}
+        return {name: text for name, text in named.items() if text is not None} | (
+            self.safety.to_environment()
+        )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ServeConfig:
@@ -102,6 +155,14 @@ class ServeConfig:
                 window_s=float(read("WINDOW_S") or DEFAULT_WINDOW_S),
                 sync_every=read("SYNC_EVERY") == "1",
                 reference=read("REFERENCE"),
+                follow_s=float(read("FOLLOW_S") or 0.5),
+                canary=tuple(filter(None, (read("CANARY") or "").split(","))),
+                on_log_failure=read("ON_LOG_FAILURE") or REFUSE,
+                sessionise_every_s=float(read("SESSIONISE_EVERY_S") or 0),
+                server=read("SERVER") or "bentoml",
+                safety=Safety.from_environment(environment),
+                state_key=read("STATE_KEY") or secrets.token_hex(32),
+                request_options=read("REQUEST_OPTIONS") != "0",
             )
         except ValueError as error:
             raise ConfigInvalid(f"REPLAYLAKE_SERVE_*: {error}; expected a number.") from error

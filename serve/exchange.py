@@ -38,7 +38,7 @@ Endpoint = Callable[[Request], Awaitable[Answer]]
 
 
 class RequestRefused(Exception):
-    """A request that gets an error status; `serve/door.py` alone turns it into an answer."""
+    """A request that gets an error status; `serve/door/door.py` alone turns it into an answer."""
 
     def __init__(
         self,

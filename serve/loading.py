@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Final
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
 
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import PackageInvalid, ReplayLakeError, SpaceUnsupported
 from replaylake.datastore.lake import open_lake
-from replaylake.datastore.locations import check_shareable
+from replaylake.datastore.locations import Location, check_shareable, parse_location
 from replaylake.datastore.policies.exploration import Exploration, parse_exploration
 from replaylake.datastore.policies.package import check_package, load_policy
-from replaylake.datastore.policies.policy import PolicySpec, check_stateless
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.policies.registry import PolicyRef, Registry
 from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.datastore.sessions.decisions import ensure_feedback_tables
 from replaylake.datastore.sessions.journal import JournalConfig
 from replaylake.datastore.spaces import Box, describe
 from replaylake.serve.config import ServeConfig
-from replaylake.serve.decision_log import DecisionLog
-from replaylake.serve.router import Router, Served
+from replaylake.serve.recording.decision_log import DecisionLog
+from replaylake.serve.recording.sessioniser import Sessioniser
 from replaylake.serve.serving import Serving
+from replaylake.serve.versions.reload import Follower, Following, followed_alias
+from replaylake.serve.versions.router import Router, Served, parse_canaries
+from replaylake.serve.versions.state_tokens import StateSigner
+from replaylake.serve.versions.trial import check_same_door, try_policy
 
 # Without --log-to nobody may feed back, so the key that signs ids need not outlive the process.
 _UNLOGGED: Final = b"nothing is logged"
+# A look costs two requests there.
+_REMOTE_FACTOR: Final = 10
 
 
 def check_exploration(exploration: Exploration, spec: PolicySpec) -> None:
@@ -39,38 +51,144 @@ def check_exploration(exploration: Exploration, spec: PolicySpec) -> None:
 
 
 def load_serving(config: ServeConfig) -> Serving:
-    """Load the policy and open the log: what each worker does when it starts.
+    """Load the policies and open the log: what each worker does when it starts.
 
     Raises: PackageInvalid, NotFound, SchemaMismatch, SpaceUnsupported, ConfigInvalid.
     """
-    policy = load_policy(config.package)
-    check_stateless(policy.spec, f"policy {config.policy}:{config.version}")
     exploration = parse_exploration(config.explore)
-    check_exploration(exploration, policy.spec)
     reference = config.reference or f"{config.policy}:{config.version}"
-    served = Served(config.policy, config.version, policy, reference, policy.manifest.body)
-    if config.lake is None or config.log_to is None:
+    main = load_served(config.package, config.policy, config.version, reference, exploration)
+    common: dict[str, Any] = {
+        "states": StateSigner(config.state_key.encode()),
+        "takes_options": config.request_options,
+    }
+    if config.lake is None:
         signer = DecisionSigner(_UNLOGGED, config.policy)
-        return Serving(Router(served), signer, exploration=exploration)
+        return Serving(Router(main), signer, exploration=exploration, **common)
     lake = open_lake(config.lake)
+    main = replace(main, promotion=_promotion(lake.registry, main.name, main.version))
+    router = Router(main, _load_canaries(lake.registry, config, main, exploration))
+    follower = _follower(lake.registry, config, router, exploration)
+    if config.log_to is None:
+        signer = DecisionSigner(_UNLOGGED, config.policy)
+        return Serving(router, signer, exploration=exploration, follower=follower, **common)
     signer = DecisionSigner(lake.signing_key(), config.log_to)
     journal = JournalConfig(sync_every=config.sync_every)
     log = DecisionLog(
         lake.dataset(config.log_to),
-        policy.spec,
+        main.policy.spec,
         signer.worker,
         window_s=config.window_s,
         config=journal,
+        on_failure=config.on_log_failure,
     )
-    return Serving(Router(served), signer, log, exploration)
+    common["states"] = StateSigner(lake.signing_key())
+    if config.sessionise_every_s:
+        common["sessioniser"] = Sessioniser(
+            log.dataset, config.lake, config.sessionise_every_s, config.window_s
+        )
+    return Serving(router, signer, log, exploration, follower=follower, **common)
+
+
+def load_served(
+    package: Path,
+    name: str,
+    version: int,
+    reference: str,
+    exploration: Exploration,
+    beside: PolicySpec | None = None,
+) -> Served:
+    """Load a version, check it and warm it up: what it returns can answer.
+
+    beside: the spec of what is served already. Raises: as load_serving.
+    """
+    what = f"policy {name}:{version}"
+    policy = load_policy(package)
+    about = policy.manifest.body
+    _check_named(about, name, version, what)
+    check_exploration(exploration, policy.spec)
+    if beside is not None:
+        check_same_door(policy.spec, beside, what)
+    try_policy(policy, exploration, what)
+    return Served(name, version, policy, reference, about, time.time_ns() // 1_000_000)
+
+
+def _check_named(about: Mapping[str, Any], name: str, version: int, what: str) -> None:
+    """Refuse a package that says that it is another one; those from outside a lake say nothing."""
+    found = about.get("version")
+    if found is not None and (about.get("name"), found) != (name, version):
+        raise PackageInvalid(
+            f"{what}: found a package that says it is {about.get('name')}:{found}, expected "
+            f"{name}:{version}. Register the policy again."
+        )
+
+
+def _load_canaries(
+    registry: Registry, config: ServeConfig, main: Served, exploration: Exploration
+) -> list[tuple[Served, float]]:
+    loaded = []
+    for canary in parse_canaries(config.canary):
+        ref = registry.resolve(canary.reference)
+        served = _load_registered(registry, ref, canary.reference, exploration, main.policy.spec)
+        loaded.append((served, canary.weight))
+    return loaded
+
+
+def _load_registered(
+    registry: Registry, ref: PolicyRef, reference: str, exploration: Exploration, spec: PolicySpec
+) -> Served:
+    # The package is whole in memory when this returns, so a copy in the cache may go.
+    served = load_served(ref.path, ref.name, ref.version, reference, exploration, spec)
+    return replace(served, promotion=_promotion(registry, ref.name, ref.version))
+
+
+def _promotion(registry: Registry, name: str, version: int) -> dict[str, Any] | None:
+    """Return the last move of an alias to a version; /policy says it, and nothing depends on it."""
+    with suppress(ReplayLakeError):
+        moves = [move for move in registry.alias_history(name) if move.to_version == version]
+        return moves[-1].to_json() if moves else None
+    return None
+
+
+def _follower(
+    registry: Registry, config: ServeConfig, router: Router, exploration: Exploration
+) -> Follower | None:
+    """Return what keeps the router where its aliases are, having looked once; None for never.
+
+    A worker that is started again, long after its server, so begins where the others are.
+    """
+    spec = router.one.policy.spec
+
+    def load(name: str, version: int, reference: str) -> Served:
+        ref = registry.resolve(f"{name}:{version}")
+        return _load_registered(registry, ref, reference, exploration, spec)
+
+    references = [config.reference, *(canary.reference for canary in parse_canaries(config.canary))]
+    named = enumerate(map(followed_alias, references))
+    followed = [Following(arm, *alias) for arm, alias in named if alias is not None]
+    if not followed or not config.follow_s:
+        return None
+    assert config.lake is not None, "it has a registry"
+    is_remote = isinstance(parse_location(config.lake), Location)
+    interval_s = config.follow_s * (_REMOTE_FACTOR if is_remote else 1)
+    follower = Follower(registry, router, load, followed, interval_s)
+    follower.look()
+    return follower
 
 
 def check_servable(config: ServeConfig) -> None:
     """Find out before anything starts what a worker would stumble over. Raises: as load_serving."""
     spec = check_package(config.package).spec
-    check_stateless(spec, f"policy {config.policy}:{config.version}")
-    check_exploration(parse_exploration(config.explore), spec)
-    if config.lake is not None and config.log_to is not None:
-        check_shareable(config.lake, "serve")
+    exploration = parse_exploration(config.explore)
+    check_exploration(exploration, spec)
+    if config.lake is None:
+        return
+    check_shareable(config.lake, "serve")
+    for canary in parse_canaries(config.canary):
+        ref = open_lake(config.lake).registry.resolve(canary.reference)
+        theirs = check_package(ref.path).spec
+        check_exploration(exploration, theirs)
+        check_same_door(theirs, spec, f"--canary {ref}")
+    if config.log_to is not None:
         dataset = open_lake(config.lake).dataset(config.log_to)
         ensure_feedback_tables(dataset, spec.observation_space, spec.action_space, spec.encoding)

@@ -1,28 +1,30 @@
-"""The BentoML service around the app: what each worker process runs.
+"""The BentoML service around the app: what BentoML's worker processes run.
 
-The process that watches the workers imports this too, for the service's definition; the policy is
-loaded only where the app starts. BentoML's own metrics, tracing and access log are off: they cost
-seven times what a request does, and its /metrics would hide ours.
+BentoML's own metrics, tracing and access log are off: they cost seven times what a request does,
+and its /metrics would hide ours.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
+import secrets
 import sys
-import threading
-import time
 
 import bentoml
 
 from replaylake.serve.app import create_app
-from replaylake.serve.config import ServeConfig
-from replaylake.serve.loading import load_serving
+from replaylake.serve.door.connections import guard_connections
+from replaylake.serve.processes.launch import SUPERVISOR, watch_parent
+from replaylake.serve.processes.worker import load
+from replaylake.serve.safety.limits import Safety
 
-_ORPHAN_CHECK_S = 0.5
-
-app = create_app(lambda: load_serving(ServeConfig.from_environment(os.environ)))
+# Where `replaylake serve` has not set it: the process that watches the workers imports this first,
+# and they have its environment.
+os.environ.setdefault("REPLAYLAKE_SERVE_STATE_KEY", secrets.token_hex(32))
+app = create_app(load)
+# Here, because BentoML's uvicorn has chosen its protocol by the time it makes a PolicyService.
+guard_connections(Safety.from_environment(os.environ).connection_limits)
 
 
 @bentoml.service(
@@ -39,21 +41,14 @@ class PolicyService:
 
     def __init__(self) -> None:
         _talk_on_stderr()
-        threading.Thread(target=_stop_when_orphaned, name="orphan-watch", daemon=True).start()
+        if SUPERVISOR not in os.environ:  # under `bentoml serve`, where nothing watches yet
+            watch_parent()
 
     async def __is_alive__(self) -> bool:
         return True
 
     async def __is_ready__(self) -> bool:
         return bool(app.state.is_ready())
-
-
-def _stop_when_orphaned() -> None:
-    """Stop when the process that watches us is gone: nobody else would, and we hold its port."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(_ORPHAN_CHECK_S)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _talk_on_stderr() -> None:

@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from replaylake.datastore.policies.exploration import Exploration
 from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.serve.decision_log import DecisionLog
-from replaylake.serve.router import Router
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one request may ask for. body_bytes: 8 MiB holds 256 Atari frames written as JSON."""
-
-    body_bytes: int = 8 << 20
-    batch: int = 4096
+from replaylake.serve.recording.decision_log import DecisionLog
+from replaylake.serve.recording.received_log import ReceivedLog
+from replaylake.serve.recording.sessioniser import Sessioniser
+from replaylake.serve.safety.access_log import AccessLog
+from replaylake.serve.safety.limits import Limits
+from replaylake.serve.safety.tokens import Tokens
+from replaylake.serve.versions.reload import Follower
+from replaylake.serve.versions.router import Router
+from replaylake.serve.versions.state_tokens import StateSigner
 
 
 @dataclass
 class Serving:
-    """What a worker holds while it runs. log is None where nothing is logged."""
+    """What a worker holds while it runs.
+
+    log is None where nothing is logged, follower where no alias is followed. states signs what
+    clients carry for policies that remember; takes_options: requests may say how to explore.
+    """
 
     router: Router
     signer: DecisionSigner
     log: DecisionLog | None = None
     exploration: Exploration = field(default_factory=Exploration)
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
+    tokens: Tokens = field(default_factory=Tokens)
+    access_log: AccessLog | None = None
+    follower: Follower | None = None
+    sessioniser: Sessioniser | None = None
+    received: ReceivedLog | None = None  # opened with the first episode that was acted elsewhere
+    states: StateSigner = field(default_factory=lambda: StateSigner(os.urandom(32)))
+    takes_options: bool = True
+
+    def start(self) -> None:
+        """Begin to follow aliases, and to join decisions with their rewards."""
+        if self.follower is not None:
+            self.follower.start()
+        if self.sessioniser is not None:
+            self.sessioniser.start()
 
     def close(self) -> None:
-        """Commit what was logged."""
-        if self.log is not None:
-            self.log.close()
+        """Follow no more, and commit what was logged."""
+        if self.follower is not None:
+            self.follower.stop()
+        if self.sessioniser is not None:
+            self.sessioniser.stop()
+        if self.access_log is not None:
+            self.access_log.close()
+        try:
+            if self.received is not None:
+                self.received.close()
+        finally:
+            if self.log is not None:
+                self.log.close()

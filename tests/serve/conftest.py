@@ -109,14 +109,18 @@ def start_server(**config) -> Server:
 
 def spawn_server(**config) -> subprocess.Popen:
     fields = {k: str(v) if isinstance(v, Path) else v for k, v in config.items()}
+    variables = config["safety"].to_environment() if "safety" in config else {}
+    fields.pop("safety", None)
     code = f"""
         import json
         from pathlib import Path
-        from replaylake.serve.server import ServeConfig, serve
+        from replaylake.serve.safety.limits import Safety
+        from replaylake.serve.processes.server import ServeConfig, serve
         fields = json.loads({json.dumps(fields)!r})
         for name in ("package", "lake"):
             if fields.get(name):
                 fields[name] = Path(fields[name])
+        fields["safety"] = Safety.from_environment(json.loads({json.dumps(variables)!r}))
         raise SystemExit(serve(ServeConfig(**{{"port": 0, **fields}})))
     """
     return subprocess.Popen(

@@ -1,8 +1,11 @@
 """Training meets serving: over HTTP a policy acts as the learner that it was exported from."""
 
+import functools
+import io
 from pathlib import Path
 
 import httpx
+import msgpack
 import numpy as np
 import pytest
 
@@ -44,18 +47,73 @@ def test_logged_observations_get_over_http_the_actions_of_the_learner(kit, tmp_p
     with torch_threads(1):
         untrained = TorchPolicy(learner.policy()).act(observations).actions
         learner.load_state_dict(load_learner_weights(trained.path))
-        expected = TorchPolicy(learner.policy()).act(observations).actions
+        acting = TorchPolicy(learner.policy())
+        expected = acting.act(observations).actions
+        # Of the actions that follow, at the temperature that is asked for.
+        of_actions = functools.partial(
+            acting.log_probs, observations, deterministic=False, temperature=2.0
+        )
+        stated = np.stack([of_actions(np.full(len(observations), action)) for action in (0, 1)], 1)
     assert set(expected) == {0, 1}
     assert (expected != untrained).any()
     server = kit.start_server(package=trained.path, policy=trained.name, version=trained.version)
     try:
         with httpx.Client(base_url=server.url) as client:
-            rows = observations.tolist()
-            singly = [client.post("/act", json={"observation": row}).json() for row in rows]
-            batch = client.post("/act", json={"observations": rows}).json()
+            singly, together = _every_way(client, observations, {})
+            drawn_singly, drawn_together = _every_way(client, observations, {"temperature": 2.0})
     finally:
         server.stop()
-    assert len(rows) == 1000
-    assert [answer["action"] for answer in singly] == expected.tolist()
-    assert batch["actions"] == expected.tolist()
-    assert {(answer["policy"], answer["version"]) for answer in singly} == {("clone", 1)}
+    assert len(observations) == 1000
+    for answers in singly:
+        assert [answer["action"] for answer in answers] == expected.tolist()
+        assert {answer["log_prob"] for answer in answers} == {0.0}
+        assert {(answer["policy"], answer["version"]) for answer in answers} == {("clone", 1)}
+    for answer in together:
+        assert answer["actions"] == expected.tolist()
+    rows = np.arange(len(observations))
+    for answers in drawn_singly:
+        actions = np.asarray([answer["action"] for answer in answers])
+        found = np.asarray([answer["log_prob"] for answer in answers])
+        assert np.allclose(found, stated[rows, actions], atol=1e-5, rtol=0)
+        _check_as_likely(actions, np.exp(stated))
+    for answer in drawn_together:
+        actions = np.asarray(answer["actions"])
+        assert np.allclose(answer["log_probs"], stated[rows, actions], atol=1e-5, rtol=0)
+        _check_as_likely(actions, np.exp(stated))
+
+
+def _every_way(client, observations, options):
+    """Ask by JSON, msgpack (lists, array) and npy; one at a time, and all together."""
+    ways = [
+        lambda of: {"json": {"observation": of.tolist(), **options}},
+        lambda of: _packed({"observation": of.tolist(), **options}),
+        lambda of: _packed({"observation": _map(of), **options}),
+        lambda of: {"content": _npy(of), "headers": {"content-type": "application/x-npy"},
+                    "params": options},
+    ]  # fmt: skip
+    singly = [[client.post("/act", **way(row)).json() for row in observations] for way in ways]
+    return singly, [client.post("/act", **way(observations)).json() for way in ways]
+
+
+def _packed(fields):
+    return {
+        "content": msgpack.packb(fields),
+        "headers": {"content-type": "application/msgpack"},
+    }
+
+
+def _map(array):
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.tobytes()}
+
+
+def _npy(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def _check_as_likely(actions, probs):
+    """Compare how often action 1 was drawn with the sum of its probabilities."""
+    p = probs[:, 1]
+    deviations = (actions.sum() - p.sum()) / np.sqrt((p * (1 - p)).sum())
+    assert abs(deviations) < 4.0  # one time in 16,000 by chance

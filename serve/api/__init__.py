@@ -1,0 +1,1 @@
+"""The API: one file an endpoint, and what they read and write."""

@@ -1,0 +1,106 @@
+"""GET /policy, /livez, /readyz and /metrics: what a server says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from replaylake.datastore.spaces import to_json
+from replaylake.serve.exchange import Answer, Request, json_answer
+from replaylake.serve.monitoring.metrics import CONTENT_TYPE, Metrics
+from replaylake.serve.serving import Serving
+from replaylake.serve.versions.reload import Follower
+from replaylake.serve.versions.router import Arm
+
+
+class About:
+    """The endpoints that change nothing."""
+
+    def __init__(
+        self, serving: Callable[[], Serving], is_ready: Callable[[], bool], metrics: Metrics
+    ) -> None:
+        self._serving, self._is_ready, self._metrics = serving, is_ready, metrics
+
+    async def policy(self, request: Request) -> Answer:
+        """Say which policies answer, what they take, and what they came from."""
+        return json_answer(described(self._serving()))
+
+    async def livez(self, request: Request) -> Answer:
+        """Answer while the event loop turns."""
+        return json_answer({"alive": True})
+
+    async def readyz(self, request: Request) -> Answer:
+        """Answer 200 once requests can be answered and logged, else 503."""
+        ready = self._is_ready()
+        return json_answer({"ready": ready}, 200 if ready else 503)
+
+    async def metrics_page(self, request: Request) -> Answer:
+        """Return the Prometheus text."""
+        return Answer(200, self._metrics.render(), CONTENT_TYPE)
+
+
+def described(serving: Serving) -> dict[str, Any]:
+    """Return what /policy answers: of the main policy, then of all that answer."""
+    router, exploration = serving.router, serving.exploration
+    arms = router.arms
+    main = arms[0].served
+    spec = main.policy.spec
+    explore = {"epsilon": exploration.epsilon, "temperature": exploration.temperature}
+    return {
+        "policy": main.name,
+        "version": main.version,
+        "reference": main.reference,
+        "head": spec.head,
+        "state_size": spec.state_size,
+        "observation_space": to_json(spec.observation_space),
+        "action_space": to_json(spec.action_space),
+        "encoding": None if spec.encoding is None else spec.encoding.to_json(),
+        "explore": explore if exploration.is_on else None,
+        "log_to": serving.log.dataset.name if serving.log else None,
+        "lost_decisions": serving.log.num_lost if serving.log else 0,  # by this worker
+        "versions": [_version(arm) for arm in arms],
+        "held": [{"policy": one.name, "version": one.version} for one in router.held],
+        "following": _following(serving.follower),
+        "manifest": dict(main.about),
+    }
+
+
+def _version(arm: Arm) -> dict[str, Any]:
+    served = arm.served
+    promotion = served.promotion
+    return {
+        "policy": served.name,
+        "version": served.version,
+        "reference": served.reference,
+        "weight": arm.weight,
+        "since_ms": served.since_ms,
+        "algorithm": served.about.get("algorithm"),
+        "run_id": served.about.get("run_id"),
+        "snapshot": _snapshot(served.about),
+        "evaluation": served.about.get("evaluation"),
+        "ope": served.about.get("ope") or (None if promotion is None else promotion.get("gate")),
+        "promotion": promotion,
+    }
+
+
+def _snapshot(about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what it learned from: versions of datasets, the SQL that selected, and its hash."""
+    datasets = about.get("datasets")
+    return [dict(one) for one in datasets] if isinstance(datasets, list) else []
+
+
+def _following(follower: Follower | None) -> list[dict[str, Any]]:
+    if follower is None:
+        return []
+    return [
+        {
+            "policy": one.name,
+            "alias": one.alias,
+            "interval_s": follower.interval_s,
+            "last_reload": None if one.moved is None else asdict(one.moved),
+            "refused": None if one.refused is None else asdict(one.refused),
+            "unreachable": one.unreachable,
+        }
+        for one in follower.followed
+    ]

@@ -1,0 +1,273 @@
+"""POST /act: observations in, actions with their log-probabilities and decision ids out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
+from replaylake.datastore.policies.policy import Act
+from replaylake.datastore.spaces import Array, Values, take
+from replaylake.serve.api.act_answer import Group, answer_of
+from replaylake.serve.api.act_request import ActReader, ActRequest
+from replaylake.serve.api.options import Manner, manner_of
+from replaylake.serve.api.pace import Pace
+from replaylake.serve.api.values import encoded, read_values, wrong
+from replaylake.serve.exchange import Answer, Request, RequestRefused
+from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.recording.decision_log import Clock, Decided, json_log_probs
+from replaylake.serve.serving import Serving
+from replaylake.serve.versions.router import Served
+
+_MAX_READERS: Final = 16
+
+
+class ActEndpoint:
+    """Chooses actions, writes the decisions, then answers."""
+
+    def __init__(self, serving: Callable[[], Serving], metrics: Metrics) -> None:
+        self._serving, self._metrics = serving, metrics
+        self._clock, self._clock_lock = Clock(), threading.Lock()
+        self._rng: np.random.Generator | None = None
+        self._readers: dict[int, ActReader] = {}
+        self._paces: dict[str, Pace] = {}
+
+    async def __call__(self, request: Request) -> Answer:
+        """Answer one, in a thread if it takes long. Raises: RequestRefused, StorageFailed."""
+        serving = self._serving()
+        pace = self._paces.get(request.content_type)
+        if pace is None:
+            pace = Pace()
+            if len(self._paces) < _MAX_READERS:  # types are the client's to make up
+                self._paces[request.content_type] = pace
+        return await pace.run(len(request.body), lambda: self._answer(serving, request))
+
+    def _answer(self, serving: Serving, request: Request) -> Answer:
+        asked = self._reader(serving).read(request, serving.limits.batch)
+        _check_allowed(serving, asked)
+        rng = self._rng if asked.options.seed is None else np.random.default_rng(asked.options.seed)
+        if rng is None:
+            # Made at the first request: a process that forks before that gives no two workers one.
+            rng = self._rng = np.random.default_rng()
+        # All versions that are served at once have one observation space and encoding.
+        spec = serving.router.one.policy.spec
+        raw = encoded(spec.encoding, asked.raw, asked.field, asked.is_batch)
+        values = read_values(spec.observation_space, raw, asked.field, asked.is_batch)
+        raw = _logged(raw, values)
+        groups = [
+            self._act(serving, asked, part, *_part_of(part, raw, values), rng)
+            for part in _assigned(serving, asked)
+        ]
+        with self._clock_lock:
+            timestamp = self._clock.now()
+        for group in groups:
+            served = group.served
+            group.ids = serving.signer.issue(
+                served.name, served.version, timestamp, len(group.actions)
+            )
+        log = serving.log
+        if log is not None:
+            if not log.write_decisions([_decided(asked, group, timestamp) for group in groups]):
+                self._metrics.count_log_lost(sum(len(group.ids) for group in groups))
+            self._metrics.set_pending("decisions", log.decisions.num_pending)
+        for group in groups:
+            served = group.served
+            self._metrics.count_decisions(
+                served.name, served.version, group.deterministic, len(group.ids)
+            )
+        return answer_of(asked, groups, serving.states, request.accept)
+
+    def _act(
+        self,
+        serving: Serving,
+        asked: ActRequest,
+        part: _Part,
+        raw: Sequence[Any] | Array,
+        values: Values,
+        rng: np.random.Generator,
+    ) -> Group:
+        """Have one version act for its rows. Raises: RequestRefused."""
+        served = part.served
+        manner = manner_of(asked.options, serving.exploration, served.policy.spec)
+        mask = asked.action_mask
+        if mask is not None and part.rows is not None:
+            mask = mask[part.rows]
+        try:
+            act = served.policy.act(
+                values,
+                part.state,
+                rng=rng,
+                deterministic=manner.deterministic,
+                temperature=manner.temperature,
+                epsilon=manner.epsilon,
+                action_mask=mask,
+            )
+        except (EpisodeInvalid, SpaceUnsupported) as error:
+            expected = "what the policy can act on; /policy says its space"
+            raise RequestRefused(422, asked.field, str(error), expected) from error
+        group = _group(part, act, manner, raw, mask, asked.field)
+        self._metrics.observe_acts(
+            served,
+            values,
+            act.log_probs,
+            len(act.actions),
+            is_drawn=not manner.is_mode,
+            epsilon=manner.epsilon,
+        )
+        return group
+
+    def _reader(self, serving: Serving) -> ActReader:
+        spec = serving.router.one.policy.spec
+        reader = self._readers.get(id(spec))
+        if reader is None:
+            if len(self._readers) >= _MAX_READERS:
+                self._readers.clear()
+            # It holds the spec, so no other comes to have this id.
+            reader = self._readers[id(spec)] = ActReader(spec)
+        return reader
+
+
+def _check_allowed(serving: Serving, asked: ActRequest) -> None:
+    log = serving.log
+    if asked.action_mask is not None and log is not None and not log.takes_masks:
+        expected = f"none, because dataset {log.dataset.name} keeps no masks"
+        raise RequestRefused(422, "action_mask", "a mask", expected)
+    if not serving.takes_options and (field := asked.options.exploring_field):
+        expected = "none: this server explores as it was started to"
+        raise RequestRefused(422, field, "an option", expected)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    served: Served
+    state: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows that one version acts for, None being all; state float32 [N, S] of those rows."""
+
+    served: Served
+    rows: Sequence[int] | None
+    state: Array | None
+
+
+def _part_of(
+    part: _Part, raw: Sequence[Any] | Array, values: Values
+) -> tuple[Sequence[Any] | Array, Values]:
+    if part.rows is None:
+        return raw, values
+    rows = list(part.rows)
+    return [raw[row] for row in rows], take(values, rows)
+
+
+def _assigned(serving: Serving, asked: ActRequest) -> list[_Part]:
+    """Return which version acts for which rows, and from which states.
+
+    A row with a state goes on with the version that made it. Raises: RequestRefused.
+    """
+    groups: list[tuple[Served, Sequence[int]]] = serving.router.for_rows(asked.episode_ids)
+    num = len(asked.episode_ids)
+    if asked.states is None:
+        if len(groups) == 1:
+            served = groups[0][0]
+            return [_Part(served, None, _fresh(served, num))]
+        return [_Part(served, rows, _fresh(served, len(rows))) for served, rows in groups]
+    by_row: dict[int, _Row] = {row: _Row(served, None) for served, rows in groups for row in rows}
+    for row, token in enumerate(asked.states):
+        if token is not None:
+            place = f"state[{row}]" if asked.is_batch else "state"
+            by_row[row] = _resumed(serving, token, place)
+    rows_of: dict[int, list[int]] = {}
+    for row in range(num):
+        rows_of.setdefault(id(by_row[row].served), []).append(row)
+    return [
+        _Part(
+            by_row[rows[0]].served,
+            rows if len(rows_of) > 1 else None,
+            _stacked(by_row[rows[0]].served, [by_row[row].state for row in rows]),
+        )
+        for rows in rows_of.values()
+    ]
+
+
+def _resumed(serving: Serving, token: str, place: str) -> _Row:
+    state = serving.states.read(token)
+    if state is None:
+        raise wrong(place, token, "a state that this server, or one with its key, answered")
+    served = serving.router.by_version(state.policy, state.version)
+    if served is None:
+        found = f"the state of {state.policy}:{state.version}, which is no longer served"
+        raise RequestRefused(410, place, found, "none: let the episode begin anew")
+    if len(state.numbers) != served.policy.spec.state_size:
+        expected = f"one of {served.policy.spec.state_size}"
+        raise RequestRefused(422, place, f"a state of {len(state.numbers)} numbers", expected)
+    return _Row(served, state.numbers)
+
+
+def _fresh(served: Served, num: int) -> Array | None:
+    policy = served.policy
+    return policy.initial_state(num) if policy.spec.state_size else None
+
+
+def _stacked(served: Served, states: list[Array | None]) -> Array | None:
+    whole = _fresh(served, len(states))
+    if whole is not None:
+        for i, state in enumerate(states):
+            if state is not None:
+                whole[i] = state
+    return whole
+
+
+def _group(
+    part: _Part,
+    act: Act,
+    manner: Manner,
+    observations: Any,
+    mask: Array | None,
+    field: str,
+) -> Group:
+    if act.actions.dtype.kind == "f" and not np.isfinite(act.actions).all():
+        found = "one that the policy answers with an action that is not finite"
+        raise RequestRefused(422, field, found, "one of the scale that it learned from")
+    return Group(
+        served=part.served,
+        rows=part.rows,
+        act=act,
+        observations=observations,
+        actions=act.actions.tolist(),
+        log_probs=json_log_probs(act.log_probs, len(act.actions)),
+        masks=None if mask is None else mask.tolist(),
+        deterministic=manner.is_mode,
+    )
+
+
+def _logged(raw: Sequence[Any] | Array, values: Values) -> Sequence[Any] | Array:
+    """Return observations for the log: as they came, but arrays as the space has them."""
+    if type(values) is np.ndarray and (type(raw) is np.ndarray or type(raw[0]) is np.ndarray):
+        return values
+    return raw
+
+
+def _decided(asked: ActRequest, group: Group, timestamp: int) -> Decided:
+    def of(column: Sequence[Any]) -> Sequence[Any]:
+        return column if group.rows is None else [column[row] for row in group.rows]
+
+    return Decided(
+        ids=group.ids,
+        request_ids=of(asked.request_ids),
+        episode_ids=of(asked.episode_ids),
+        steps=of(asked.steps),
+        observations=group.observations,
+        actions=group.actions,
+        log_probs=group.log_probs,
+        masks=group.masks,
+        timestamp=timestamp,
+        policy=group.served.name,
+        policy_version=group.served.version,
+        deterministic=group.deterministic,
+    )

@@ -1,0 +1,128 @@
+"""What POST /act answers: the decisions of one or more versions, in the order of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+import orjson
+
+from replaylake.datastore.policies.policy import Act
+from replaylake.serve.api.act_request import ActRequest
+from replaylake.serve.api.arrays import array_map
+from replaylake.serve.api.bodies import MSGPACK
+from replaylake.serve.exchange import Answer
+from replaylake.serve.versions.router import Served
+from replaylake.serve.versions.state_tokens import StateSigner
+
+_PLURALS: Final = {
+    "action": "actions",
+    "log_prob": "log_probs",
+    "decision_id": "decision_ids",
+    "state": "states",
+    "q_values": "q_values",
+    "action_name": "action_names",
+}
+
+
+@dataclass(slots=True)
+class Group:
+    """The rows of a request that one version acted for; rows None are all of them.
+
+    Everything is in the order of those rows; actions and log_probs are as JSON has them.
+    """
+
+    served: Served
+    rows: Sequence[int] | None
+    act: Act
+    observations: Any
+    actions: list[Any]
+    log_probs: list[float | None]
+    masks: list[list[bool]] | None
+    deterministic: bool
+    ids: list[str] = field(default_factory=list)
+
+
+def answer_of(
+    asked: ActRequest, groups: Sequence[Group], states: StateSigner, accept: str
+) -> Answer:
+    """Return the answer, as msgpack where `accept` names it, else as JSON."""
+    as_msgpack = "msgpack" in accept
+    content: dict[str, Any] = _who(groups)
+    columns: dict[str, Any] = {
+        "action": _actions(groups) if as_msgpack else _joined(groups, lambda one: one.actions),
+        "log_prob": _joined(groups, lambda one: one.log_probs),
+        "decision_id": _joined(groups, lambda one: one.ids),
+    }
+    if any(group.act.state is not None for group in groups):
+        columns["state"] = _joined(groups, lambda one: _tokens(one, states))
+    if asked.options.q_values:
+        columns["q_values"] = _joined(groups, lambda one: _rows_of(one.act.q_values))
+    encoding = groups[0].served.policy.spec.encoding
+    if encoding is not None and encoding.action_names is not None:
+        columns["action_name"] = _joined(groups, _names)
+    if asked.is_batch:
+        content |= {_PLURALS[name]: column for name, column in columns.items()}
+    else:
+        content |= {name: column[0] for name, column in columns.items()}
+    if as_msgpack:
+        return Answer(200, msgpack.packb(content, default=_packable), MSGPACK)
+    return Answer(200, orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def _who(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return the policy and version, or those of each row where they differ."""
+    if len(groups) == 1:
+        served = groups[0].served
+        return {"policy": served.name, "version": served.version}
+    versions = _joined(groups, lambda one: [one.served.version] * len(one.ids))
+    if len({group.served.name for group in groups}) == 1:
+        return {"policy": groups[0].served.name, "versions": versions}
+    return {"policies": _joined(groups, lambda one: [one.served.name] * len(one.ids)),
+            "versions": versions}  # fmt: skip
+
+
+def _joined(groups: Sequence[Group], of: Callable[[Group], Sequence[Any]]) -> Sequence[Any]:
+    """Return what each group has, in the order of the request's rows."""
+    if len(groups) == 1:
+        return of(groups[0])
+    joined: list[Any] = [None] * sum(len(group.ids) for group in groups)
+    for group in groups:
+        for row, value in zip(group.rows or (), of(group), strict=True):
+            joined[row] = value
+    return joined
+
+
+def _actions(groups: Sequence[Group]) -> Any:
+    if len(groups) == 1:
+        return groups[0].act.actions
+    return np.stack(_joined(groups, lambda one: list(one.act.actions)))
+
+
+def _tokens(group: Group, states: StateSigner) -> Sequence[str | None]:
+    served, state = group.served, group.act.state
+    if state is None:
+        return [None] * len(group.ids)
+    return states.issue(served.name, served.version, state)
+
+
+def _rows_of(array: Any) -> Sequence[Any]:
+    assert array is not None, "a head without q-values was refused"
+    return array  # type: ignore[no-any-return]
+
+
+def _names(group: Group) -> Sequence[str | None]:
+    encoding = group.served.policy.spec.encoding
+    if encoding is None:
+        return [None] * len(group.ids)
+    return [encoding.action_name(action) for action in group.actions]
+
+
+def _packable(value: Any) -> Any:
+    """Return what msgpack has for numpy's: a map for an array, a number for a scalar."""
+    if isinstance(value, np.ndarray) and value.shape:
+        return array_map(value)
+    return value.item()

@@ -1,0 +1,148 @@
+"""Request bodies: from bytes to fields, and what a field may be, or a refusal that names it.
+
+    application/json      an object (curl's -d says application/x-www-form-urlencoded: the same)
+    application/msgpack   a map; an array in it may be a map {dtype, shape, data}
+    application/x-npy     the observation as numpy.save writes it; every other field in the query
+
+Nothing here unpickles or unpacks: other types are 415.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+from urllib.parse import parse_qsl
+
+import msgpack
+import orjson
+
+from replaylake.serve.api.arrays import is_array_map, read_map, read_npy
+from replaylake.serve.api.values import shortened, wrong
+from replaylake.serve.exchange import JSON, Request, RequestRefused
+
+MSGPACK: Final = "application/msgpack"
+NPY: Final = "application/x-npy"
+MAX_NAME_CHARS: Final = 256
+_JSON_TYPES: Final = frozenset({JSON, "application/x-www-form-urlencoded"})
+_MSGPACK_TYPES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
+_MAX_QUERY_FIELDS: Final = 32
+# What a list may claim to hold, as its room is made at once and lists nest a thousand deep: longer
+# ones are sent as arrays.
+_MAX_LIST: Final = 65_536
+
+
+def read_fields(request: Request, in_query: Mapping[str, type] | None = None) -> dict[str, Any]:
+    """Return a body's fields, by its type. in_query: those that may come in the query, and as what.
+
+    Only where there are such is a `.npy` body taken, as the field `observation`. Raises:
+    RequestRefused.
+    """
+    kind = request.content_type
+    if kind in _JSON_TYPES:
+        fields = parse_json(request.body)
+    elif kind in _MSGPACK_TYPES:
+        fields = parse_msgpack(request.body)
+    elif kind == NPY and in_query is not None:
+        fields = {"observation": read_npy(request.body)}
+    else:
+        taken = f"{JSON} or {MSGPACK}" if in_query is None else f"{JSON}, {MSGPACK} or {NPY}"
+        raise RequestRefused(415, "content-type", shortened(kind) or "nothing", taken)
+    if request.query and in_query is not None:
+        _add_query(fields, request.query, in_query)
+    return fields
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Return the body's JSON object. Raises: RequestRefused (NaN and Infinity are not JSON)."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestRefused(422, "body", f"no JSON: {error}", "one JSON object") from None
+    if type(parsed) is not dict:
+        raise wrong("body", parsed, "a JSON object")
+    return parsed
+
+
+def parse_msgpack(body: bytes) -> dict[str, Any]:
+    """Return the body's map, arrays in it made. Raises: RequestRefused."""
+    try:
+        parsed = msgpack.unpackb(
+            body,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=_MAX_LIST,
+            object_hook=_hook,
+            ext_hook=_refuse_extension,
+        )
+    except RequestRefused:
+        raise
+    except (ValueError, msgpack.UnpackException, TypeError, MemoryError) as error:
+        found = shortened(f"no msgpack: {type(error).__name__} {error}")
+        raise RequestRefused(422, "body", found, "one msgpack map") from None
+    if type(parsed) is not dict:
+        raise wrong("body", parsed, "a msgpack map")
+    return parsed
+
+
+def check_fields(fields: Mapping[str, Any], allowed: Collection[str]) -> None:
+    """Refuse a field that is not one of the allowed. Raises: RequestRefused."""
+    for name in fields:
+        if name not in allowed:
+            expected = f"only {', '.join(sorted(allowed))}"
+            raise RequestRefused(422, shortened(name), "an unknown field", expected)
+
+
+def optional(fields: Mapping[str, Any], name: str, kind: type, expected: str) -> Any:
+    """Return a field of a type, None where it is absent. Raises: RequestRefused."""
+    value = fields.get(name)
+    if value is not None and type(value) is not kind:
+        raise wrong(name, value, expected)
+    return value
+
+
+def check_name(name: Any, place: str) -> None:
+    """Refuse what cannot name an episode or a request; None can. Raises: RequestRefused."""
+    if name is not None and (type(name) is not str or not 0 < len(name) <= MAX_NAME_CHARS):
+        raise wrong(place, name, f"a string of 1 to {MAX_NAME_CHARS} characters")
+
+
+def _hook(fields: dict[Any, Any]) -> Any:
+    return read_map(fields) if is_array_map(fields) else fields
+
+
+def _refuse_extension(code: int, data: bytes) -> Any:
+    raise RequestRefused(422, "body", f"the msgpack extension {code}", "none")
+
+
+def _add_query(fields: dict[str, Any], query: bytes, kinds: Mapping[str, type]) -> None:
+    """Add what the query says to what the body does. Raises: RequestRefused."""
+    try:
+        pairs = parse_qsl(
+            query.decode("ascii"),
+            keep_blank_values=True,
+            strict_parsing=True,
+            errors="strict",
+            max_num_fields=_MAX_QUERY_FIELDS,
+        )
+    except ValueError as error:
+        found = shortened(f"one that cannot be read: {error}")
+        raise RequestRefused(422, "query", found, "name=value&name=value") from None
+    for name, text in pairs:
+        if name not in kinds:
+            expected = f"only {', '.join(sorted(kinds))}"
+            raise RequestRefused(422, shortened(name), "an unknown field of the query", expected)
+        if name in fields:
+            raise RequestRefused(422, name, "it twice", "it once, in the body or in the query")
+        fields[name] = _typed(name, text, kinds[name])
+
+
+def _typed(name: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise wrong(name, text, "true or false")
+        return text == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise wrong(name, text, expected) from None

@@ -1,0 +1,283 @@
+"""POST /episodes: whole episodes, or pieces of them, that were acted elsewhere."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+
+from replaylake.datastore.episode import MAX_STEP, Episode
+from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.sessions.received import ReceivedPiece, received_piece
+from replaylake.datastore.spaces import Array
+from replaylake.serve.api.bodies import check_fields, check_name, read_fields
+from replaylake.serve.api.values import encoded, found_as, read_values, shortened, wrong
+from replaylake.serve.exchange import Answer, Request, RequestRefused, json_answer
+from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.recording.decision_log import Clock
+from replaylake.serve.recording.received_log import Contradiction, ReceivedLog
+from replaylake.serve.serving import Serving
+
+EPISODE_FIELDS: Final = (
+    "episode_id",
+    "agent_id",
+    "first_step",
+    "observations",
+    "actions",
+    "rewards",
+    "terminated",
+    "truncated",
+    "final_observation",
+    "log_probs",
+    "policy",
+    "policy_version",
+    "timestamps",
+    "action_masks",
+)
+_REQUIRED: Final = ("episode_id", "observations", "actions", "rewards")
+# The years 1 and 9999: what others than Arrow hold.
+_TIMESTAMPS: Final = (-62_135_596_800_000_000, 253_402_300_799_999_999)
+
+
+class EpisodesEndpoint:
+    """Writes the steps down; `sessionise` moves them into the dataset, each once."""
+
+    def __init__(self, serving: Callable[[], Serving], metrics: Metrics) -> None:
+        self._serving, self._metrics = serving, metrics
+        self._clock = Clock()
+        self._opening = threading.Lock()
+
+    async def __call__(self, request: Request) -> Answer:
+        """Answer one request. Raises: RequestRefused, StorageFailed."""
+        # Thousands of steps take long, and one tells nothing of how many there are.
+        return await run_in_threadpool(self._answer, self._serving(), request)
+
+    def _answer(self, serving: Serving, request: Request) -> Answer:
+        if serving.log is None:
+            raise RequestRefused(
+                404, "path", "a server that logs nothing", "one started with --log-to"
+            )
+        fields = read_fields(request)
+        check_fields(fields, ("episodes",))
+        given = fields.get("episodes")
+        if type(given) is not list or not given:
+            raise wrong("episodes", given, "a list of at least one episode or piece of one")
+        spec = serving.log.dataset.spec
+        pieces = _Reader(spec, serving.limits.steps).pieces(given, self._clock.now())
+        log = self._log(serving)
+        try:
+            log.write(pieces)
+        except Contradiction as error:
+            place = f"episodes[{error.piece}]"
+            raise RequestRefused(409, place, error.found, error.expected) from None
+        self._metrics.set_pending("received", log.num_pending)
+        num_steps = sum(piece.num_steps for piece in pieces)
+        return json_answer({"episodes": len(pieces), "steps": num_steps}, 202)
+
+    def _log(self, serving: Serving) -> ReceivedLog:
+        """Return the worker's journal of received steps, opened with the first of them."""
+        with self._opening:
+            if serving.received is None:
+                if serving.log is None:
+                    raise RequestRefused(503, "server", "one that is stopping", "a ready one")
+                worker, config = serving.signer.worker, serving.log.decisions.config
+                serving.received = ReceivedLog(serving.log.dataset, worker, config)
+            return serving.received
+
+
+class _Reader:
+    """Reads the episodes of one request into rows of a dataset."""
+
+    def __init__(self, spec: DatasetSpec, max_steps: int) -> None:
+        self._spec, self._left, self._max_steps = spec, max_steps, max_steps
+
+    def pieces(self, given: list[Any], received_at: int) -> list[ReceivedPiece]:
+        """Return what each is as rows. Raises: RequestRefused with the place of the first fault."""
+        found = []
+        for number, fields in enumerate(given):
+            place = f"episodes[{number}]"
+            if type(fields) is not dict:
+                raise wrong(place, fields, "an object")
+            try:
+                episode = self._episode(fields, place)
+            except RequestRefused as error:
+                if not error.field.startswith(place):
+                    error.field = shortened(f"{place}.{error.field}")
+                raise
+            try:
+                found.append(received_piece(episode, self._spec, received_at))
+            except (EpisodeInvalid, SchemaMismatch) as error:
+                expected = "what the dataset takes; /policy says its spaces"
+                raise RequestRefused(422, place, shortened(str(error)), expected) from None
+        return found
+
+    def _episode(self, fields: Mapping[str, Any], place: str) -> Episode:
+        check_fields(fields, EPISODE_FIELDS)
+        for name in _REQUIRED:
+            if fields.get(name) is None:
+                raise RequestRefused(422, name, "nothing", "a value")
+        check_name(fields["episode_id"], "episode_id")
+        num = self._num_steps(fields)
+        spec = self._spec
+        columns = {
+            name: self._column(fields, name, num, place) for name in ("observations", "actions")
+        }
+        final = fields.get("final_observation")
+        if final is not None:
+            (final,) = encoded(spec.encoding, [final], f"{place}.final_observation", False)
+            read = read_values(spec.observation_space, [final], f"{place}.final_observation", False)
+            final = _first(read)
+        return Episode(
+            episode_id=fields["episode_id"],
+            observations=columns["observations"],
+            actions=columns["actions"],
+            rewards=_read_numbers(fields["rewards"], "rewards", num, spec.rewards_optional),
+            terminated=_flag(fields, "terminated"),
+            truncated=_flag(fields, "truncated"),
+            final_observation=final,
+            agent_id=_agent(fields),
+            first_step=_whole(fields, "first_step", MAX_STEP) or 0,
+            behavior_log_probs=None
+            if (log_probs := fields.get("log_probs")) is None
+            else _read_numbers(log_probs, "log_probs", num, True),
+            policies=_policies(fields, num),
+            policy_versions=_versions(fields, num),
+            action_masks=self._masks(fields, num),
+            timestamps=_timestamps(fields, num),
+        )
+
+    def _num_steps(self, fields: Mapping[str, Any]) -> int:
+        rewards = fields["rewards"]
+        if not _is_list(rewards) or not len(rewards):
+            raise wrong("rewards", rewards, "a list of at least one, one a step")
+        self._left -= len(rewards)
+        if self._left < 0:
+            found = f"more than {self._max_steps} steps"
+            raise RequestRefused(413, "rewards", found, f"at most {self._max_steps} a request")
+        return len(rewards)
+
+    def _column(self, fields: Mapping[str, Any], name: str, num: int, place: str) -> Any:
+        raw = fields[name]
+        if not _is_list(raw) or len(raw) != num:
+            raise wrong(name, raw, f"a list of {num}, one for each reward")
+        spec, field = self._spec, f"{place}.{name}"
+        if name == "actions":
+            return read_values(spec.action_space, raw, field, True)
+        if type(raw) is list:
+            raw = encoded(spec.encoding, raw, field, True)
+        return read_values(spec.observation_space, raw, field, True)
+
+    def _masks(self, fields: Mapping[str, Any], num: int) -> Array | None:
+        raw = fields.get("action_masks")
+        if raw is None:
+            return None
+        width = self._spec.mask_size
+        if width is None:
+            raise wrong("action_masks", raw, "none, because the dataset keeps no masks")
+        if not _is_list(raw) or len(raw) != num:
+            raise wrong("action_masks", raw, f"a list of {num}, one for each reward")
+        if isinstance(raw, np.ndarray):
+            if raw.dtype != np.bool_ or raw.shape != (num, width):
+                raise wrong("action_masks", raw, f"booleans [{num}, {width}]")
+            return raw
+        for i, row in enumerate(raw):
+            if type(row) is not list or len(row) != width or set(map(type, row)) != {bool}:
+                raise wrong(f"action_masks[{i}]", row, f"{width} booleans")
+        return np.array(raw, dtype=bool)
+
+
+def _is_list(raw: Any) -> bool:
+    return type(raw) is list or (isinstance(raw, np.ndarray) and raw.ndim > 0)
+
+
+def _first(values: Any) -> Any:
+    """Return the only one of a batch of one."""
+    if isinstance(values, Mapping):
+        return {key: _first(sub) for key, sub in values.items()}
+    return values[0]
+
+
+def _read_numbers(raw: Any, name: str, num: int, is_optional: bool) -> Array:
+    """Return float64 [num], NaN for null where that may stand for an unknown one."""
+    expected = "a finite number, or null if unknown" if is_optional else "a finite number"
+    if isinstance(raw, np.ndarray):
+        if raw.shape != (num,) or raw.dtype.kind not in "fiu":
+            raise wrong(name, raw, f"{num} numbers, one for each reward")
+        array = raw.astype(np.float64)
+        is_fine = np.isfinite(array) | (np.isnan(array) & is_optional)
+        if not is_fine.all():
+            i = int(np.argmin(is_fine))
+            raise RequestRefused(422, f"{name}[{i}]", str(array[i]), expected)
+        return array
+    if type(raw) is not list or len(raw) != num:
+        raise wrong(name, raw, f"a list of {num} numbers, one for each reward")
+    for i, value in enumerate(raw):
+        if value is None and is_optional:
+            continue
+        if type(value) not in (int, float) or not _is_finite(value):
+            raise wrong(f"{name}[{i}]", value, expected)
+    return np.array([math.nan if value is None else float(value) for value in raw])
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and type(value) is not bool:
+        raise wrong(name, value, "true or false, of the last step")
+    return bool(value)
+
+
+def _agent(fields: Mapping[str, Any]) -> str:
+    agent = fields.get("agent_id")
+    if agent is None or agent == "":
+        return ""
+    check_name(agent, "agent_id")
+    return str(agent)
+
+
+def _whole(fields: Mapping[str, Any], name: str, highest: int) -> int | None:
+    value = fields.get(name)
+    if value is not None and (type(value) is not int or not 0 <= value <= highest):
+        raise wrong(name, value, f"a whole number from 0 to {highest}")
+    return value
+
+
+def _policies(fields: Mapping[str, Any], num: int) -> Any:
+    policy = fields.get("policy")
+    check_name(policy, "policy")
+    return None if policy is None else np.array([policy] * num, dtype=object)
+
+
+def _versions(fields: Mapping[str, Any], num: int) -> Array | None:
+    version = _whole(fields, "policy_version", 2**63 - 1)
+    if version is not None and fields.get("policy") is None:
+        raise wrong("policy_version", version, "a policy beside it, of which it is the version")
+    return None if version is None else np.full(num, version, np.int64)
+
+
+def _timestamps(fields: Mapping[str, Any], num: int) -> Array | None:
+    raw = fields.get("timestamps")
+    if raw is None:
+        return None
+    expected = "microseconds since 1970, UTC, a whole number"
+    if isinstance(raw, np.ndarray):
+        if raw.shape != (num,) or raw.dtype.kind not in "iu":
+            raise wrong("timestamps", raw, f"{num} times: {expected}")
+        raw = raw.tolist()
+    if type(raw) is not list or len(raw) != num:
+        raise wrong("timestamps", raw, f"a list of {num}, one for each reward")
+    for i, value in enumerate(raw):
+        if type(value) is not int or not _TIMESTAMPS[0] <= value <= _TIMESTAMPS[1]:
+            raise RequestRefused(422, f"timestamps[{i}]", found_as(value), expected)
+    return np.array(raw, dtype=np.int64)

@@ -1,0 +1,357 @@
+"""Client: a served policy from Python, with nothing but the standard library and numpy.
+
+    with Client("http://127.0.0.1:3000") as client:
+        chosen = client.act([0, 0, 0.02, 0], episode_id="visit-1", step=0)
+        client.feedback(1.0, decision_id=chosen.decision_id, terminated=True)
+
+Any number of threads may use one client: each has a connection of its own, which is kept alive. A
+request that is lost on the way (the server was killed, the connection cut) or answered with 503 is
+sent again, after what Retry-After says: everything here means the same when it comes twice. A
+decision carries a request_id, so that a repeat is one step.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import ssl
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Literal
+from urllib.parse import urlencode
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.serve.transport import RequestFailed as RequestFailed
+from replaylake.serve.transport import ServerUnreachable as ServerUnreachable
+from replaylake.serve.transport import Transport
+
+_NPY: Final = "application/x-npy"
+# Above so many numbers an array is sent as its bytes.
+_SMALL: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What one observation was answered with.
+
+    action: a value of the action space, as JSON has it. log_prob: the natural logarithm of the
+    probability (density) of `action`, exploration included; None where the policy has none. state:
+    for the next act() of the episode, of policies that remember. q_values and action_name: where
+    asked for, or where actions have names.
+    """
+
+    action: Any
+    log_prob: float | None
+    decision_id: str
+    request_id: str
+    policy: str
+    version: int
+    state: str | None = None
+    q_values: list[float] | None = None
+    action_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """What B observations were answered with, one element each.
+
+    actions: [B, *act], or a list of values where the space is no array. log_probs: float64 [B], NaN
+    where the policy has none. q_values: float64 [B, A].
+    """
+
+    actions: Any
+    log_probs: NDArray[np.float64]
+    decision_ids: list[str]
+    request_ids: list[str]
+    policies: list[str]
+    versions: list[int]
+    states: list[str] | None = None
+    q_values: NDArray[np.float64] | None = None
+    action_names: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.decision_ids)
+
+
+class Client:
+    """A server, by its URL. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+        retry_s: float = 30.0,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        """Connect with the first request.
+
+        Args:
+            url: such as http://127.0.0.1:3000.
+            token: what the server asks for, if it asks.
+            timeout_s: of one attempt.
+            retry_s: how long a request is sent again before it fails; 0 for never.
+            context: for https with other than the system's certificates.
+
+        Raises: ConfigInvalid if the URL is none of http or https.
+        """
+        self.url = url.rstrip("/")
+        self._transport = Transport(url, token, timeout_s, retry_s, context)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections of all threads; another request opens one anew."""
+        self._transport.close()
+
+    def act(
+        self,
+        observation: Any,
+        *,
+        episode_id: str | None = None,
+        request_id: str | None = None,
+        step: int | None = None,
+        deterministic: bool | None = None,
+        temperature: float | None = None,
+        epsilon: float | None = None,
+        seed: int | None = None,
+        action_mask: Sequence[bool] | NDArray[np.bool_] | None = None,
+        q_values: bool = False,
+        state: str | None = None,
+    ) -> Action:
+        """Ask for one action.
+
+        Args:
+            observation: one value of the observation space, [*obs], or named fields.
+            episode_id: the caller's name for the episode that it is a step of.
+            request_id: the caller's name for this request; one is made up where it is left out.
+            step: the caller's number of the step in its episode, for feedback by it.
+            deterministic: the mode instead of a draw, or not, whatever the server does by itself.
+            temperature: draw at this temperature.
+            epsilon: the probability of a uniform draw instead of the mode.
+            seed: makes the draw repeatable.
+            action_mask: bool [A], true where allowed.
+            q_values: answer those as well.
+            state: what the answer before had, of policies that remember.
+
+        Raises: RequestFailed, ServerUnreachable.
+        """
+        request_id = request_id or uuid.uuid4().hex
+        fields = {
+            "episode_id": episode_id,
+            "request_id": request_id,
+            "step": step,
+            "deterministic": deterministic,
+            "temperature": temperature,
+            "epsilon": epsilon,
+            "seed": seed,
+            "q_values": q_values or None,
+            "state": state,
+        }
+        answer = self._act("observation", observation, fields, {"action_mask": action_mask})
+        return Action(
+            action=answer["action"],
+            log_prob=answer["log_prob"],
+            decision_id=answer["decision_id"],
+            request_id=request_id,
+            policy=answer["policy"],
+            version=answer["version"],
+            state=answer.get("state"),
+            q_values=answer.get("q_values"),
+            action_name=answer.get("action_name"),
+        )
+
+    def act_batch(
+        self,
+        observations: Sequence[Any] | NDArray[Any],
+        *,
+        episode_ids: Sequence[str | None] | None = None,
+        request_id: str | None = None,
+        steps: Sequence[int | None] | None = None,
+        deterministic: bool | None = None,
+        temperature: float | None = None,
+        epsilon: float | None = None,
+        seed: int | None = None,
+        action_masks: Sequence[Any] | NDArray[np.bool_] | None = None,
+        q_values: bool = False,
+        states: Sequence[str | None] | None = None,
+    ) -> Actions:
+        """Ask for B actions at once; the arguments are as those of act, one of each a row.
+
+        observations is [B, *obs]. An array is sent as its bytes, unless a row has an id, a step, a
+        state or a mask of its own: then as JSON. Row i is of the request `<request_id>/<i>`.
+        Raises: RequestFailed, ServerUnreachable.
+        """
+        request_id = request_id or uuid.uuid4().hex
+        fields = {
+            "request_id": request_id,
+            "deterministic": deterministic,
+            "temperature": temperature,
+            "epsilon": epsilon,
+            "seed": seed,
+            "q_values": q_values or None,
+        }
+        columns = {
+            "episode_ids": episode_ids,
+            "steps": steps,
+            "action_masks": action_masks,
+            "states": states,
+        }
+        answer = self._act("observations", observations, fields, columns)
+        num = len(answer["decision_ids"])
+        return Actions(
+            actions=_as_array(answer["actions"]),
+            log_probs=np.array(answer["log_probs"], dtype=np.float64),
+            decision_ids=answer["decision_ids"],
+            request_ids=[f"{request_id}/{row}" for row in range(num)],
+            policies=answer.get("policies") or [answer["policy"]] * num,
+            versions=answer.get("versions") or [answer["version"]] * num,
+            states=answer.get("states"),
+            q_values=_q_values(answer.get("q_values")),
+            action_names=answer.get("action_names"),
+        )
+
+    def feedback(
+        self,
+        reward: float,
+        *,
+        decision_id: str | None = None,
+        request_id: str | None = None,
+        episode_id: str | None = None,
+        step: int | None = None,
+        terminated: bool = False,
+        truncated: bool = False,
+        final_observation: Any = None,
+        mode: Literal["last", "sum"] = "last",
+        feedback_id: str | None = None,
+    ) -> None:
+        """Report what a decision led to, named in one way.
+
+        Args:
+            reward: what the action caused.
+            decision_id: as act answered it.
+            request_id: as act was given it, or as its answer has it.
+            episode_id: with `step`, as act was given both.
+            step: the caller's number of the step.
+            terminated: whether the episode ended here by its task.
+            truncated: whether it was cut off here.
+            final_observation: what was seen after the last action, [*obs].
+            mode: "last" replaces what was reported before, "sum" adds to it.
+            feedback_id: the caller's name for this report, under which it counts once; one is made
+                up for a sum.
+
+        Raises: RequestFailed (404: not the server's; 410: too old; 409: said otherwise before),
+        ServerUnreachable.
+        """
+        if mode == "sum" and feedback_id is None:
+            feedback_id = uuid.uuid4().hex
+        report = {
+            "decision_id": decision_id,
+            "request_id": request_id,
+            "episode_id": episode_id,
+            "step": step,
+            "reward": reward,
+            "terminated": terminated or None,
+            "truncated": truncated or None,
+            "final_observation": final_observation,
+            "mode": None if mode == "last" else mode,
+            "feedback_id": feedback_id,
+        }
+        self._post("/feedback", _given(report))
+
+    def feedback_batch(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Send several reports, each the arguments of feedback as a mapping; all or none is taken.
+
+        A sum needs a feedback_id of its own. Raises: RequestFailed, ServerUnreachable.
+        """
+        self._post("/feedback", {"feedback": [_given(report) for report in reports]})
+
+    def episodes(self, episodes: Sequence[Mapping[str, Any]]) -> int:
+        """Send whole episodes, or pieces of them, that were acted elsewhere; return their steps.
+
+        Each has `episode_id`, `observations` [T, *obs], `actions` [T, *act], `rewards` [T] and the
+        further fields of POST /episodes (docs/HTTP.md); a log-probability that is not known is
+        None or NaN. All or none is taken. Raises:
+        RequestFailed (409: it contradicts what was sent before), ServerUnreachable.
+        """
+        given = [_given({**one, "log_probs": _known(one.get("log_probs"))}) for one in episodes]
+        answer = self._post("/episodes", {"episodes": given})
+        steps: int = answer["steps"]
+        return steps
+
+    def policy(self) -> dict[str, Any]:
+        """Return what the server says of its policy. Raises: RequestFailed, ServerUnreachable."""
+        return self._transport.request("GET", "/policy")
+
+    def ready(self) -> bool:
+        """Whether the server answers and can log; asked once."""
+        return self._transport.status("/readyz") == 200
+
+    def _act(
+        self, name: str, raw: Any, fields: Mapping[str, Any], columns: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        given, rows = _given(fields), _given(columns)
+        if isinstance(raw, np.ndarray) and raw.size > _SMALL and not rows:
+            query = {key: _in_query(value) for key, value in given.items()}
+            # One more dimension than an observation has makes it many.
+            path = f"/act?{urlencode(query)}"
+            return self._transport.request("POST", path, _npy(raw), _NPY)
+        return self._post("/act", {name: raw, **given, **rows})
+
+    def _post(self, path: str, content: Any) -> dict[str, Any]:
+        return self._transport.request("POST", path, _to_json(content))
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _known(log_probs: Any) -> list[float | None] | None:
+    """Return log-probabilities with None for those that are NaN."""
+    if log_probs is None:
+        return None
+    values = (None if value is None else float(value) for value in log_probs)
+    return [None if value is None or value != value else value for value in values]
+
+
+def _in_query(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _npy(array: NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
+    return file.getvalue()
+
+
+def _to_json(content: Any) -> bytes:
+    """Return JSON. Raises: ValueError for NaN and infinity, which it has not."""
+    return json.dumps(content, default=_plain, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"found {type(value).__name__}, expected numbers, texts, arrays or lists")
+
+
+def _as_array(values: list[Any]) -> Any:
+    return values if isinstance(values[0], dict | str) else np.asarray(values)
+
+
+def _q_values(values: Any) -> NDArray[np.float64] | None:
+    return None if values is None else np.asarray(values, dtype=np.float64)

@@ -1,0 +1,269 @@
+"""The door: each request from its first byte to its answer, around the endpoint that makes it.
+
+In this order: the token, the declared size, the body (with a limit on its size and its time, and
+on what all bodies take together), the queue, the endpoint within the deadline. Errors become
+statuses only here. What an endpoint is given has its whole body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any, Final
+
+from replaylake.datastore.errors import StorageFailed
+from replaylake.serve.door.waits import ARRIVED, Wait, Waits
+from replaylake.serve.exchange import (
+    JSON,
+    Answer,
+    Endpoint,
+    Request,
+    RequestRefused,
+    error_answer,
+)
+from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.safety.limits import Limits
+from replaylake.serve.safety.tokens import role_of
+from replaylake.serve.serving import Serving
+
+_logger = logging.getLogger(__name__)
+Scope = Mapping[str, Any]
+_CLIENT_GONE: Final = 499  # nobody reads it; it is for the count
+_BEFORE_START: Final = Limits()
+_LATER: Final = ((b"retry-after", b"1"),)
+_AND_CLOSE: Final = (b"connection", b"close")
+_MAX_ID_BYTES: Final = 128
+_TRACEBACK_EVERY_S: Final = 1.0
+
+
+class Doorkeeper:
+    """What the doors of one worker share: what is served, who waits, and what that takes."""
+
+    def __init__(self, serving: Callable[[], Serving | None], metrics: Metrics) -> None:
+        self.serving, self.metrics = serving, metrics
+        self.waits = Waits()
+        self.num_inside = 0  # requests that an endpoint works on
+        self.buffered_bytes = 0  # of bodies that come in pieces
+
+
+class Door:
+    """An ASGI app around one endpoint."""
+
+    def __init__(self, route: str, endpoint: Endpoint, keeper: Doorkeeper) -> None:
+        self._route, self._endpoint, self._keeper = route, endpoint, keeper
+        self._role = role_of(route)
+        self._complaints = _Complaints(route)
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        began = scope.get(ARRIVED) or time.perf_counter()
+        keeper, serving = self._keeper, self._keeper.serving()
+        visit = _Visit(scope, began, _BEFORE_START if serving is None else serving.limits)
+        visit.wait = keeper.waits.enter(began + visit.limits.deadline_s)
+        try:
+            answer = await self._answer(visit, receive, serving)
+        except _ClientGone:
+            answer = None
+        finally:
+            keeper.waits.leave(visit.wait)
+            keeper.buffered_bytes -= visit.buffered_bytes
+        status = _CLIENT_GONE if answer is None else answer.status
+        seconds = time.perf_counter() - began
+        keeper.metrics.count_request(self._route, status, seconds)
+        headers = () if serving is None else self._log(visit, answer, status, seconds, serving)
+        if answer is None:
+            return
+        headers = (
+            (b"content-type", answer.content_type.encode()),
+            (b"content-length", b"%d" % len(answer.body)),
+            *answer.headers,
+            *headers,
+        )
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        body = b"" if scope["method"] == "HEAD" else answer.body
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, visit: _Visit, receive: Any, serving: Serving | None) -> Answer:
+        keeper = self._keeper
+        try:
+            if self._role is not None and serving is not None:
+                serving.tokens.check(self._role, visit.authorization)
+            body = await _read_body(visit, receive, keeper)
+            if time.perf_counter() >= visit.wait.due:
+                raise _overdue(visit)
+            if keeper.num_inside >= visit.limits.queue and self._role is not None:
+                found = f"{keeper.num_inside} requests being worked on"
+                raise RequestRefused(503, "server", found, "fewer; try again", _LATER)
+            keeper.num_inside += 1
+            try:
+                return await self._endpoint(visit.request(self._route, body))
+            finally:
+                keeper.num_inside -= 1
+        except RequestRefused as error:
+            return error_answer(error)
+        except asyncio.CancelledError:
+            if not visit.wait.is_overdue or visit.wait.task.cancelling() > 1:
+                raise
+            return error_answer(_overdue(visit))
+        except StorageFailed as error:
+            self._complaints.say(f"decision log: {error}")
+            keeper.metrics.count_log_failure()
+            refused = ("log", "a disk that refuses", "room to log; try again later")
+            return error_answer(RequestRefused(503, *refused, _LATER))
+        except _ClientGone:
+            raise
+        except Exception as error:
+            # Whatever we did not foresee is logged here, and the client learns no internals.
+            self._complaints.say("unexpected error", error)
+            return error_answer(
+                RequestRefused(500, "server", "an internal error", "an answer; see its log")
+            )
+
+    def _log(
+        self, visit: _Visit, answer: Answer | None, status: int, seconds: float, serving: Serving
+    ) -> tuple[tuple[bytes, bytes], ...]:
+        """Write the access log, if there is one; return the header that names its line."""
+        if serving.access_log is None:
+            return ()
+        request_id = visit.request_id or f"{serving.signer.worker}-{next(_numbers)}"
+        serving.access_log.write(
+            route=self._route,
+            method=visit.scope["method"],
+            status=status,
+            seconds=round(seconds, 6),
+            bytes_in=visit.num_bytes,
+            bytes_out=0 if answer is None else len(answer.body),
+            request_id=request_id,
+        )
+        return ((b"x-request-id", request_id.encode()),)
+
+
+_numbers = count(1)
+
+
+class _ClientGone(Exception):
+    """The client hung up before its request was whole."""
+
+
+class _Visit:
+    """One request at the door."""
+
+    __slots__ = (
+        "accept",
+        "authorization",
+        "buffered_bytes",
+        "content_type",
+        "deadline",
+        "declared_bytes",
+        "is_read",
+        "limits",
+        "num_bytes",
+        "request_id",
+        "scope",
+        "wait",
+    )
+    wait: Wait
+
+    def __init__(self, scope: Scope, began: float, limits: Limits) -> None:
+        self.scope, self.limits = scope, limits
+        self.deadline = began + limits.deadline_s
+        self.buffered_bytes = self.num_bytes = self.declared_bytes = 0
+        self.is_read = False
+        self.content_type = self.accept = JSON
+        self.authorization = self.request_id = None
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                self.content_type = value.split(b";", 1)[0].strip().lower().decode("latin-1")
+            elif name == b"accept":
+                self.accept = value.decode("latin-1")
+            elif name == b"content-length":
+                self.declared_bytes = int(value) if value.isdigit() else 0
+            elif name == b"authorization":
+                self.authorization = value
+            elif name == b"x-request-id" and len(value) <= _MAX_ID_BYTES:
+                text = value.decode("latin-1")
+                self.request_id = text if text.isascii() and text.isprintable() else None
+
+    def request(self, route: str, body: bytes) -> Request:
+        scope = self.scope
+        path, query = scope["path"], scope["query_string"]
+        return Request(route, scope["method"], path, query, body, self.content_type, self.accept)
+
+
+async def _read_body(visit: _Visit, receive: Any, keeper: Doorkeeper) -> bytes:
+    """Read the body without ever holding more than the limits.
+
+    Raises: RequestRefused: 413, or 503 where all bodies together are too large; _ClientGone.
+    """
+    max_bytes = visit.limits.body_bytes
+    if visit.declared_bytes > max_bytes:
+        raise _too_large(f"{visit.declared_bytes} bytes", max_bytes)
+    wait = visit.wait
+    wait.due = min(wait.due, wait.due - visit.limits.deadline_s + visit.limits.body_timeout_s)
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if message.get("more_body", False):
+        body = await _read_pieces(body, visit, receive, keeper)
+    elif message["type"] == "http.disconnect":
+        raise _ClientGone
+    elif len(body) > max_bytes:
+        raise _too_large(f"more than {max_bytes} bytes", max_bytes)
+    visit.num_bytes = len(body)
+    visit.is_read = True
+    wait.due = visit.deadline
+    return body
+
+
+async def _read_pieces(piece: bytes, visit: _Visit, receive: Any, keeper: Doorkeeper) -> bytes:
+    limits, body = visit.limits, bytearray()
+    is_last = False
+    while True:
+        if len(body) + len(piece) > limits.body_bytes:
+            raise _too_large(f"more than {limits.body_bytes} bytes", limits.body_bytes)
+        if keeper.buffered_bytes + len(piece) > limits.buffered_bytes:
+            found = f"{keeper.buffered_bytes} bytes of other requests"
+            raise RequestRefused(503, "body", found, "fewer; try again", (*_LATER, _AND_CLOSE))
+        visit.buffered_bytes += len(piece)
+        keeper.buffered_bytes += len(piece)
+        body += piece
+        if is_last:
+            return bytes(body)
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _ClientGone
+        piece, is_last = message.get("body", b""), not message.get("more_body", False)
+
+
+def _too_large(found: str, max_bytes: int) -> RequestRefused:
+    return RequestRefused(413, "body", found, f"at most {max_bytes} bytes")
+
+
+def _overdue(visit: _Visit) -> RequestRefused:
+    limits = visit.limits
+    if not visit.is_read:
+        seconds = min(limits.body_timeout_s, limits.deadline_s)
+        found = f"no end of it after {seconds:g} s"
+        return RequestRefused(408, "body", found, "it sooner", (_AND_CLOSE,))
+    found = f"no answer after {limits.deadline_s:g} s"
+    return RequestRefused(504, "server", found, "one in time; try again, or ask for less")
+
+
+class _Complaints:
+    """What a route did not foresee, at most once a second: a flood of requests is none of lines."""
+
+    def __init__(self, route: str) -> None:
+        self._route = route
+        self._next, self._num_unsaid = 0.0, 0
+
+    def say(self, text: str, error: Exception | None = None) -> None:
+        """Log a line, with its traceback for an error, or count it for the next one."""
+        now = time.monotonic()
+        if now < self._next:
+            self._num_unsaid += 1
+            return
+        more = f" ({self._num_unsaid} more since the last line)" if self._num_unsaid else ""
+        self._next, self._num_unsaid = now + _TRACEBACK_EVERY_S, 0
+        _logger.error("%s: %s%s", self._route, text, more, exc_info=error)

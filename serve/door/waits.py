@@ -1,0 +1,61 @@
+"""Requests that wait, for the rest of their body or for an endpoint, and the time they may take.
+
+One timer looks after all of them: a timer or a task for each request would cost more than the door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+# Of an ASGI scope: time.perf_counter() when the request's head was whole, where the server says.
+ARRIVED: Final = "replaylake.arrived"
+_LOOK_EVERY_S: Final = 0.05
+
+
+class Wait:
+    """One request: the task that answers it, and when (time.perf_counter) that is cut short."""
+
+    __slots__ = ("due", "is_overdue", "task")
+
+    def __init__(self, task: asyncio.Task[object], due: float) -> None:
+        self.task, self.due, self.is_overdue = task, due, False
+
+
+class Waits:
+    """All requests of a worker that have not been answered."""
+
+    def __init__(self) -> None:
+        self._all: set[Wait] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def enter(self, due: float) -> Wait:
+        """Begin: at `due` the task is cancelled, and `is_overdue` says by whom."""
+        task = asyncio.current_task()
+        assert task is not None
+        wait = Wait(task, due)
+        self._all.add(wait)
+        if self._timer is None:
+            self._arm()
+        return wait
+
+    def leave(self, wait: Wait) -> None:
+        """End; the task is then as if it had not been cancelled by us."""
+        self._all.discard(wait)
+        if wait.is_overdue:
+            wait.task.uncancel()
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        now = time.perf_counter()
+        for wait in self._all:
+            if wait.due <= now and not wait.is_overdue:
+                wait.is_overdue = True
+                wait.task.cancel()
+        if self._all:
+            self._arm()
+        else:
+            self._timer = None

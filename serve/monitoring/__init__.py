@@ -1,0 +1,1 @@
+"""Monitoring: what a server counts."""

@@ -1,0 +1,196 @@
+"""Exported: what /metrics has; the endpoint and the dashboard go by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+# How a gauge of several workers is one: those of workers that are gone do not count.
+Joined = Literal["sum", "mean", "max"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of numbers.
+
+    name: without the `_total` that Prometheus adds to a counter. unit: Grafana's name of what one
+    is. buckets: of a histogram, the upper bounds, ascending.
+    """
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    unit: str = "short"
+    buckets: tuple[float, ...] = ()
+    joined: Joined = "sum"
+
+    @property
+    def sample(self) -> str:
+        """The name that its samples have, and that a query asks for."""
+        ends = {"counter": "_total", "histogram": "_bucket", "gauge": ""}
+        return self.name + ends[self.kind]
+
+
+_VERSION: Final = ("policy", "version")
+REQUESTS: Final = Family(
+    "replaylake_requests",
+    "counter",
+    "Requests answered, by route and status.",
+    ("route", "status"),
+)
+LATENCY: Final = Family(
+    "replaylake_request_seconds",
+    "histogram",
+    "Time from the request's arrival to its answer, by route.",
+    ("route",),
+    "s",
+    # From a tiny policy on a quiet machine to one that is in trouble.
+    (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0),
+)
+QUEUE: Final = Family(
+    "replaylake_queue_requests", "gauge", "Requests that are being worked on, all workers together."
+)
+QUEUE_LIMIT: Final = Family(
+    "replaylake_queue_limit", "gauge", "How many may be, before one more is answered 503."
+)
+DECISIONS: Final = Family(
+    "replaylake_decisions",
+    "counter",
+    "Observations acted on, by policy version and whether the action was the mode.",
+    (*_VERSION, "deterministic"),
+)
+POLICY: Final = Family(
+    "replaylake_policy_info",
+    "gauge",
+    "Workers that serve this version now, by the name it was asked for.",
+    (*_VERSION, "reference"),
+)
+WEIGHT: Final = Family(
+    "replaylake_policy_weight",
+    "gauge",
+    "Share of the episodes that this version answers.",
+    (*_VERSION, "reference"),
+    "percentunit",
+    joined="mean",
+)
+RELOADS: Final = Family(
+    "replaylake_reloads",
+    "counter",
+    "Versions that an alias moved to: served or refused, by each worker.",
+    ("policy", "alias", "result"),
+)
+REFUSED: Final = Family(
+    "replaylake_refused_version",
+    "gauge",
+    "The version that an alias points at and that did not pass; 0 where it did.",
+    ("policy", "alias"),
+    joined="max",
+)
+UNREACHABLE: Final = Family(
+    "replaylake_follow_failing",
+    "gauge",
+    "Workers that cannot find out where an alias points.",
+    ("policy", "alias"),
+)
+EXPLORATION: Final = Family(
+    "replaylake_exploration_rate",
+    "gauge",
+    "Share of recent decisions that were not the policy's best action.",
+    _VERSION,
+    "percentunit",
+)
+LOG_PROB: Final = Family(
+    "replaylake_log_prob_mean",
+    "gauge",
+    "Mean log-probability of recent actions, in nats.",
+    _VERSION,
+    "none",
+)
+DRIFT: Final = Family(
+    "replaylake_observation_drift",
+    "gauge",
+    "How far the mean of recent observations is from that of the training steps, in the latter's "
+    "standard deviations: of the element that is furthest, and the mean over elements.",
+    (*_VERSION, "over"),
+    "none",
+)
+SHIFT: Final = Family(
+    "replaylake_observation_shift",
+    "gauge",
+    "The same of each element, with its sign; of observations of at most 64 elements.",
+    (*_VERSION, "element"),
+    "none",
+)
+RECENT_DECISIONS: Final = Family(
+    "replaylake_recent_decisions",
+    "gauge",
+    "How many decisions the recent means are of, each counting less as it gets older.",
+    _VERSION,
+)
+FEEDBACK: Final = Family("replaylake_feedback", "counter", "Rewards accepted.")
+FEEDBACK_LAG: Final = Family(
+    "replaylake_feedback_lag_seconds",
+    "histogram",
+    "Time from a decision to a reward for it.",
+    (),
+    "s",
+    (0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0, 604800.0),
+)
+JOINED: Final = Family(
+    "replaylake_joined_ratio",
+    "gauge",
+    "Share of all logged decisions that have a reward, as `sessionise` last found it.",
+    (),
+    "percentunit",
+    joined="max",
+)
+ORPHANED: Final = Family(
+    "replaylake_orphaned_rewards",
+    "gauge",
+    "Rewards without a decision, as `sessionise` last found them.",
+    joined="max",
+)
+LOG_FAILURES: Final = Family(
+    "replaylake_log_failures",
+    "counter",
+    "Requests refused because the decision log could not be written.",
+)
+LOG_LOST: Final = Family(
+    "replaylake_log_lost",
+    "counter",
+    "Decisions and rewards that were answered though the log could not be written.",
+)
+PENDING: Final = Family(
+    "replaylake_log_pending_rows",
+    "gauge",
+    "Rows written to a journal and not yet committed to the lake, by table.",
+    ("table",),
+)
+WORKERS: Final = Family("replaylake_workers", "gauge", "Workers that are alive.")
+EXPORTED: Final = (
+    REQUESTS,
+    LATENCY,
+    QUEUE,
+    QUEUE_LIMIT,
+    DECISIONS,
+    POLICY,
+    WEIGHT,
+    RELOADS,
+    REFUSED,
+    UNREACHABLE,
+    EXPLORATION,
+    LOG_PROB,
+    DRIFT,
+    SHIFT,
+    RECENT_DECISIONS,
+    FEEDBACK,
+    FEEDBACK_LAG,
+    JOINED,
+    ORPHANED,
+    LOG_FAILURES,
+    LOG_LOST,
+    PENDING,
+    WORKERS,
+)

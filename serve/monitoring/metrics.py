@@ -1,0 +1,240 @@
+"""What the server counts.
+
+Counting is adding to numbers in memory (cells.py); Prometheus text is made of them when somebody
+asks (exposition.py). Several workers have their numbers in files of PROMETHEUS_MULTIPROC_DIR, and
+whichever is asked adds them up; without it there is one worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from replaylake.datastore.spaces import Array, Values
+from replaylake.serve.monitoring.cells import Cells
+from replaylake.serve.monitoring.drift import training_moments
+from replaylake.serve.monitoring.exported import (
+    DECISIONS,
+    FEEDBACK,
+    FEEDBACK_LAG,
+    JOINED,
+    LATENCY,
+    LOG_FAILURES,
+    LOG_LOST,
+    ORPHANED,
+    PENDING,
+    POLICY,
+    QUEUE,
+    QUEUE_LIMIT,
+    REFUSED,
+    RELOADS,
+    REQUESTS,
+    UNREACHABLE,
+    WEIGHT,
+    WORKERS,
+    Family,
+)
+from replaylake.serve.monitoring.exposition import exposition
+from replaylake.serve.monitoring.recent import Recent
+from replaylake.serve.serving import Serving
+from replaylake.serve.versions.reload import Following
+from replaylake.serve.versions.router import Served
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_REFRESH_S: Final = 1.0
+_NUM_BUCKETS: Final = len(LATENCY.buckets) + 1
+_NO_CELLS: Final = memoryview(bytearray(8)).cast("d")
+
+
+class Metrics:
+    """One worker's numbers.
+
+    Adding to a cell is one step to Python's threads: between its read and its write there is
+    nothing at which another thread could come in.
+    """
+
+    def __init__(self) -> None:
+        """Count nothing yet: no file is made before there is something to count."""
+        self._cells: Cells | None = None
+        self._values = _NO_CELLS
+        self._begins: dict[tuple[str, tuple[str, ...]], int] = {}
+        self._answered: dict[tuple[str, int], tuple[int, int]] = {}
+        self._decided: dict[tuple[str, int, bool], int] = {}
+        self._recents: dict[tuple[str, int], Recent] = {}
+        self._shown: set[tuple[str, ...]] = set()
+        self._serving: Serving | None = None
+        self._num_inside: Callable[[], int] = lambda: 0
+
+    def count_request(self, route: str, status: int, seconds: float) -> None:
+        """Count one answer. Cost: 0.6 us."""
+        begins = self._answered.get((route, status))
+        if begins is None:
+            latency = self._begin(LATENCY, (route,), _NUM_BUCKETS + 1)
+            begins = self._begin(REQUESTS, (route, str(status))), latency
+            self._answered[route, status] = begins
+        requests, latency = begins
+        values = self._values
+        values[requests] += 1
+        values[latency + bisect_left(LATENCY.buckets, seconds)] += 1
+        values[latency + _NUM_BUCKETS] += seconds
+
+    def count_decisions(self, policy: str, version: int, deterministic: bool, num: int) -> None:
+        """Count observations acted on."""
+        begin = self._decided.get((policy, version, deterministic))
+        if begin is None:
+            labels = (policy, str(version), str(deterministic).lower())
+            begin = self._decided[policy, version, deterministic] = self._begin(DECISIONS, labels)
+        self._values[begin] += num
+
+    def observe_acts(
+        self,
+        served: Served,
+        observations: Values,
+        log_probs: Array | None,
+        num: int,
+        *,
+        is_drawn: bool,
+        epsilon: float = 0.0,
+    ) -> None:
+        """Take `num` observations [num, *obs] and their log_probs float32 [num] into the means.
+
+        is_drawn: by temperature or epsilon, and not the mode. Cost: 1 us, with its share of the
+        adding up.
+        """
+        recent = self._recents.get((served.name, served.version))
+        if recent is None:
+            recent = Recent(self._opened(), served)
+            self._recents[served.name, served.version] = recent
+        if recent.add(observations, log_probs, num, is_drawn, epsilon):
+            recent.add_up(time.monotonic())
+
+    def count_feedback(self, lag_s: float | None = None) -> None:
+        """Count one accepted reward, of a decision that was taken lag_s before."""
+        self._add(FEEDBACK)
+        if lag_s is not None:
+            begin = self._begin(FEEDBACK_LAG, (), len(FEEDBACK_LAG.buckets) + 2)
+            self._values[begin + bisect_left(FEEDBACK_LAG.buckets, lag_s)] += 1
+            self._values[begin + len(FEEDBACK_LAG.buckets) + 1] += lag_s
+
+    def count_log_failure(self) -> None:
+        """Count a request that the log could not take."""
+        self._add(LOG_FAILURES)
+
+    def count_log_lost(self, num: int = 1) -> None:
+        """Count decisions or rewards that were answered and that the log could not take."""
+        self._add(LOG_LOST, (), num)
+
+    def set_pending(self, table: str, num_rows: int) -> None:
+        """Report how many rows of a table's journal wait for their commit."""
+        self._set(PENDING, (table,), num_rows)
+
+    def set_joined(self, decisions: int, joined: int, orphaned: int) -> None:
+        """Report what `sessionise` found: of all logged decisions, those that have a reward."""
+        if decisions:
+            self._set(JOINED, (), joined / decisions)
+        self._set(ORPHANED, (), orphaned)
+
+    def watch(self, serving: Serving, num_inside: Callable[[], int] = lambda: 0) -> None:
+        """Report what is served, from now on; num_inside: requests that are being worked on."""
+        self._serving, self._num_inside = serving, num_inside
+        serving.router.on_change = self._show_served
+        if serving.follower is not None:
+            serving.follower.on_look = self._show_following
+            for following in serving.follower.followed:
+                self._show_following(following)
+        if serving.sessioniser is not None:
+            serving.sessioniser.on_round = self.set_joined
+        if serving.sessioniser is not None:
+            serving.sessioniser.on_round = self.set_joined
+        self._show_served()
+        self.refresh()
+
+    async def keep_fresh(self) -> None:
+        """Refresh every second, until cancelled."""
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Bring up to date what is not counted as it happens."""
+        now = time.monotonic()
+        for recent in list(self._recents.values()):
+            recent.add_up(now)
+        self._set(WORKERS, (), 1)
+        serving = self._serving
+        if serving is None:
+            return
+        self._set(QUEUE, (), self._num_inside())
+        self._set(QUEUE_LIMIT, (), serving.limits.queue)
+        if serving.log is not None:
+            self.set_pending("decisions", serving.log.decisions.num_pending)
+            self.set_pending("rewards", serving.log.rewards.num_pending)
+        if serving.received is not None:
+            self.set_pending("received", serving.received.num_pending)
+
+    def render(self) -> bytes:
+        """Return the exposition text, of all workers."""
+        self.refresh()
+        serving = self._serving
+        elements: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for served in () if serving is None else serving.router.held:
+            moments = training_moments(served.about, served.policy.spec)
+            if moments is not None:
+                elements[served.name, str(served.version)] = moments.labels
+        return exposition(list(self._opened().blocks()), elements, time.monotonic())
+
+    def _show_served(self) -> None:
+        """Report the arms; called in the thread that changed them."""
+        serving = self._serving
+        if serving is None:
+            return
+        shown: set[tuple[str, ...]] = set()
+        for arm in serving.router.arms:
+            served = arm.served
+            now = (served.name, str(served.version), served.reference)
+            shown.add(now)
+            self._set(POLICY, now, 1)
+            self._set(WEIGHT, now, arm.weight)
+        for before in self._shown - shown:
+            self._set(POLICY, before, 0)
+            self._set(WEIGHT, before, 0)
+        self._shown = shown
+        held = {(served.name, served.version) for served in serving.router.held}
+        for known in [key for key in self._recents if key not in held]:
+            self._opened().release(self._recents.pop(known).key)
+
+    def _show_following(self, following: Following) -> None:
+        labels = (following.name, following.alias)
+        refused = following.refused
+        self._set(REFUSED, labels, 0 if refused is None else refused.version)
+        self._set(UNREACHABLE, labels, following.unreachable is not None)
+        self._set(RELOADS, (*labels, "served"), following.num_moves)
+        self._set(RELOADS, (*labels, "refused"), following.num_refusals)
+
+    def _add(self, family: Family, labels: tuple[str, ...] = (), num: float = 1) -> None:
+        begin = self._begin(family, labels)  # first: it may be what makes the cells
+        self._values[begin] += num
+
+    def _set(self, family: Family, labels: tuple[str, ...], value: float) -> None:
+        begin = self._begin(family, labels)
+        self._values[begin] = value
+
+    def _begin(self, family: Family, labels: tuple[str, ...] = (), width: int = 1) -> int:
+        begin = self._begins.get((family.name, labels))
+        if begin is None:
+            begin = self._opened().block((family.name, labels), width)
+            self._begins[family.name, labels] = begin
+            self._values = self._opened().values
+        return begin
+
+    def _opened(self) -> Cells:
+        if self._cells is None:
+            folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+            self._cells = Cells(Path(folder) if folder else None)
+            self._values = self._cells.values
+        return self._cells

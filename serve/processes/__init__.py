@@ -1,0 +1,1 @@
+"""Processes: the supervisor, its workers, and how they start."""

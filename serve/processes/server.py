@@ -1,0 +1,238 @@
+"""The server of `replaylake serve`: checks first, runs workers, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import ipaddress
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from replaylake.datastore.errors import ExtraMissing, ServeFailed
+from replaylake.datastore.remote.shard_cache import is_copy
+from replaylake.serve.config import ServeConfig
+from replaylake.serve.loading import check_servable
+from replaylake.serve.processes.launch import STOP_TIMEOUT_S
+from replaylake.serve.processes.supervisor import Supervisor, heard_signals
+from replaylake.serve.safety.limits import check_open_to_others
+
+__all__ = ["ServeConfig", "serve"]
+
+_LAUNCH: Final = (sys.executable, "-m", "replaylake.serve.processes.launch")
+_SERVICE: Final = "replaylake.serve.service:PolicyService"
+_START_TIMEOUT_S: Final = 60.0
+_BACKLOG: Final = 2048
+_POLL_S: Final = 0.02
+# The workers of a server that was killed hold its port for 0.1 s more, on a busy machine longer.
+_PORT_WAIT_S: Final = 2.0
+
+
+def serve(config: ServeConfig, on_ready: Callable[[ServeConfig], None] | None = None) -> int:
+    """Serve in the foreground until SIGINT, SIGTERM or SIGHUP, then return 0 with no process left.
+
+    One line on stderr says when it is ready, and where; `on_ready` is then called, in a thread of
+    its own, with the config and the port that it listens on. A worker that ends is started again.
+    Raises: ServeFailed if the port is in use or no worker became ready; before anything is
+    started, ConfigInvalid if other machines could reach it without a token, and whatever
+    `check_servable` finds.
+    """
+    began = time.monotonic()
+    address = resolve_host(config.host)
+    check_open_to_others(address, config.safety)
+    with listener_on(address, config.port) as listener:
+        config = replace(config, port=listener.getsockname()[1])
+        # Last: it creates the tables that are logged to, and a port in use changes nothing.
+        check_servable(config)
+        check_installed(config.server)
+        # BentoML keeps files in its home, so each server gets one of its own; and an empty folder
+        # to work in, because Python puts that first on sys.path.
+        home = Path(tempfile.mkdtemp(prefix="replaylake-serve-"))
+        try:
+            for name in ("work", "metrics"):
+                (home / name).mkdir()
+            if is_copy(config.package):
+                # The cache may let it go, and a worker that is started again has to find it.
+                package = shutil.copytree(config.package, home / "package")
+                config = replace(config, package=package)
+            _run(config, address, listener, home, began, on_ready or (lambda config: None))
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+    return 0
+
+
+def _run(
+    config: ServeConfig,
+    address: str,
+    listener: socket.socket,
+    home: Path,
+    began: float,
+    on_ready: Callable[[ServeConfig], None],
+) -> None:
+    watch = _ReadyWatch(config, address, began, on_ready)
+    descriptor = listener.fileno()
+    supervisor = Supervisor(
+        lambda number: _command(config, descriptor, number),
+        config.workers,
+        listener=listener,
+        environment={**os.environ, **_variables(config, home)},
+        folder=home / "work",
+        is_ready=lambda: watch.was_ready,
+    )
+    try:
+        with heard_signals() as signals:
+            watch.start()
+            supervisor.run(signals)
+    finally:
+        watch.stop()
+    if watch.failure is not None:
+        raise ServeFailed(watch.failure)
+
+
+def _variables(config: ServeConfig, home: Path) -> dict[str, str]:
+    variables = {
+        **config.to_environment(),
+        "BENTOML_HOME": str(home / "bentoml"),
+        "BENTOML_DO_NOT_TRACK": "True",
+    }
+    if config.workers > 1:  # one worker counts in memory, which costs less
+        variables["PROMETHEUS_MULTIPROC_DIR"] = str(home / "metrics")
+    return variables
+
+
+def _command(config: ServeConfig, descriptor: int, number: int) -> list[str]:
+    """Return what starts worker `number`; BentoML's is the line its own supervisor runs."""
+    if config.server == "uvicorn":
+        return [*_LAUNCH, "replaylake.serve.processes.worker", str(descriptor)]
+    options = {
+        "--fd": descriptor,
+        "--service-name": "replaylake_policy",
+        "--worker-id": number,
+        "--args": "{}",
+        "--backlog": _BACKLOG,
+        "--timeout-keep-alive": int(config.safety.idle_timeout_s),
+        "--timeout-graceful-shutdown": STOP_TIMEOUT_S,
+    }
+    given = [str(word) for option in options.items() for word in option]
+    return [*_LAUNCH, "_bentoml_impl.worker.service", _SERVICE, *given]
+
+
+def check_installed(server: str) -> None:
+    """Refuse a server whose modules are absent, before anything starts. Raises: ExtraMissing."""
+    for module in ("uvicorn", "starlette", *(("bentoml",) if server == "bentoml" else ())):
+        if find_spec(module) is None:
+            raise ExtraMissing(
+                f"serve: found no module {module}, expected {server}. Install replaylake[serve]."
+            )
+
+
+class _ReadyWatch(threading.Thread):
+    """Says when the server is ready, or stops it when it does not become so."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        address: str,
+        began: float,
+        on_ready: Callable[[ServeConfig], None],
+    ) -> None:
+        super().__init__(name="ready-watch", daemon=True)
+        self.failure: str | None = None
+        self.was_ready = False
+        self._config = config
+        # In the caller's context: what it has set there, such as where answers go, is not ours.
+        self._on_ready, self._context = on_ready, copy_context()
+        self._began = began  # time.monotonic() when serve() was called
+        self._address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Poll /readyz."""
+        while not self._stopping.wait(_POLL_S):
+            is_ready = self._is_ready()  # waits while the socket listens and no worker accepts
+            elapsed_s = time.monotonic() - self._began
+            if is_ready:
+                self.was_ready = True
+                log_to = self._config.log_to
+                sys.stderr.write(
+                    f"serving {self._config.policy}:{self._config.version} on {self._config.url}, "
+                    f"{f'logging to {log_to}' if log_to else 'logging nothing'}, "
+                    f"ready after {elapsed_s:.1f} s; stop with Ctrl-C\n"
+                )
+                sys.stderr.flush()
+                self._context.run(self._on_ready, self._config)
+                return
+            if elapsed_s > _START_TIMEOUT_S:
+                self.failure = (
+                    f"serve: found no ready worker after {_START_TIMEOUT_S:.0f} s, expected one. "
+                    "The lines above say why."
+                )
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    def stop(self) -> None:
+        """Stop polling."""
+        self._stopping.set()
+        if self.is_alive():
+            self.join()
+
+    def _is_ready(self) -> bool:
+        connection = http.client.HTTPConnection(self._address, self._config.port, timeout=5)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+
+def resolve_host(host: str) -> str:
+    """Return the address of a host name. Raises: ServeFailed."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ServeFailed(
+            f"serve: host {host!r} has no address ({error}), expected one of this machine. "
+            "Try --host 127.0.0.1."
+        ) from error
+
+
+def listener_on(address: str, port: int) -> socket.socket:
+    """Return a listening socket, on any free port if that is 0. Raises: ServeFailed."""
+    deadline = time.monotonic() + _PORT_WAIT_S
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    while True:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+            # Only now does a port that another server listens on say so, if both came at once.
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            is_in_use = error.errno == errno.EADDRINUSE
+            if is_in_use and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            found = "in use" if is_in_use else error.strerror
+            raise ServeFailed(
+                f"serve: port {port} on {address}: found it {found}, expected a free one. "
+                "Stop what listens there, or choose another with --port."
+            ) from error
+        return listener

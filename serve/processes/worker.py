@@ -1,0 +1,57 @@
+"""A worker process: what both servers do in it, and the whole of the one that is uvicorn alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Final
+
+import uvicorn
+
+from replaylake.serve.app import create_app
+from replaylake.serve.config import ServeConfig
+from replaylake.serve.door.connections import guard_connections
+from replaylake.serve.loading import load_serving
+from replaylake.serve.processes.launch import STOP_TIMEOUT_S
+from replaylake.serve.safety.access_log import AccessLog
+from replaylake.serve.serving import Serving
+
+BACKLOG: Final = 2048
+
+
+def load() -> Serving:
+    """Load what this worker's environment names. Raises: as load_serving, ConfigInvalid."""
+    config = ServeConfig.from_environment(os.environ)
+    tokens = config.safety.tokens()
+    target = config.safety.access_log
+    access_log = None if target is None else AccessLog(target)
+    serving = load_serving(config)
+    serving.limits, serving.tokens, serving.access_log = config.safety.limits, tokens, access_log
+    return serving
+
+
+def main() -> None:
+    """Serve with uvicorn on the listening socket whose descriptor is the argument."""
+    config = ServeConfig.from_environment(os.environ)
+    guard_connections(config.safety.connection_limits)
+    settings = uvicorn.Config(
+        create_app(load),
+        loop="uvloop",
+        lifespan="on",
+        ws="none",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=int(config.safety.idle_timeout_s),
+        timeout_graceful_shutdown=STOP_TIMEOUT_S,
+    )
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        uvicorn.Server(settings).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

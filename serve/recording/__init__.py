@@ -1,0 +1,1 @@
+"""Recording: what is served, into the lake."""

@@ -1,0 +1,208 @@
+"""Decisions and rewards into the lake: written before they are answered, committed soon after."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.sessions.decision_id import DecisionId
+from replaylake.datastore.sessions.decisions import (
+    DEFAULT_WINDOW_S,
+    decisions_encoder,
+    ensure_feedback_tables,
+    recover_feedback,
+    rewards_encoder,
+)
+from replaylake.datastore.sessions.journal import Journal, JournalConfig
+from replaylake.datastore.sessions.segments import Recovered
+from replaylake.datastore.spaces import Array
+
+# What becomes of an observation whose decision cannot be logged: it is refused, or answered.
+REFUSE: Final = "refuse"
+SERVE: Final = "serve"
+ON_LOG_FAILURE: Final = (REFUSE, SERVE)
+_SAY_EVERY_S: Final = 1.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """B decisions of one version as they were taken, ready to be logged: one element a row.
+
+    observations: as JSON has them, or an array [B, *obs]. masks: None where none was given.
+    deterministic: nothing was left to chance.
+    """
+
+    ids: Sequence[str]
+    request_ids: Sequence[str | None]
+    episode_ids: Sequence[str | None]
+    steps: Sequence[int | None]
+    observations: Sequence[Any] | Array
+    actions: Sequence[Any]
+    log_probs: Sequence[float | None]
+    masks: Sequence[Sequence[bool]] | None
+    timestamp: int
+    policy: str
+    policy_version: int
+    deterministic: bool
+
+
+class DecisionLog:
+    """One worker's way into a dataset's decisions and rewards."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        spec: PolicySpec,
+        worker: str,
+        *,
+        window_s: float = DEFAULT_WINDOW_S,
+        config: JournalConfig | None = None,
+        on_failure: str = REFUSE,
+    ) -> None:
+        """Create what is absent, commit what killed servers left, and open this worker's journals.
+
+        Raises: SchemaMismatch if the dataset's spaces are not the policy's.
+        """
+        ensure_feedback_tables(dataset, spec.observation_space, spec.action_space, spec.encoding)
+        self.dataset = dataset
+        self.window_s = window_s
+        self.on_failure = on_failure
+        self.num_lost = 0  # decisions that were answered and not logged
+        self._said_s, self._lost_lock = -_SAY_EVERY_S, threading.Lock()
+        self.takes_masks = dataset.spec.mask_size is not None
+        self.recovered: Recovered = recover_feedback(dataset)
+        self.decisions = Journal(
+            dataset.decisions, decisions_encoder(dataset), worker=worker, config=config
+        )
+        self.rewards = Journal(
+            dataset.rewards, rewards_encoder(dataset), worker=worker, config=config
+        )
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing more can be logged until the server starts again, or None."""
+        return self.decisions.failure or self.rewards.failure
+
+    @property
+    def refuses(self) -> bool:
+        """Whether no observation is acted on any more, as nothing can be logged."""
+        return self.on_failure == REFUSE and self.failure is not None
+
+    def write_decisions(self, decided: Sequence[Decided]) -> bool:
+        """Write decisions; on return a killed process does not lose them.
+
+        Returns whether they were. Raises: StorageFailed, unless failures are to be served through.
+        """
+        try:
+            self.decisions.append([record for one in decided for record in _records(one)])
+        except StorageFailed as error:
+            if self.on_failure == REFUSE:
+                raise
+            self._count_lost(sum(len(one.ids) for one in decided), error)
+            return False
+        return True
+
+    def _count_lost(self, num: int, error: StorageFailed) -> None:
+        with self._lost_lock:
+            self.num_lost += num
+            now_s = time.monotonic()
+            is_said = now_s - self._said_s < _SAY_EVERY_S
+            self._said_s = self._said_s if is_said else now_s
+        if not is_said:
+            _logger.error(
+                "answered without logging, %d decisions lost since the start: %s",
+                self.num_lost,
+                error,
+            )
+
+    def write_rewards(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write reports, all or none. Raises: StorageFailed, whatever `on_failure` says.
+
+        Who reports can send it again; a client that acts cannot wait.
+        """
+        self.rewards.append(
+            [orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) for record in records]
+        )
+
+    def is_too_old(self, decision: DecisionId, timestamp: int) -> bool:
+        """Whether the reward window of a decision has closed at `timestamp` (us)."""
+        return timestamp - decision.timestamp > self.window_s * 1e6
+
+    def close(self) -> None:
+        """Commit everything. Raises: ReplayLakeError; the next start then commits what is left."""
+        try:
+            self.decisions.close()
+        finally:
+            self.rewards.close()
+
+
+class Clock:
+    """Microseconds since 1970, UTC, never going back: a worker's ids sort in the order of issue."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def now(self) -> int:
+        """Return the time."""
+        self._last = max(self._last, time.time_ns() // 1000)
+        return self._last
+
+
+def _records(decided: Decided) -> list[bytes]:
+    """Return a JSON object for each decision; what all have in common is written out once."""
+    common = orjson.dumps(
+        {
+            "timestamp": decided.timestamp,
+            "policy": decided.policy,
+            "policy_version": decided.policy_version,
+            "deterministic": decided.deterministic,
+        }
+    )
+    tail = b"," + common[1:]
+    num = len(decided.ids)
+    rows = zip(
+        decided.ids,
+        decided.request_ids,
+        decided.episode_ids,
+        decided.steps,
+        decided.observations,
+        decided.actions,
+        decided.log_probs,
+        [None] * num if decided.masks is None else decided.masks,
+        strict=True,
+    )
+    # JSON numbers as Python floats come back bit for bit, float32 included.
+    return [
+        orjson.dumps(
+            {
+                "decision_id": decision_id,
+                "request_id": request_id,
+                "episode_id": episode_id,
+                "step": step,
+                "observation": observation,
+                "action": action,
+                "log_prob": log_prob,
+                "action_mask": mask,
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )[:-1]
+        + tail
+        for decision_id, request_id, episode_id, step, observation, action, log_prob, mask in rows
+    ]
+
+
+def json_log_probs(log_probs: Array | None, num: int) -> list[float | None]:
+    """Return one number or None (unknown) for each of `num` actions."""
+    if log_probs is None:
+        return [None] * num
+    return [value if value == value else None for value in log_probs.tolist()]

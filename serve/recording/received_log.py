@@ -1,0 +1,116 @@
+"""Received steps into the lake: written before they are acknowledged, committed soon after."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.sessions.journal import Journal, JournalConfig
+from replaylake.datastore.sessions.received import (
+    ReceivedPiece,
+    ensure_received_table,
+    received_encoder,
+    recover_received,
+)
+
+# Steps that a worker remembers, to tell a contradiction at once: about 15 MB.
+_HELD_STEPS: Final = 131_072
+
+
+class Contradiction(Exception):
+    """A piece, by its place, that says otherwise than what this worker holds."""
+
+    def __init__(self, piece: int, found: str, expected: str) -> None:
+        super().__init__(found)
+        self.piece, self.found, self.expected = piece, found, expected
+
+
+class ReceivedLog:
+    """One worker's way into a dataset's received steps. Safe for threads."""
+
+    def __init__(self, dataset: Dataset, worker: str, config: JournalConfig | None = None) -> None:
+        """Create the table if it is absent, commit what killed servers left, open a journal."""
+        ensure_received_table(dataset)
+        recover_received(dataset)
+        self.dataset = dataset
+        self._journal = Journal(dataset.received, received_encoder, worker=worker, config=config)
+        self._held: OrderedDict[tuple[str, str], _Held] = OrderedDict()
+        self._num_held = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_pending(self) -> int:
+        """Pieces written and not yet committed."""
+        return self._journal.num_pending
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing more can be written, or None."""
+        return self._journal.failure
+
+    def write(self, pieces: Sequence[ReceivedPiece]) -> None:
+        """Write pieces of episodes, all or none; what this worker holds already is left out.
+
+        On return a killed process does not lose them. Raises: Contradiction, StorageFailed.
+        """
+        with self._lock:
+            fresh: dict[tuple[str, str], _Held] = {}
+            new = []
+            for number, piece in enumerate(pieces):
+                key = piece.key
+                if key not in fresh:
+                    held = self._held.get(key)
+                    fresh[key] = _Held() if held is None else held.copy()
+                if fresh[key].add(piece, number):
+                    new.append(piece)
+            if new:
+                self._journal.append([piece.record for piece in new])
+            # Only now: what could not be written is not held.
+            self._remember(fresh)
+
+    def close(self) -> None:
+        """Commit everything. Raises: ReplayLakeError; the next start then commits what is left."""
+        self._journal.close()
+
+    def _remember(self, fresh: dict[tuple[str, str], _Held]) -> None:
+        for key, held in fresh.items():
+            before = self._held.get(key)
+            self._num_held += len(held.contents) - (0 if before is None else len(before.contents))
+            self._held[key] = held
+            self._held.move_to_end(key)
+        while self._num_held > _HELD_STEPS and self._held:
+            _, gone = self._held.popitem(last=False)
+            self._num_held -= len(gone.contents)
+
+
+class _Held:
+    """What is known of an episode's steps: what each says, and which one ended it."""
+
+    def __init__(self) -> None:
+        self.contents: dict[int, int] = {}
+        self.end: int | None = None
+
+    def copy(self) -> _Held:
+        same = _Held()
+        same.contents, same.end = dict(self.contents), self.end
+        return same
+
+    def add(self, piece: ReceivedPiece, number: int) -> bool:
+        """Note a piece; return whether it had anything new. Raises: Contradiction."""
+        is_new, last = False, 0
+        for last, content in piece.contents.items():
+            if last not in self.contents:
+                self.contents[last] = content
+                is_new = True
+            elif self.contents[last] != content:
+                expected = "what it was when it was sent before, or another episode_id"
+                raise Contradiction(number, f"step {last} with other values", expected)
+        if piece.ends:
+            self.end = last if self.end is None else min(last, self.end)
+        if self.end is not None and (highest := max(self.contents)) > self.end:
+            found = f"step {highest} after the end at step {self.end}"
+            raise Contradiction(number, found, "no step after the one that ended the episode")
+        return is_new

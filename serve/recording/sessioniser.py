@@ -1,0 +1,160 @@
+"""Sessioniser: decisions joined with their rewards beside a server, in a process of its own.
+
+The join holds the interpreter for seconds where much was served, and takes memory that DuckDB does
+not give back; neither is for a process that answers requests. One worker of a machine has the
+process, by a lock; if it dies, the process ends and another worker begins one. Several machines may
+do it at once: what one was first with the others find done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.locations import absolute_lake
+from replaylake.datastore.sessions.rounds import Rounds, sessionise_every
+from replaylake.datastore.sessions.segments import journal_folder
+from replaylake.datastore.sessions.sessionise import SessionReceipt
+
+_LOOK_S: Final = 1.0
+_STOP_TIMEOUT_S: Final = 2.0
+_NICE: Final = 10
+_logger = logging.getLogger(__name__)
+
+
+class Sessioniser:
+    """Keeps the process going, if this worker is the one that has it."""
+
+    def __init__(self, dataset: Dataset, lake: str | Path, every_s: float, window_s: float) -> None:
+        """Begin nothing yet. `on_round` is told of each: decisions, joined, orphaned."""
+        self.on_round: Callable[[int, int, int], None] = _tell_nobody
+        self._lock_path = journal_folder(dataset.decisions) / "sessionise.lock"
+        self._arguments = [absolute_lake(lake), dataset.name, repr(every_s), repr(window_s)]
+        self._stopping = threading.Event()
+        self._lock_fd: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._watch, name="sessioniser", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it: a round that is under way is let finish for a moment, and loses nothing else."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._process is not None:
+            _end(self._process)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                self._look()
+            except OSError as error:
+                _logger.error("sessionise: %s; trying again", error)
+            if self._stopping.wait(_LOOK_S):
+                return
+
+    def _look(self) -> None:
+        if self._lock_fd is None and not self._take_lock():
+            return
+        if self._process is not None and self._process.poll() is not None:
+            _logger.error("sessionise: ended with %d, beginning anew", self._process.returncode)
+            self._process = None
+        if self._process is None:
+            command = [
+                sys.executable,
+                "-m",
+                "replaylake.serve.recording.sessioniser",
+                *self._arguments,
+            ]
+            # Its stdin ends when this process does, however that ends.
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            reader = threading.Thread(target=self._tell, args=(self._process,), daemon=True)
+            reader.start()
+
+    def _tell(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None, "it was started with a pipe"
+        with process.stdout as lines:
+            for line in lines:
+                decisions, joined, orphaned = json.loads(line)
+                self.on_round(decisions, joined, orphaned)
+
+    def _take_lock(self) -> bool:
+        fd = os.open(self._lock_path, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        self._lock_fd = fd
+        return True
+
+
+def _tell_nobody(decisions: int, joined: int, orphaned: int) -> None:
+    pass
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        with suppress(OSError):
+            process.stdin.close()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def main(arguments: list[str]) -> None:
+    """Run rounds until stdin ends: LAKE DATASET EVERY_S WINDOW_S."""
+    lake, dataset, every_s, window_s = arguments
+    # Ctrl-C is for the server, which then ends this; what it answers goes first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(_NICE)
+    stop = threading.Event()
+
+    def wait_for_the_end() -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        stop.set()
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"sessionise {text}\n")
+        sys.stderr.flush()
+
+    def on_round(receipt: SessionReceipt) -> None:
+        print(json.dumps([receipt.decisions, receipt.joined, receipt.orphaned]), flush=True)
+        if receipt.has_changed:
+            say(receipt.line())
+
+    threading.Thread(target=wait_for_the_end, name="stdin", daemon=True).start()
+    rounds = Rounds(open_lake(lake), dataset, window_s=float(window_s))
+    sessionise_every(
+        rounds,
+        float(every_s),
+        stop=stop,
+        on_round=on_round,
+        on_failure=lambda error: say(f"{dataset}: {error}; the next round tries again"),
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Safety: who may ask for what, and how much of it."""

@@ -1,0 +1,161 @@
+"""What a server lets through: tokens, sizes, times and numbers, and what it writes down of each."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.serve.safety.access_log import STDOUT
+from replaylake.serve.safety.tokens import Tokens, read_tokens, variable_of
+
+_PREFIX: Final = "REPLAYLAKE_SERVE_"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for, and all of them together.
+
+    body_bytes: of one body; 8 MiB holds 256 Atari frames written as JSON. batch: observations a
+    request. steps: of a request's episodes, together. body_timeout_s: from a request's head to the
+    last of its body. deadline_s: until its answer, that included; work that holds the event loop is
+    let finish. queue: requests that an endpoint works on at once. buffered_bytes: of all bodies
+    that come in pieces, together.
+    """
+
+    body_bytes: int = 8 << 20
+    batch: int = 4096
+    steps: int = 65_536
+    body_timeout_s: float = 10.0
+    deadline_s: float = 15.0
+    queue: int = 256
+    buffered_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What a client may hold of a worker.
+
+    num: connections at once; above it the one that idled longest goes, and if none does the new
+    one is refused. head_timeout_s: from a head's first byte to its last. idle_timeout_s: without a
+    request. unread_timeout_s: with an answer that the client does not take. head_bytes: of one
+    head, give or take a packet.
+    """
+
+    num: int = 2048
+    head_timeout_s: float = 10.0
+    idle_timeout_s: float = 65.0
+    unread_timeout_s: float = 10.0
+    head_bytes: int = 1 << 16
+
+
+@dataclass(frozen=True)
+class Safety:
+    """A server's protection.
+
+    act_token_file, feedback_token_file, admin_token_file: tokens, one a line, of those who may act,
+    feed back and look (/policy, /metrics); REPLAYLAKE_ACT_TOKEN and its kin hold them otherwise.
+    insecure: serve other machines without tokens. access_log: a file that gets one line of JSON a
+    request, or `-` for stdout. The others are those of Limits and ConnectionLimits.
+    """
+
+    act_token_file: Path | None = None
+    feedback_token_file: Path | None = None
+    admin_token_file: Path | None = None
+    insecure: bool = False
+    access_log: str | None = None
+    body_bytes: int = Limits.body_bytes
+    body_timeout_s: float = Limits.body_timeout_s
+    deadline_s: float = Limits.deadline_s
+    queue: int = Limits.queue
+    connections: int = ConnectionLimits.num
+    idle_timeout_s: float = ConnectionLimits.idle_timeout_s
+
+    def __post_init__(self) -> None:
+        for name in ("body_bytes", "body_timeout_s", "deadline_s", "queue", "connections"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigInvalid(f"serve: found {name} {value}, expected a number above 0.")
+        if not 1 <= self.idle_timeout_s < math.inf:
+            raise ConfigInvalid(
+                f"serve: found idle_timeout_s {self.idle_timeout_s}, expected 1 second or more."
+            )
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may ask for. All bodies together may be eight of the largest."""
+        return Limits(
+            body_bytes=self.body_bytes,
+            body_timeout_s=self.body_timeout_s,
+            deadline_s=self.deadline_s,
+            queue=self.queue,
+            buffered_bytes=8 * self.body_bytes,
+        )
+
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """What a client may hold."""
+        return ConnectionLimits(
+            num=self.connections,
+            head_timeout_s=self.body_timeout_s,
+            idle_timeout_s=self.idle_timeout_s,
+            unread_timeout_s=self.body_timeout_s,
+        )
+
+    def tokens(self) -> Tokens:
+        """Read the tokens. Raises: ConfigInvalid."""
+        files = {
+            "act": self.act_token_file,
+            "feedback": self.feedback_token_file,
+            "admin": self.admin_token_file,
+        }
+        return read_tokens(files)
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the variables that a worker reads: paths made absolute, and no token."""
+        given: dict[str, str] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Path) or (
+                field.name == "access_log" and value not in (None, STDOUT)
+            ):
+                value = Path(value).absolute()
+            if value is not None:
+                text = str(int(value)) if isinstance(value, bool) else str(value)
+                given[_PREFIX + field.name.upper()] = text
+        return given
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Safety:
+        """Read a worker's variables. Raises: ConfigInvalid, ValueError if a number is none."""
+        given: dict[str, Any] = {}
+        for field in fields(cls):
+            text = environment.get(_PREFIX + field.name.upper())
+            if text:
+                given[field.name] = _read(field.name, text, field.default)
+        return cls(**given)
+
+
+def _read(name: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        return text == "1"
+    if isinstance(default, int | float):
+        return type(default)(text)
+    return Path(text) if name.endswith("_file") else text
+
+
+def check_open_to_others(address: str, safety: Safety) -> Tokens:
+    """Read the tokens, and refuse to serve other machines without any. Raises: ConfigInvalid."""
+    tokens = safety.tokens()
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    if tokens.is_empty and not is_loopback and not safety.insecure:
+        raise ConfigInvalid(
+            f"serve: found host {address}, which other machines reach, and no tokens, expected "
+            f"tokens for it. Set {variable_of('act')} or --act-token-file (and the same for "
+            "feedback and admin), listen on 127.0.0.1, or say --insecure."
+        )
+    return tokens

@@ -1,0 +1,170 @@
+"""Transport: requests of the client on kept connections, sent again until they are answered."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
+
+JSON: Final = "application/json"
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 2.0
+
+
+class RequestFailed(ReplayLakeError):
+    """The server refused: `field` of the request, what it `found` there and `expected`."""
+
+    def __init__(self, status: int, field: str, found: str, expected: str) -> None:
+        super().__init__(f"HTTP {status}: {field}: found {found}, expected {expected}.")
+        self.status, self.field, self.found, self.expected = status, field, found, expected
+
+
+class ServerUnreachable(ReplayLakeError):
+    """No answer came, however often the request was sent."""
+
+
+class Transport:
+    """The way to one server. Threads share it: each has a connection of its own."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        timeout_s: float,
+        retry_s: float,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        """Connect with the first request. Raises: ConfigInvalid if the URL is none of http(s)."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigInvalid(
+                f"client: found the URL {url!r}, expected one such as http://127.0.0.1:3000."
+            )
+        self.url = url.rstrip("/")
+        self._parts, self._context = parts, context
+        self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._headers = {"Accept": JSON}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._open: set[http.client.HTTPConnection] = set()
+
+    def close(self) -> None:
+        """Close the connections of all threads; another request opens one anew."""
+        with self._lock:
+            connections, self._open = self._open, set()
+        for connection in connections:
+            connection.close()
+
+    def status(self, path: str) -> int | None:
+        """Return the status of one GET, None where nobody answers."""
+        try:
+            return self._once("GET", path, None, self._headers)[0]
+        except (OSError, http.client.HTTPException):
+            self._drop()
+            return None
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, content_type: str = JSON
+    ) -> dict[str, Any]:
+        """Send a request until it is answered, and return the answer's JSON.
+
+        Raises: RequestFailed, ServerUnreachable.
+        """
+        headers = self._headers
+        if body is not None:
+            headers = {**headers, "Content-Type": content_type}
+        until, pause_s = time.monotonic() + self._retry_s, _FIRST_PAUSE_S
+        while True:
+            was_used = self._is_used()
+            failure: Exception
+            try:
+                status, retry_after, data = self._once(method, path, body, headers)
+            except (OSError, http.client.HTTPException) as error:
+                self._drop()
+                if was_used and not isinstance(error, TimeoutError):
+                    continue  # the server had closed a connection that was idle
+                wait_s, failure = pause_s, error
+            else:
+                if status < 400:
+                    answer: dict[str, Any] = json.loads(data)
+                    return answer
+                refused = _refusal(status, data)
+                if status != 503:
+                    raise refused
+                wait_s, failure = _seconds(retry_after, pause_s), refused
+            if time.monotonic() + wait_s > until:
+                if isinstance(failure, RequestFailed):
+                    raise failure
+                raise ServerUnreachable(
+                    f"{self.url}{path.partition('?')[0]}: {failure!r}, expected an answer within "
+                    f"{self._retry_s:g} s of trying. Is the server running, and is this its URL?"
+                ) from failure
+            time.sleep(wait_s)
+            # Not all at once: many clients wait for one server.
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
+
+    def _once(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[int, str | None, bytes]:
+        connection = self._connection()
+        connection.request(method, f"{self._parts.path.rstrip('/')}{path}", body, dict(headers))
+        response = connection.getresponse()
+        data = response.read()
+        self._local.is_used = True
+        if response.will_close:
+            self._drop()
+        return response.status, response.getheader("Retry-After"), data
+
+    def _connection(self) -> http.client.HTTPConnection:
+        """Return this thread's connection, in this process: a fork may not share a socket."""
+        local = self._local
+        if getattr(local, "pid", None) != os.getpid():
+            local.connection, local.pid, local.is_used = None, os.getpid(), False
+        if local.connection is None:
+            host, port = self._parts.hostname or "", self._parts.port
+            if self._parts.scheme == "https":
+                local.connection = http.client.HTTPSConnection(
+                    host, port, timeout=self._timeout_s, context=self._context
+                )
+            else:
+                local.connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+            local.is_used = False
+            with self._lock:
+                self._open.add(local.connection)
+        found: http.client.HTTPConnection = local.connection
+        return found
+
+    def _is_used(self) -> bool:
+        return bool(getattr(self._local, "is_used", False))
+
+    def _drop(self) -> None:
+        connection = getattr(self._local, "connection", None)
+        self._local.connection, self._local.is_used = None, False
+        if connection is not None:
+            connection.close()
+            with self._lock:
+                self._open.discard(connection)
+
+
+def _seconds(retry_after: str | None, otherwise_s: float) -> float:
+    return float(retry_after) if retry_after is not None and retry_after.isdigit() else otherwise_s
+
+
+def _refusal(status: int, data: bytes) -> RequestFailed:
+    try:
+        error = json.loads(data)["error"]
+        return RequestFailed(status, error["field"], error["found"], error["expected"])
+    except (ValueError, KeyError, TypeError):
+        found = data[:120].decode("utf-8", "replace") or "an empty answer"
+        return RequestFailed(status, "answer", found, "one of a ReplayLake server")

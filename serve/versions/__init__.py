@@ -1,0 +1,1 @@
+"""Versions: which policies a server holds, and how others take their place."""

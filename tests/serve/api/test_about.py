@@ -1,0 +1,97 @@
+"""GET /policy: which versions answer, what they came from, and how following goes."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.policies.package import save_package
+from replaylake.serve.app import create_app
+from replaylake.serve.config import ServeConfig
+from replaylake.serve.loading import load_serving
+
+DATASET = {
+    "dataset": "cartpole", "version": 7, "named": "cartpole", "where": "num_steps > 10",
+    "reward": None, "where_steps": None, "num_episodes": 12, "num_steps": 900,
+    "content_hash": "ab" * 16,
+}  # fmt: skip
+MANIFEST = {
+    "algorithm": "bc",
+    "run_id": "01abc",
+    "datasets": [DATASET],
+    "evaluation": {"mean_return": 200.0},
+}
+
+
+@pytest.fixture
+def lake(kit, tmp_path):
+    lake = open_lake(tmp_path / "lake", create=True)
+    for number in range(3):
+        nan = np.nan if number == 2 else 1.0
+        graph = kit.linear_graph(kit.WEIGHTS * np.float32(nan), "logits", 4)
+        folder = tmp_path / f"p{number}"
+        save_package(folder, onnx=graph, spec=kit.CARTPOLE, manifest=MANIFEST, learner_weights=None)
+        lake.registry.register("clone", folder, run_id="01abc", lineage={})
+    return lake
+
+
+def test_what_a_server_says_of_itself(app_client, lake):
+    registry = lake.registry
+    registry.set_alias("clone", "champion", 1)
+    registry.set_alias("clone", "challenger", 2)
+    config = ServeConfig(
+        registry.resolve("clone:1").path,
+        "clone",
+        1,
+        lake.path,
+        reference="clone@champion",
+        canary=("clone@challenger=0.25",),
+        follow_s=0.05,
+    )
+    began_ms = time.time() * 1000
+    with app_client(create_app(lambda: load_serving(config))) as client:
+        said = client.get("/policy").json()
+        assert (said["policy"], said["version"], said["reference"]) == (
+            "clone", 1, "clone@champion",
+        )  # fmt: skip
+        main, canary = said["versions"]
+        assert (main["weight"], canary["weight"]) == (0.75, 0.25)
+        assert (canary["version"], canary["reference"]) == (2, "clone@challenger")
+        assert main["snapshot"] == [DATASET]
+        assert main["evaluation"] == {"mean_return": 200.0}
+        assert (main["algorithm"], main["run_id"], main["ope"]) == ("bc", "01abc", None)
+        assert began_ms - 1 <= main["since_ms"] <= time.time() * 1000
+        assert main["promotion"]["alias"] == "champion"
+        assert said["observation_space"]["type"] == "box"
+        following = said["following"]
+        assert [one["alias"] for one in following] == ["champion", "challenger"]
+        assert following[0]["last_reload"] is following[0]["refused"] is None
+        assert following[0]["interval_s"] == 0.05
+
+        gate = {"verdict": "better", "difference": [0.1, 3.0]}
+        registry.aliases.move("clone", "champion", 2, kind="promote", by="ada", gate=gate)
+        said = eventually(client, lambda said: said["version"] == 2)
+        assert said["versions"][0]["ope"] == gate
+        assert said["versions"][0]["promotion"]["by"] == "ada"
+        moved = said["following"][0]["last_reload"]
+        assert (moved["from_version"], moved["to_version"]) == (1, 2)
+        assert {"policy": "clone", "version": 1} in said["held"]
+
+        registry.set_alias("clone", "champion", 3)
+        said = eventually(client, lambda said: said["following"][0]["refused"])
+        assert (said["version"], said["following"][0]["refused"]["version"]) == (2, 3)
+        assert "does not act" in said["following"][0]["refused"]["reason"]
+        assert client.post("/act", json={"observation": [0, 0, 0, 0]}).status_code == 200
+        text = client.get("/metrics").text
+        assert 'replaylake_refused_version{alias="champion",policy="clone"} 3.0' in text
+        assert json.dumps(said)
+
+
+def eventually(client, is_so):
+    deadline = time.monotonic() + 10
+    while not is_so(said := client.get("/policy").json()):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
+    return said

@@ -1,0 +1,183 @@
+"""The document is valid OpenAPI, its examples work, and what the server answers is as it says."""
+
+import jsonschema
+import numpy as np
+import pytest
+from openapi_spec_validator import validate
+
+from replaylake.datastore.encoding import Encoding, Field
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.policies.package import load_policy
+from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.sessions.decision_id import DecisionSigner
+from replaylake.datastore.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Text,
+    Tuple,
+    as_values,
+    gather,
+)
+from replaylake.serve.api.json_schema import example_of, observation_schema, schema_of
+from replaylake.serve.api.openapi import document
+from replaylake.serve.app import create_app
+from replaylake.serve.recording.decision_log import DecisionLog
+from replaylake.serve.safety.tokens import Tokens
+from replaylake.serve.serving import Serving
+from replaylake.serve.versions.router import Router, Served
+
+SPACES = [
+    Box((4,)),
+    Box((), "float64"),
+    Box((2, 3), "uint8", 0, 255),
+    Box((2,), "int16"),
+    Discrete(3),
+    Discrete(3, start=-1),
+    MultiDiscrete((2, 3)),
+    MultiDiscrete((2, 2)),
+    MultiBinary(3),
+    Text(),
+    Dict({"camera": Box((2, 2), "uint8", 0, 255), "said": Text()}),
+    Tuple((Box((2,)), Discrete(2))),
+]
+
+
+class _NoPolicy:
+    def __init__(self, spec):
+        self.spec = spec
+
+
+def serving(policy, log=None, tokens=None):
+    served = Served("p", 2, policy, "p@champion", {})
+    return Serving(Router(served), DecisionSigner(b"k" * 32, "d"), log, tokens=tokens or Tokens())
+
+
+@pytest.fixture(scope="module")
+def logged(app_client, package, tmp_path_factory):
+    policy = load_policy(package)
+    lake = open_lake(tmp_path_factory.mktemp("docs") / "lake", create=True)
+    signer = DecisionSigner(lake.signing_key(), "d")
+    log = DecisionLog(lake.dataset("d"), policy.spec, signer.worker)
+    with app_client(create_app(lambda: serving(policy, log))) as client:
+        yield client
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_values_and_their_schema_agree(space):
+    schema, value = schema_of(space), example_of(space)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(value, schema)
+    as_values(space, gather(space, [value]), "observation", 1)
+    for wrong in (None, {}, [[[[1]]]], 2.5 if schema["type"] != "number" else "2.5"):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+@pytest.mark.parametrize(
+    ("action_space", "head"), [(Discrete(2), "categorical"), (Box((2,)), "deterministic")], ids=str
+)
+def test_it_is_openapi_for_any_space(space, action_space, head):
+    policy = _NoPolicy(PolicySpec(space, action_space, head))
+    validate(document(serving(policy)))
+
+
+def test_bounds_of_a_dtype_are_in_and_those_of_a_box_are_not():
+    assert schema_of(Box((1,), "float32", -1.0, 1.0))["items"]["maximum"] > 1e38
+    assert schema_of(Box((1,), "uint8", 0, 9))["items"]["maximum"] == 255
+
+
+def test_named_fields():
+    fields = (
+        Field("age", "number"),
+        Field("device", "category", ("ios", "web")),
+        Field("new", "flag", fill=False),
+        Field("hour", "time"),
+    )
+    encoding = Encoding(fields)
+    schema = observation_schema(Box((encoding.width,)), encoding)
+    good = {"age": 3, "device": "ios", "hour": "2026-01-31T12:00:00Z", "new": None}
+    jsonschema.validate(good, schema)
+    jsonschema.validate([0.0] * encoding.width, schema)
+    for wrong in ({**good, "age": "3"}, {"age": 3}, {**good, "more": 1}):
+        assert encoding.find_fault(wrong) is not None
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+def test_every_route_and_no_other_is_in_it(logged):
+    answer = logged.get("/docs.json")
+    assert answer.status_code == 200
+    found = answer.json()
+    validate(found)
+    routes = {route.path for route in logged._app.routes} - {"/{path:path}"}
+    assert set(found["paths"]) == routes
+    for path, operations in found["paths"].items():
+        for method in operations:
+            assert logged.request(method.upper(), path).status_code not in (404, 405)
+
+
+def test_examples_work_and_answers_are_as_it_says(logged):
+    found = logged.get("/docs.json").json()
+    count = 0
+    for path, operations in found["paths"].items():
+        if (operation := operations.get("post")) is None:
+            continue
+        for example in operation["requestBody"]["content"]["application/json"]["examples"].values():
+            answer = logged.post(path, json=example["value"])
+            assert answer.status_code in (200, 202), (path, example, answer.text)
+            _check(found, operation, answer)
+            count += 1
+    assert count == 6
+    for path in ("/policy", "/livez", "/readyz", "/docs.json"):
+        _check(found, found["paths"][path]["get"], logged.get(path))
+
+
+def test_refusals_are_as_it_says(logged):
+    found = logged.get("/docs.json").json()
+    for path, body in (
+        ("/act", {"observation": [1]}),
+        ("/feedback", {"decision_id": "d1", "reward": 1}),
+        ("/episodes", {"episodes": [{}]}),
+    ):
+        answer = logged.post(path, json=body)
+        assert answer.status_code in (404, 422)
+        _check(found, found["paths"][path]["post"], answer)
+
+
+def _check(found, operation, answer):
+    content = operation["responses"][str(answer.status_code)]["content"]
+    schema = content[answer.headers["content-type"]]["schema"]
+    jsonschema.validate(answer.json(), {**schema, "components": found["components"]})
+
+
+def test_tokens_are_asked_for_where_there_are_some():
+    policy = _NoPolicy(PolicySpec(Box((4,)), Discrete(2), "categorical"))
+    tokens = Tokens(((b"a" * 20, "act"), (b"b" * 20, "admin")))
+    found = document(serving(policy, tokens=tokens))
+    validate(found)
+    assert set(found["components"]["securitySchemes"]) == {"act", "feedback", "admin"}
+    assert found["paths"]["/act"]["post"]["security"] == [{"act": []}]
+    assert "401" in found["paths"]["/policy"]["get"]["responses"]
+    assert "security" not in found["paths"]["/livez"]["get"]
+    open_to_all = document(serving(policy))
+    assert "securitySchemes" not in open_to_all["components"]
+    assert "401" not in open_to_all["paths"]["/act"]["post"]["responses"]
+
+
+def test_what_the_schema_refuses_the_server_refuses(logged):
+    rng = np.random.default_rng(0)
+    found = logged.get("/docs.json").json()
+    schema = found["paths"]["/act"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    validator = jsonschema.Draft202012Validator({**schema, "components": found["components"]})
+    good = {"observation": [0.0] * 4, "episode_id": "e", "step": 3, "action_mask": [True, False]}
+    odd = [None, 7, "x", [], {}, [1.5], True, [[0.0] * 4], -1, "", 0.5]
+    for _ in range(300):
+        name = rng.choice([*good, "temperature", "epsilon", "seed", "states", "more"])
+        body = {**good, str(name): odd[rng.integers(len(odd))]}
+        answer = logged.post("/act", json=body)
+        if answer.status_code == 200:
+            assert validator.is_valid(body), body

@@ -1,0 +1,276 @@
+"""What is counted comes out at /metrics, of all workers together; and the dashboard shows it."""
+
+import os
+import re
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from replaylake.datastore import grafana
+from replaylake.datastore.lake import open_lake
+from replaylake.datastore.policies.package import load_policy, save_package
+from replaylake.datastore.sessions.decision_id import DecisionSigner
+from replaylake.serve.app import create_app
+from replaylake.serve.monitoring.dashboard import dashboard
+from replaylake.serve.monitoring.exported import EXPORTED
+from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.serving import Serving
+from replaylake.serve.versions.reload import Follower, Following, Refused
+from replaylake.serve.versions.router import Router, Served
+
+FILE = Path(__file__).parents[3] / "docs" / "grafana" / "serving.json"
+ABOUT = {"normalisation": {"observations": {"": {"mean": [0, 0, 0, 0], "std": [1, 1, 1, 2]}}}}
+PANELS = [one for one in dashboard()["panels"] if one["type"] != "row"]
+
+
+@pytest.fixture(scope="module")
+def policy(package):
+    return load_policy(package)
+
+
+def served(policy, version=2):
+    return Served("clone", version, policy, "clone@champion", ABOUT)
+
+
+def serving(policy, router=None, follower=None):
+    signer = DecisionSigner(b"k" * 32, "d")
+    return Serving(router or Router(served(policy)), signer, follower=follower)
+
+
+def values(text):
+    """Return {name: {frozenset of labels: value}}."""
+    found = defaultdict(dict)
+    for family in text_string_to_metric_families(text if isinstance(text, str) else text.decode()):
+        for sample in family.samples:
+            found[sample.name][frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+def of(found, name, **labels):
+    wanted = {value for key, value in found[name].items() if set(labels.items()) <= set(key)}
+    assert len(wanted) == 1, (name, labels, found[name])
+    return wanted.pop()
+
+
+def fill(metrics, policy):
+    """Count one of everything."""
+    one = served(policy)
+    following = Following(0, "clone", "champion", 1, 1, refused=Refused(9, 0, "bad"))
+    follower = Follower(None, Router(one), None, [following], 1.0)
+    metrics.watch(serving(policy, Router(one), follower), lambda: 3)
+    metrics.count_request("/act", 200, 0.0003)
+    metrics.count_decisions("clone", 2, True, 1)
+    observation = np.asarray([[1, 0, 0, -4]], np.float32)
+    log_probs = np.log(np.asarray([0.9], np.float32))
+    metrics.observe_acts(one, observation, log_probs, 1, is_drawn=True, epsilon=0.2)
+    metrics.count_feedback(2.0)
+    metrics.count_log_failure()
+    metrics.count_log_lost(2)
+    metrics.set_pending("decisions", 4)
+    metrics.set_joined(10, 8, 1)
+
+
+def test_every_number_is_there(policy):
+    metrics = Metrics()
+    fill(metrics, policy)
+    metrics.count_request("/act", 200, 0.5)
+    metrics.count_request("/act", 422, 20.0)
+    found = values(metrics.render())
+    assert of(found, "replaylake_requests_total", route="/act", status="200") == 2
+    assert of(found, "replaylake_requests_total", route="/act", status="422") == 1
+    buckets = {
+        dict(labels)["le"]: value
+        for labels, value in found["replaylake_request_seconds_bucket"].items()
+    }
+    assert [buckets[le] for le in ("0.00025", "0.0005", "0.25", "1.0", "5.0", "+Inf")] == [
+        0, 1, 1, 2, 2, 3,
+    ]  # fmt: skip
+    assert of(found, "replaylake_request_seconds_sum", route="/act") == pytest.approx(20.5003)
+    version = {"policy": "clone", "version": "2"}
+    assert of(found, "replaylake_decisions_total", deterministic="true", **version) == 1
+    assert of(found, "replaylake_policy_info", reference="clone@champion", **version) == 1
+    assert of(found, "replaylake_policy_weight", **version) == 1
+    assert of(found, "replaylake_exploration_rate", **version) == 0
+    assert of(found, "replaylake_log_prob_mean", **version) == pytest.approx(np.log(0.9), rel=1e-3)
+    assert of(found, "replaylake_observation_drift", over="max", **version) == pytest.approx(2)
+    assert of(found, "replaylake_observation_drift", over="mean", **version) == pytest.approx(0.75)
+    assert of(found, "replaylake_observation_shift", element="3", **version) == pytest.approx(-2)
+    alias = {"policy": "clone", "alias": "champion"}
+    assert of(found, "replaylake_refused_version", **alias) == 9
+    assert of(found, "replaylake_reloads_total", result="refused", **alias) == 1
+    assert of(found, "replaylake_follow_failing", **alias) == 0
+    assert of(found, "replaylake_feedback_lag_seconds_sum") == 2
+    assert of(found, "replaylake_feedback_lag_seconds_bucket", le="1.0") == 0
+    assert of(found, "replaylake_feedback_lag_seconds_bucket", le="10.0") == 1
+    assert of(found, "replaylake_log_lost_total") == 2
+    assert of(found, "replaylake_joined_ratio") == 0.8
+    assert of(found, "replaylake_orphaned_rewards") == 1
+    assert of(found, "replaylake_queue_requests") == 3
+    assert of(found, "replaylake_queue_limit") == 256
+
+
+def test_counts_begin_at_zero(policy):
+    metrics = Metrics()
+    metrics.watch(serving(policy))
+    found = values(metrics.render())
+    for name in ("feedback_total", "log_failures_total", "log_lost_total"):
+        assert of(found, f"replaylake_{name}") == 0
+    assert of(found, "replaylake_feedback_lag_seconds_count") == 0
+
+
+def test_a_new_version_takes_the_place_of_the_old(policy):
+    metrics, router = Metrics(), Router(served(policy, 1), [(served(policy, 5), 0.25)])
+    metrics.watch(serving(policy, router))
+    for version in (2, 3, 4):
+        router.replace(0, served(policy, version))
+        act = policy.act(np.zeros((1, 4), np.float32))
+        metrics.observe_acts(router.one, np.ones((1, 4)), act.log_probs, 1, is_drawn=False)
+    router.replace(1, served(policy, 6))
+    found = values(metrics.render())
+    info = {dict(labels)["version"]: v for labels, v in found["replaylake_policy_info"].items()}
+    weight = {dict(labels)["version"]: v for labels, v in found["replaylake_policy_weight"].items()}
+    assert (info, weight) == ({"4": 1, "6": 1}, {"4": 0.75, "6": 0.25})
+    # Version 1 is no longer held; of those that are, what they did of late is still said.
+    seen = {dict(labels)["version"] for labels in found["replaylake_recent_decisions"]}
+    assert seen == {"2", "3", "4"}
+    router.replace(0, served(policy, 7))
+    router.replace(0, served(policy, 8))
+    found = values(metrics.render())
+    assert {dict(key)["version"] for key in found["replaylake_recent_decisions"]} == {"4"}
+
+
+def test_workers_are_added_up(policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    first, second = Metrics(), Metrics()
+    assert not list(tmp_path.iterdir()), "a process that only imports the app leaves no file"
+    for metrics in (first, second):
+        fill(metrics, policy)
+    for asked in (first, second):
+        asked.refresh()  # as each does every second
+    for asked in (first, second):
+        found = values(asked.render())
+        assert of(found, "replaylake_requests_total", status="200") == 2
+        assert of(found, "replaylake_request_seconds_count", route="/act") == 2
+        assert of(found, "replaylake_policy_info", version="2") == 2
+        assert of(found, "replaylake_policy_weight", version="2") == 1
+        assert of(found, "replaylake_workers") == 2
+        assert of(found, "replaylake_log_pending_rows", table="decisions") == 8
+        assert of(found, "replaylake_joined_ratio") == 0.8
+        assert of(found, "replaylake_observation_drift", over="max") == pytest.approx(2)
+        assert of(found, "replaylake_recent_decisions") == pytest.approx(2, rel=1e-2)
+    # One ends: what it counted stays, what it was doing does not.
+    os.close(second._cells._keys_fd)
+    found = values(first.render())
+    assert of(found, "replaylake_requests_total", status="200") == 2
+    assert of(found, "replaylake_workers") == 1
+    assert of(found, "replaylake_recent_decisions") == pytest.approx(1, rel=1e-2)
+    assert of(found, "replaylake_log_pending_rows", table="decisions") == 4
+
+
+def test_a_request_costs_less_than_three_microseconds(policy):
+    metrics, one = Metrics(), served(policy)
+    metrics.watch(serving(policy))
+    observation = np.zeros((1, 4), np.float32)
+    log_probs = policy.act(observation).log_probs
+    best = 1.0
+    for _ in range(20):
+        began = time.thread_time()
+        for _ in range(1000):
+            metrics.count_request("/act", 200, 0.0003)
+            metrics.count_decisions("clone", 2, False, 1)
+            metrics.observe_acts(one, observation, log_probs, 1, is_drawn=True, epsilon=0.05)
+            metrics.set_pending("decisions", 4)
+        best = min(best, time.thread_time() - began)
+    assert best / 1000 < 3e-6
+
+
+def test_the_app_counts_what_it_answers(app_client, policy):
+    with app_client(create_app(lambda: serving(policy))) as client:
+        for number in range(3):
+            client.post("/act", json={"observation": [number, 0, 0, 0]})
+        client.post("/act", json={"observations": [[8, 0, 0, 0], [9, 0, 0, 0]]})
+        client.post("/act", json={"observation": "x"})
+        found = values(client.get("/metrics").text)
+    assert of(found, "replaylake_requests_total", route="/act", status="200") == 4
+    assert of(found, "replaylake_requests_total", route="/act", status="422") == 1
+    assert of(found, "replaylake_decisions_total", deterministic="true") == 5
+    assert of(found, "replaylake_recent_decisions", version="2") == pytest.approx(5, rel=1e-2)
+    assert of(found, "replaylake_observation_drift", over="max") == pytest.approx(4)
+
+
+@pytest.mark.slow
+def test_two_real_workers_and_one_that_is_killed(kit, tmp_path):
+    folder = tmp_path / "package"
+    graph = kit.linear_graph(kit.WEIGHTS, "logits", 4)
+    save_package(folder, onnx=graph, spec=kit.CARTPOLE, manifest=ABOUT, learner_weights=None)
+    lake = open_lake(tmp_path / "lake", create=True)
+    server = kit.start_server(package=folder, policy="p", version=1, lake=lake.path, workers=2)
+    try:
+        for _ in range(20):  # a connection each, so that both get some
+            httpx.post(f"{server.url}/act", json={"observation": [1, 0, 0, 0]})
+        time.sleep(1.2)  # until both have added up
+        found = values(httpx.get(f"{server.url}/metrics").text)
+        assert of(found, "replaylake_requests_total", route="/act", status="200") == 20
+        assert of(found, "replaylake_workers") == 2
+        assert of(found, "replaylake_policy_info", version="1") == 2
+        assert of(found, "replaylake_observation_drift", over="max") == pytest.approx(1)
+        assert of(found, "replaylake_recent_decisions") == pytest.approx(20, rel=1e-2)
+        os.kill(server.processes()[-1], signal.SIGKILL)
+        kit.wait_until(lambda: _num_workers(server) == 2)
+        found = values(httpx.get(f"{server.url}/metrics").text)
+        assert of(found, "replaylake_requests_total", route="/act", status="200") == 20
+    finally:
+        server.stop()
+
+
+def _num_workers(server):
+    """Return how many live workers there are beside one that was killed."""
+    (found,) = values(httpx.get(f"{server.url}/metrics").text)["replaylake_workers"].values()
+    return found
+
+
+def matches(labels, label, how, pattern):
+    if label == "instance":  # Prometheus's own
+        return True
+    return (re.fullmatch(pattern, labels.get(label, "")) is not None) == (how == "=~")
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_every_panel_shows_something_that_is_exported(panel, policy):
+    metrics = Metrics()
+    fill(metrics, policy)
+    found = values(metrics.render())
+    assert panel["targets"]
+    for target in panel["targets"]:
+        ((name, selector),) = re.findall(r"(replaylake_\w+)\{(.*?)\}", target["expr"])
+        conditions = re.findall(r'(\w+)(=~|!~)"([^"]*)"', selector)
+        assert conditions[0] == ("instance", "=~", "$server")
+        some = [
+            dict(labels)
+            for labels in found[name]
+            if all(matches(dict(labels), *condition) for condition in conditions)
+        ]
+        assert some, target["expr"]
+        shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        kept = re.search(r"sum by \(([\w, ]+)\)", target["expr"])
+        labels = set(kept.group(1).split(", ")) if kept else {*some[0], "instance"}
+        assert shown <= labels, target["expr"]
+        if name.endswith("_bucket"):
+            assert "histogram_quantile" in target["expr"]
+
+
+def test_every_metric_is_on_a_panel():
+    expressions = " ".join(target["expr"] for one in PANELS for target in one["targets"])
+    assert {one.sample for one in EXPORTED} == set(re.findall(r"replaylake_\w+", expressions))
+
+
+def test_the_file_is_what_the_list_makes():
+    assert FILE.read_text() == grafana.to_text(dashboard()), (
+        "python -m replaylake.serve.monitoring.dashboard > docs/grafana/serving.json"
+    )

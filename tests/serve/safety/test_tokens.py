@@ -1,0 +1,124 @@
+"""Bearer tokens: where they come from, whom they let in, and what is never said of them."""
+
+import pytest
+
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.serve.exchange import RequestRefused
+from replaylake.serve.safety.limits import Safety, check_open_to_others
+from replaylake.serve.safety.tokens import Tokens, read_tokens, role_of
+
+ONE, TWO, OTHER = "one-" * 8, "two-" * 8, "other-" * 6
+
+
+def status(tokens, role, header):
+    try:
+        tokens.check(role, header)
+    except RequestRefused as error:
+        return error.status
+    return 200
+
+
+def bearer(token):
+    return f"Bearer {token}".encode()
+
+
+def test_routes_have_roles_and_an_unlisted_one_is_the_admins():
+    assert [role_of(route) for route in ("/act", "/feedback", "/episodes")] == [
+        "act",
+        "feedback",
+        "feedback",
+    ]
+    assert role_of("/livez") is role_of("/readyz") is None
+    assert {role_of(r) for r in ("/metrics", "/policy", "/docs.json", "/new")} == {"admin"}
+
+
+def test_each_role_has_its_tokens_and_a_role_without_any_is_closed(tmp_path):
+    path = tmp_path / "act"
+    path.write_text(f"# rotated in May\n{ONE}\n\n  {TWO}  \n")
+    tokens = read_tokens({"act": path}, {"REPLAYLAKE_FEEDBACK_TOKEN": OTHER})
+    assert status(tokens, "act", bearer(ONE)) == status(tokens, "act", bearer(TWO)) == 200
+    assert status(tokens, "act", bearer(OTHER)) == 403
+    assert status(tokens, "feedback", bearer(OTHER)) == 200
+    assert status(tokens, "feedback", bearer(ONE)) == 403
+    for header in (None, b"", b"Bearer", bearer(ONE[:-1]), bearer(ONE + "x"), ONE.encode()):
+        assert status(tokens, "act", header) == 401
+    assert [status(tokens, "admin", bearer(token)) for token in (ONE, OTHER)] == [403, 403]
+    assert tokens.roles == {"act", "feedback"}
+
+
+def test_without_tokens_nothing_is_asked_for():
+    tokens = read_tokens({}, {})
+    assert tokens.is_empty
+    assert status(tokens, "admin", None) == 200
+
+
+def test_a_token_may_serve_two_roles():
+    tokens = read_tokens({}, {"REPLAYLAKE_ACT_TOKEN": ONE, "REPLAYLAKE_ADMIN_TOKEN": ONE})
+    assert status(tokens, "act", bearer(ONE)) == status(tokens, "admin", bearer(ONE)) == 200
+    assert status(tokens, "feedback", bearer(ONE)) == 403
+
+
+@pytest.mark.parametrize("text", ["", "\n# none\n", "short", "with space " * 3, "é" * 20])
+def test_a_token_that_is_none_is_refused_without_being_said(tmp_path, text):
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(ConfigInvalid, match="tokens") as caught:
+        read_tokens({"act": path}, {})
+    assert not text.strip() or text.strip() not in str(caught.value).replace(str(path), "")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigInvalid, match="absent"):
+        read_tokens({"act": tmp_path / "absent"}, {})
+    (tmp_path / "huge").write_bytes(b"x" * 70_000)
+    with pytest.raises(ConfigInvalid, match="huge"):
+        read_tokens({"act": tmp_path / "huge"}, {})
+
+
+def test_tokens_are_in_no_repr_and_no_variable_that_we_set(tmp_path):
+    path = tmp_path / "act"
+    path.write_text(ONE)
+    assert ONE not in repr(read_tokens({"act": path}, {}))
+    assert repr(Tokens()) == "Tokens()"
+    safety = Safety(act_token_file=path)
+    assert ONE not in str(safety.to_environment())
+
+
+def test_other_machines_are_served_with_tokens_or_insecurely(tmp_path, monkeypatch):
+    for role in ("ACT", "FEEDBACK", "ADMIN"):
+        monkeypatch.delenv(f"REPLAYLAKE_{role}_TOKEN", raising=False)
+    for address in ("0.0.0.0", "::", "10.1.2.3"):
+        with pytest.raises(ConfigInvalid, match="--insecure"):
+            check_open_to_others(address, Safety())
+        check_open_to_others(address, Safety(insecure=True))
+    for address in ("127.0.0.1", "::1", "127.8.8.8"):
+        check_open_to_others(address, Safety())
+    path = tmp_path / "act"
+    path.write_text(ONE)
+    assert check_open_to_others("0.0.0.0", Safety(act_token_file=path)).roles == {"act"}
+
+
+def test_safety_survives_the_way_through_the_environment(tmp_path):
+    safety = Safety(
+        act_token_file=tmp_path / "a",
+        insecure=True,
+        access_log=str(tmp_path / "log"),
+        body_bytes=5,
+        deadline_s=2.5,
+        queue=3,
+        connections=7,
+    )
+    assert Safety.from_environment(safety.to_environment()) == safety
+    assert Safety.from_environment(Safety().to_environment()) == Safety()
+    assert Safety.from_environment(Safety(access_log="-").to_environment()).access_log == "-"
+    assert (safety.limits.body_bytes, safety.limits.queue, safety.connection_limits.num) == (
+        5,
+        3,
+        7,
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"queue": 0}, {"deadline_s": -1}, {"idle_timeout_s": 0}])
+def test_limits_that_let_nothing_through_are_refused(wrong):
+    with pytest.raises(ConfigInvalid, match=next(iter(wrong))):
+        Safety(**wrong)
