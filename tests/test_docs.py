@@ -58,6 +58,7 @@ def _documented(view):
         "commits",
         "shards",
         "policies",
+        "promotions",
         "runs",
         "metrics",
     ],
