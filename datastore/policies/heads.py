@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -21,6 +22,9 @@ from replaylake.datastore.spaces import (
 )
 
 LOG_2PI: Final = float(np.log(2 * np.pi))
+# What a discrete head's graph gives.
+_SCORES: Final[Mapping[str, str]] = {"categorical": "logits", "q_values": "q_values"}
+_FEW_ACTIONS: Final = 64
 
 
 def act_from_head(
@@ -38,6 +42,10 @@ def act_from_head(
     Raises: EpisodeInvalid too if an output is not finite: an action made of it would be certain of
     nothing, and say that it is of itself.
     """
+    if spec.head in DISCRETE_HEADS and mask is None and (deterministic or temperature == 0):
+        act = _act_on_one(spec, parameters, rng, epsilon)
+        if act is not None:
+            return act
     check_finite(spec, parameters)
     if spec.head in DISCRETE_HEADS:
         return _act_discrete(spec, parameters, rng, deterministic, temperature, epsilon, mask)
@@ -85,6 +93,39 @@ def _act_multi(
     actions = multi_categorical.draw(space, logits, uniforms, **options)
     log_probs = multi_categorical.log_probs(space, logits, actions, **options)
     return Act(actions, log_probs.astype(np.float32))
+
+
+def _act_on_one(
+    spec: PolicySpec,
+    parameters: Mapping[str, Array],
+    rng: np.random.Generator | None,
+    epsilon: float,
+) -> Act | None:
+    """Act as `_act_discrete` does, by its mode or epsilon, for one observation with few actions.
+
+    The same numbers in the same order without numpy, whose dozen calls take 15 us for two actions;
+    this takes 4. None for everything else, what is not finite too.
+    """
+    scores = parameters[_SCORES[spec.head]]
+    if scores.shape[0] != 1 or scores.shape[1] > _FEW_ACTIONS:
+        return None
+    row = scores[0].tolist()
+    if not math.isfinite(sum(row)):
+        return None
+    choice = row.index(max(row))
+    log_prob = 0.0
+    if epsilon:
+        other, best = epsilon / len(row), (1 - epsilon) + epsilon / len(row)
+        total, sums = 0.0, []
+        for action in range(len(row)):
+            total += best if action == choice else other
+            sums.append(total)
+        threshold, mode = needed(rng).random() * total, choice
+        choice = next((i for i, upto in enumerate(sums) if upto > threshold), 0)
+        log_prob = np.log(best if choice == mode else other)
+    q_values = np.asarray(scores, np.float32) if spec.head == "q_values" else None
+    start = spec.action_space.start  # type: ignore[union-attr]
+    return Act(np.array([choice + start]), np.array([log_prob], np.float32), None, q_values)
 
 
 def _act_discrete(
@@ -159,8 +200,7 @@ def discrete_probs(
 
 def _scores(spec: PolicySpec, parameters: Mapping[str, Array], mask: Array | None) -> Array:
     """Return a head's scores float64 [N, A], -inf where the mask forbids an action."""
-    name = "logits" if spec.head == "categorical" else "q_values"
-    scores = np.asarray(parameters[name], dtype=np.float64)
+    scores = np.asarray(parameters[_SCORES[spec.head]], dtype=np.float64)
     if mask is None:
         return scores
     return np.where(_checked_mask(mask, *scores.shape), scores, -np.inf)

@@ -71,9 +71,9 @@ class ActEndpoint:
             )
         log = serving.log
         if log is not None:
-            if not log.write_decisions([_decided(asked, group, timestamp) for group in groups]):
+            decided = [_decided(asked, group, timestamp) for group in groups]
+            if not log.write_decisions(decided):
                 self._metrics.count_log_lost(sum(len(group.ids) for group in groups))
-            self._metrics.set_pending("decisions", log.decisions.num_pending)
         for group in groups:
             served = group.served
             self._metrics.count_decisions(
@@ -147,7 +147,7 @@ class _Row:
     state: Array | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Part:
     """The rows that one version acts for, None being all; state float32 [N, S] of those rows."""
 

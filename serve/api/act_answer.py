@@ -51,6 +51,10 @@ def answer_of(
 ) -> Answer:
     """Return the answer, as msgpack where `accept` names it, else as JSON."""
     as_msgpack = "msgpack" in accept
+    if len(groups) == 1 and not (asked.is_batch or as_msgpack):
+        quick = _one_answer(asked, groups[0])
+        if quick is not None:
+            return quick
     content: dict[str, Any] = _who(groups)
     columns: dict[str, Any] = {
         "action": _actions(groups) if as_msgpack else _joined(groups, lambda one: one.actions),
@@ -71,6 +75,23 @@ def answer_of(
     if as_msgpack:
         return Answer(200, msgpack.packb(content, default=_packable), MSGPACK)
     return Answer(200, orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def _one_answer(asked: ActRequest, group: Group) -> Answer | None:
+    """Return the answer to the usual request, in the usual form; None where it has more in it."""
+    served = group.served
+    encoding = served.policy.spec.encoding
+    has_names = encoding is not None and encoding.action_names is not None
+    if has_names or asked.options.q_values or group.act.state is not None:
+        return None
+    content = {
+        "policy": served.name,
+        "version": served.version,
+        "action": group.actions[0],
+        "log_prob": group.log_probs[0],
+        "decision_id": group.ids[0],
+    }
+    return Answer(200, orjson.dumps(content))
 
 
 def _who(groups: Sequence[Group]) -> dict[str, Any]:

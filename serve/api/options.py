@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from replaylake.datastore.policies.exploration import Exploration
@@ -88,6 +89,21 @@ def manner_of(options: Options, exploration: Exploration, spec: PolicySpec) -> M
     A request that names a temperature or an epsilon gets those alone; one that says only
     `deterministic: false` gets the server's exploration, or a draw at temperature 1.
     """
+    if options is NO_OPTIONS:
+        return _usual_manner(exploration, spec.head)
+    return _manner_of(options, exploration, spec)
+
+
+@lru_cache(maxsize=64)
+def _usual_manner(exploration: Exploration, head: str) -> Manner:
+    """Return how a request that says nothing is acted for: the same for all of them."""
+    mode = not exploration.is_on or exploration.epsilon > 0
+    temperature = 1.0 if exploration.temperature is None else exploration.temperature
+    epsilon = exploration.epsilon if exploration.is_on else 0.0
+    return _manner(mode, temperature, epsilon, head)
+
+
+def _manner_of(options: Options, exploration: Exploration, spec: PolicySpec) -> Manner:
     mode, temperature, epsilon = options.deterministic, options.temperature, options.epsilon
     if epsilon and isinstance(spec.action_space, Box):
         raise wrong("epsilon", epsilon, "none: continuous actions explore with a temperature")
@@ -105,9 +121,12 @@ def manner_of(options: Options, exploration: Exploration, spec: PolicySpec) -> M
         mode = not temperature
     if temperature is None:
         temperature = 1.0 if exploration.temperature is None else exploration.temperature
-    epsilon = epsilon or 0.0
-    is_certain = mode or temperature == 0 or spec.head == "deterministic"
-    is_mode = is_certain and not epsilon and spec.head not in _ALWAYS_DRAWN
+    return _manner(mode, temperature, epsilon or 0.0, spec.head)
+
+
+def _manner(mode: bool, temperature: float, epsilon: float, head: str) -> Manner:
+    is_certain = mode or temperature == 0 or head == "deterministic"
+    is_mode = is_certain and not epsilon and head not in _ALWAYS_DRAWN
     return Manner(mode, temperature, epsilon, is_mode)
 
 

@@ -33,6 +33,8 @@ from replaylake.datastore.spaces import (
 )
 from replaylake.serve.exchange import RequestRefused
 
+_FEW: Final = 32
+_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
 _KINDS: Final[dict[str, set[type]]] = {"f": {int, float}, "i": {int}, "u": {int}, "b": {bool}}
 # What the numbers of an array may be; they are cast where that is exact.
 _ARRAY_KINDS: Final = {"f": "fiu", "i": "iu", "u": "iu", "b": "b"}
@@ -130,6 +132,10 @@ def _read_parts(parts: Mapping[str, tuple[Space, Sequence[Any]]]) -> Values | No
 
 def _read_lists(space: Leaf, raw: Sequence[Any]) -> Array | None:
     """Check nested lists a level at a time, all rows at once."""
+    if type(space) is Box and space.dtype == "float32" and len(raw) == len(space.shape) == 1:
+        quick = _read_few(space.shape[0], raw[0])
+        if quick is not None:
+            return quick
     shape, dtype = value_shape(space), value_dtype(space)
     level: Any = raw
     for size in shape:
@@ -152,6 +158,21 @@ def _read_lists(space: Leaf, raw: Sequence[Any]) -> Array | None:
     if not np.logical_and.reduce(fits):
         return None
     return _in_range(space, cast.reshape(len(raw), *shape))
+
+
+def _read_few(size: int, row: Any) -> Array | None:
+    """Read one vector of a few numbers as float32 [1, size], without numpy's checks (5 us).
+
+    None where it has to be looked at more closely.
+    """
+    if type(row) is not list or len(row) != size or size > _FEW:
+        return None
+    for number in row:
+        if type(number) is not float and type(number) is not int:
+            return None
+        if not -_MAX_FLOAT32 <= number <= _MAX_FLOAT32:  # NaN is not, either
+            return None
+    return np.array([row], np.float64).astype(np.float32)
 
 
 def _read_array(space: Leaf, array: Array) -> Array | None:

@@ -34,7 +34,7 @@ _SAY_EVERY_S: Final = 1.0
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would cost 2 us
 class Decided:
     """B decisions of one version as they were taken, ready to be logged: one element a row.
 
