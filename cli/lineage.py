@@ -180,8 +180,10 @@ def _ingest_line(ingest: Mapping[str, Any], indent: str) -> str:
         f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]}-{versions[-1]}"
     )
     source = "" if ingest["source"] is None else f", source {ingest['source']}"
+    # What a run collects while it learns comes in pieces, of which each commit counts its own.
+    what = "episode piece" if ingest["producer"].startswith("online/") else "episode"
     return (
-        f"{indent}from {ingest['producer']}: {count(ingest['num_episodes'], 'episode')}, "
+        f"{indent}from {ingest['producer']}: {count(ingest['num_episodes'], what)}, "
         f"{count(ingest['num_steps'], 'step')}, {at}, {ingest['committed_at']}{source}"
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,19 +18,13 @@ from replaylake.cli.options import (
     usage_errors,
 )
 from replaylake.cli.report import Report, count, number_text, size
+from replaylake.cli.run_options import EnvRunner
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake import Lake
     from replaylake.online.rollout import RolloutReceipt
 
 _RANDOM = "random"
-
-
-class EnvRunner(StrEnum):
-    """Where the environments are stepped."""
-
-    ray = "ray"
-    local = "local"
 
 
 def rollout(

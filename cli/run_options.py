@@ -1,9 +1,10 @@
-"""Run options: what `train offline` and `train online` ask and tell alike."""
+"""Run options: what `train offline`, `train online` and `rollout` ask and tell alike."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +37,13 @@ ResumeOption = Annotated[
         "no other options of the run beside it.",
     ),
 ]
+
+
+class EnvRunner(StrEnum):
+    """Where environments are stepped."""
+
+    ray = "ray"
+    local = "local"
 
 
 def check_alone(*beside: object) -> None:

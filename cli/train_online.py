@@ -24,6 +24,7 @@ from replaylake.cli.report import Report
 from replaylake.cli.run_options import (
     AssignmentsOption,
     ConfigOption,
+    EnvRunner,
     ResumeOption,
     check_alone,
     check_project,
@@ -43,13 +44,6 @@ if TYPE_CHECKING:
 _COLLECTING: Final = "Collecting"
 _LEARNING: Final = "Learning"
 _WATCHING: Final = "Watching"
-
-
-class EnvRunner(StrEnum):
-    """Where the environments are stepped."""
-
-    ray = "ray"
-    local = "local"
 
 
 class Agents(StrEnum):
@@ -105,7 +99,7 @@ def online(
         typer.Option(
             "--until-return",
             metavar="R",
-            help="End once the policy returns this much, by its last episodes and an evaluation.",
+            help="End once an evaluation of the policy returns this much on average.",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
@@ -377,7 +371,7 @@ def _with_progress(
     server: MetricsServer | None,
     run: Callable[..., OnlineResult],
 ) -> OnlineResult:
-    with report.waiting("starting the workers") as waiting, report.progress("step", "") as progress:
+    with report.waiting("starting") as waiting, report.progress("step", "") as progress:
 
         def tell_begin(start: RunStart) -> None:
             waiting.end()

@@ -28,6 +28,8 @@ from replaylake.datastore.schema import (
     STANDARD_COLUMNS,
     DatasetSpec,
     arrow_schema,
+    check_names,
+    vector_type,
     widened_type,
 )
 from replaylake.datastore.snapshot import Snapshot
@@ -167,6 +169,16 @@ class Dataset:
             observation_space, action_space, mask_size, kept, rewards_optional, encoding
         )
         self.table.create(arrow_schema(spec), spec.configuration())
+
+    def add_vectors(self, name: str, size: int) -> None:
+        """Add a further column of float32 [size] a step, NULL in those that there are.
+
+        For readers that ask for it before the first episode with it is written. Commits nothing
+        where it is there. Raises: NotFound; SchemaMismatch where it is there and is something else.
+        """
+        self._check_exists()
+        check_names([name])
+        self.table.extend(pa.schema({name: vector_type(pa.float32(), size)}))
 
     def append(
         self,

@@ -218,8 +218,8 @@ def check_these_spaces(
         if not compatible(our, their, any_width=True):
             raise SchemaMismatch(
                 f"environment {env_id}: its {what} space is {describe(their)}, expected "
-                f"{describe(our)} as the data and its policy have. Name the environment that the "
-                "log is from."
+                f"{describe(our)} as the data and its policy have. Name the environment that "
+                "they are of."
             )
 
 

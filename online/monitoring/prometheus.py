@@ -41,10 +41,10 @@ class MetricsServer:
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
+            found = (getattr(error, "strerror", None) or str(error)).rstrip(".")
             raise ConfigInvalid(
-                f"metrics at {host}:{port}: {getattr(error, 'strerror', None) or error}, expected "
-                "a free port of an address of this machine. Give another, or port 0 for any that "
-                "is free."
+                f"metrics at {host}:{port}: {found}, expected a free port of an address of this "
+                "machine. Give another, or port 0 for any that is free."
             ) from error
         self.host, self.port = host, int(self._server.server_port)
 

@@ -33,7 +33,7 @@ class RayPool:
     A worker whose process or node died is replaced at once. Its numbered episodes that have not
     ended are begun again; of an endless order the replacement begins with episodes that nobody has
     begun. On a cluster, what workers collect on nodes that do not see the lake is written by an
-    actor on this process's node, and the shipments say so by nothing.
+    actor on this process's node; their shipments look no different.
     """
 
     def __init__(

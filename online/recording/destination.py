@@ -24,7 +24,12 @@ def prepare(
         with suppress(AlreadyExists):
             dataset.create(*spaces_of(env_id, env_args), mask_size=mask_size)
     spec = dataset.spec
-    check_spaces(env_id, spec.observation_space, spec.action_space, env_args)
+    try:
+        check_spaces(env_id, spec.observation_space, spec.action_space, env_args)
+    except SchemaMismatch as error:
+        raise SchemaMismatch(
+            f"dataset {dataset.name}: {error} Or collect into a new dataset."
+        ) from error
     if mask_size not in (None, spec.mask_size):
         raise SchemaMismatch(
             f"{dataset.name}: found action masks of width {mask_size} in {env_id}, expected "

@@ -17,9 +17,8 @@ from replaylake.datastore.errors import FailedInPassing
 from replaylake.datastore.writer.accounting import LeftOut
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.recording.recorded import ABANDONED
+from replaylake.online.recording.refusals import RETRY_S
 
-# From one try to the next while the store refuses.
-_RETRY_S: Final = 0.5
 # Steps. A worker in this process collects several times as fast as they are encoded beside it.
 _MOST_WAITING: Final = 1 << 17
 
@@ -187,7 +186,7 @@ class Recorder:
                 with self._news:
                     if self._is_closing:
                         raise
-                    self._news.wait_for(lambda: self._is_closing, _RETRY_S)
+                    self._news.wait_for(lambda: self._is_closing, RETRY_S)
                 continue
             self._sequence += 1
             self.last_version, self.trouble = commit.version, None

@@ -22,6 +22,7 @@ from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.local_pool import LocalPool
 from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
+from replaylake.online.recording.collection import GROUP_INTERVAL_S
 from replaylake.online.recording.feed import DirectFeed, Feed, LakeFeed
 from replaylake.online.recording.recorder import Recorder
 from replaylake.online.recording.refusals import Refusals
@@ -43,7 +44,6 @@ from replaylake.online.training.supply import AnySupply, Supply
 
 # What is committed at a time where steps can be sampled without: a crash loses no more.
 _LOCAL_INTERVAL_S: Final = 2.0
-_GROUP_INTERVAL_S: Final = 0.1
 # Where nothing is learned while it is committed.
 _TURN_INTERVAL_S: Final = 0.02
 # Episodes of an attempt that goes on with a run have numbers, and so seeds, of their own.
@@ -114,7 +114,7 @@ def made_pool(lake: Lake, job: Job, producer: str, attempt: int) -> WorkerPool:
 def made_feed(job: Job, view: LiveView | AgentViews, producer: str) -> Iterator[Feed]:
     if isinstance(view, AgentViews) or not job.puts:
         is_local = job.config.env_runner == "local"
-        interval_s = _TURN_INTERVAL_S if is_local else _GROUP_INTERVAL_S
+        interval_s = _TURN_INTERVAL_S if is_local else GROUP_INTERVAL_S
         with Recorder(job.dataset, producer, interval_s=interval_s) as recorder:
             yield LakeFeed(view, recorder)
     elif job.config.record:

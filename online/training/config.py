@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
@@ -24,7 +25,8 @@ class OnlineConfig:
 
     algorithm: str
     steps: int = 100_000
-    # End once the last so many episodes returned this on average, and an evaluation confirms it.
+    # End once an evaluation returns this on average; where the last so many episodes did, one is
+    # made at once.
     until_return: float | None = None
     until_episodes: int = 20
 
@@ -114,6 +116,9 @@ class OnlineConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            is_number = not isinstance(value, float) or math.isfinite(value)
+            expect(is_number, f"online: {name}", value, "a finite number")
         for name in _FROM_ONE:
             value = getattr(self, name)
             expect(value is None or value >= 1, f"online: {name}", value, "1 or more")

@@ -51,4 +51,7 @@ def resolved(
     defaults = online_defaults(algorithm)
     options = defaults.options if started is None else started
     batch_size = config.batch_size or defaults.batch_size
-    return replace(config, batch_size=batch_size, options={**options, **config.options})
+    # Nobody asks for a GPU to leave it idle.
+    device = "cuda" if config.learner_gpus and config.device == "cpu" else config.device
+    options = {**options, **config.options}
+    return replace(config, batch_size=batch_size, device=device, options=options)

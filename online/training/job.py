@@ -25,6 +25,7 @@ from replaylake.offline.algorithms.catalog import (
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.learner import Learner
 from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.track import POLICY_STATE
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.collecting.workers import make_worker
 from replaylake.online.recording.destination import prepare
@@ -101,28 +102,37 @@ def prepared(lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | N
     mask_size = _mask_size(request)
     if mask_size is not None:
         check_masks(config.algorithm, spaces[1])
-    named = config.mix if began is None else {d["named"]: 0 for d in began["mixed"]}
-    mixed: dict[str, ReplayView] = {}
-    lineage = []
-    for name in named:
-        pinned = name
-        if began is not None:
-            row = next(d for d in began["mixed"] if d["named"] == name)
-            pinned = f"{row['dataset']}@{row['version']}"
-        mixed[name] = lake.snapshot(pinned).replay(frame_stack=config.frame_stack)
-        selection = vars(mixed[name].selections[0])
-        lineage.append({**selection, "columns": list(selection["columns"]), "named": name})
-    if mixed and learner.on_policy is not None:
+    if config.mix and learner.on_policy is not None:
         raise ConfigInvalid(
             f"algorithm {config.algorithm}: found mix {dict(config.mix)}, expected none: it takes "
             "each step once, soon after it was taken. Use one that replays, such as dqn or sac."
         )
+    pinned = {name: name for name in config.mix}
+    if began is not None:
+        pinned = {d["named"]: f"{d['dataset']}@{d['version']}" for d in began["mixed"]}
+    mixed = {
+        name: lake.snapshot(at).replay(frame_stack=config.frame_stack)
+        for name, at in pinned.items()
+    }
     if not lake.registry.exists():
         lake.registry.create()
     dataset = lake.dataset(request.dataset)
     prepare(dataset, request.env_id, request.env_args, mask_size=mask_size)
+    state_size = learner.policy().spec.recorded_state_size
+    if learner.on_policy is not None and state_size:
+        # The view asks for it before a worker has written the first step.
+        dataset.add_vectors(POLICY_STATE, state_size)
     since = int(began["since"]) if began is not None else dataset.snapshot().version
-    return Job(request, learner, agents, dataset, since, mixed, tuple(lineage))
+    return Job(request, learner, agents, dataset, since, mixed, _lineage_of(mixed))
+
+
+def _lineage_of(mixed: Mapping[str, ReplayView]) -> tuple[Mapping[str, Any], ...]:
+    """Return what a package says of the other datasets that were drawn from."""
+    selections = {name: vars(view.selections[0]) for name, view in mixed.items()}
+    return tuple(
+        {**selection, "columns": list(selection["columns"]), "named": name}
+        for name, selection in selections.items()
+    )
 
 
 def _learner(

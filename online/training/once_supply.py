@@ -1,9 +1,10 @@
 """Once supply: consecutive sequences, each handed out one time, in the order in which they came.
 
 For algorithms that correct for the policy that acted; steps that are too old are left out. Which
-sequences were taken is known by their first steps' keys, and is in the checkpoint: what a run that
-goes on finds in the lake lies in another order than it came in (pieces are recorded together, and
-merged), so no position in it would say.
+sequences were taken is known by their first and last steps' keys, and is in the checkpoint: what a
+run that goes on finds in the lake lies in another order than it came in (pieces are recorded
+together, and merged), so no position in it would say. Nor would the first key alone: of an episode
+whose beginning is no longer in memory, sequences begin at other steps than they did.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class OnceSupply:
         return said | ({"staleness": float(np.mean(staleness))} if staleness else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was taken, as far back as the view can have it: 20 bytes a sequence."""
+        """Return what was taken, as far back as the view can have it: 36 bytes a sequence."""
         return {"taken": self._taken.state_dict(), "num_left_out": self._num_left_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,29 +99,33 @@ class OnceSupply:
         """
         self._num_left_out = state["num_left_out"]
         self._taken.load_state_dict(state["taken"])
-        self._earlier = {key.tobytes() for key in self._taken.keys}
+        self._earlier = {key.tobytes() for key in self._taken.keys.reshape(-1, 2)}
 
     def _next(self) -> tuple[Batch, NDArray[np.bool_]]:
         """Return what comes next, and bool [B, T] which of its steps nobody has had."""
         batch = drawn(self._sampler, self._timings)
-        # Of a sequence [T, 2], that of its first step.
-        keys = batch.keys[:, 0]
         mask: Any = batch.mask
         if self._earlier:
-            mask = mask & self._is_new(keys)[:, None]
-        self._taken.add(keys, mask)
+            mask = mask & self._is_new(batch.keys, mask)[:, None]
+        self._taken.add(batch.keys, mask)
         return batch, mask
 
-    def _is_new(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return bool [B]: which of the sequences were not taken before the run went on."""
-        found = [key.tobytes() for key in keys]
-        is_new = np.array([key not in self._earlier for key in found])
-        self._earlier.difference_update(found)
+    def _is_new(self, keys: NDArray[np.uint64], mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return bool [B]: which sequences have no step that was taken before the run went on.
+
+        keys: uint64 [B, T, 2]. None is longer than those taken then, so one that shares a step with
+        one of these has its first or its last.
+        """
+        is_new = np.ones(len(keys), np.bool_)
+        for number, (steps, there) in enumerate(zip(keys, mask, strict=True)):
+            found = self._earlier.intersection(key.tobytes() for key in steps[there])
+            is_new[number] = not found
+            self._earlier -= found
         return is_new
 
 
 class _Taken:
-    """Keys of the first steps of the sequences that were taken, the newest ones.
+    """Keys of the first and last steps of the sequences that were taken, the newest ones.
 
     At least those of twice as many steps as a view keeps: whatever a view that is made anew has.
     """
@@ -132,14 +137,17 @@ class _Taken:
 
     @property
     def keys(self) -> NDArray[np.uint64]:
-        """uint64 [N, 2], in the order in which they were taken."""
-        return np.concatenate([np.zeros((0, 2), np.uint64), *(keys for keys, _ in self._parts)])
+        """uint64 [N, 2, 2]: of each the first step's and the last's, in the order of taking."""
+        return np.concatenate([np.zeros((0, 2, 2), np.uint64), *(keys for keys, _ in self._parts)])
 
     def add(self, keys: NDArray[np.uint64], mask: NDArray[np.bool_]) -> None:
-        """Note a batch: keys uint64 [B, 2]; mask bool [B, T], all false of what was not taken."""
-        lengths = mask.sum(axis=1, dtype=np.int32)
-        is_taken = lengths > 0
-        self._note(keys[is_taken].copy(), lengths[is_taken])
+        """Note a batch: keys uint64 [B, T, 2]; mask bool [B, T], all false of what was not."""
+        is_taken = mask.any(axis=1)
+        keys, mask = keys[is_taken], mask[is_taken]
+        rows = np.arange(len(keys))
+        first, last = mask.argmax(axis=1), mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)
+        ends = np.stack([keys[rows, first], keys[rows, last]], axis=1)
+        self._note(ends, mask.sum(axis=1, dtype=np.int32))
 
     def state_dict(self) -> dict[str, Any]:
         """Return them, as a checkpoint keeps arrays."""

@@ -45,8 +45,13 @@ class OnlineTrainer:
         self.update = 0
         self.has_converged = False
         self._logged, self._measured = Sums(), Sums()
-        self._due = {"log": config.log_steps, "judge": config.evaluated_every}
-        self._due["save"] = config.saved_every
+        # In steps: how often each comes, and when next.
+        self._every = {
+            "log": config.log_steps,
+            "judge": config.evaluated_every,
+            "save": config.saved_every,
+        }
+        self._due = dict(self._every)
         self._told_at = -math.inf
         self._tried_at_steps = 0
         self._wall_s, self._began = 0.0, 0.0
@@ -152,20 +157,15 @@ class OnlineTrainer:
     # What is due.
 
     def _do_what_is_due(self) -> None:
-        num_steps, config = self.collector.num_steps, self._config
+        num_steps = self.collector.num_steps
         due = {name for name, at in self._due.items() if num_steps >= at}
         if self._seems_good_enough():
             due.add("judge")
         if not due:
             return
-        every = {
-            "log": config.log_steps,
-            "judge": config.evaluated_every,
-            "save": config.saved_every,
-        }
         for name in due:
             while self._due[name] <= num_steps:
-                self._due[name] += every[name]
+                self._due[name] += self._every[name]
         if self.update == 0:
             return
         is_best = self._judge() if "judge" in due else False

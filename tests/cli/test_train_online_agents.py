@@ -31,6 +31,11 @@ def test_whose_policies_are_saved_is_said(run: Any, agents: str) -> None:
     run_id = next(line for line in ran.err.splitlines() if line.startswith("run ")).split()[1]
     body = run("train", "online", "--resume", run_id, "--json").json
     assert body["was_done"]
+    policy = {"shared": "champion", "each": "champion_player_1"}[agents]
+    lines = run("lineage", "--policy", policy).out.splitlines()
+    (came,) = [line for line in lines if f"from online/{run_id}" in line]
+    # Each commit counts the pieces that it has: more than there are episodes.
+    assert " episode pieces, " in came
     assert [one["policy"] for one in body["policies"].values()] == {
         "shared": [],
         "each": ["champion_player_1", "champion_player_2"],

@@ -643,3 +643,15 @@ def test_any_layout_is_read_back(
     rows = dataset.snapshot().table.read().to_pylist()
     keys = ("episode_id", "step", "observation", "reward", "terminated", "final_observation")
     assert [tuple(row[key] for key in keys) for row in rows] == expected
+
+
+def test_a_column_of_vectors_is_there_before_the_first_step_that_has_it(dataset: Dataset) -> None:
+    dataset.create(Box((2,)), Discrete(2))
+    dataset.add_vectors("remembered", 3)
+    version = dataset.snapshot().version
+    dataset.add_vectors("remembered", 3)
+    assert dataset.snapshot().version == version
+    with pytest.raises(SchemaMismatch, match="remembered"):
+        dataset.add_vectors("remembered", 4)
+    with pytest.raises(SchemaMismatch, match="step"):
+        dataset.add_vectors("step", 1)

@@ -240,6 +240,13 @@ def test_what_cannot_work_is_refused_before_anything_is_there(lake, changes, err
     assert rows(lake, "select * from runs") == []
 
 
+@pytest.mark.parametrize("name", ["until_return", "samples_per_insert", "flush_interval_s"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_nothing_reaches_is_refused(name, value):
+    with pytest.raises(ConfigInvalid, match=f"online: {name}: found {value}, expected a finite"):
+        replace(SMALL, **{name: value})
+
+
 def test_the_request_survives_json():
     asked = OnlineRequest(
         "m:f", "live", "p", replace(SMALL, mix={"a@1": 0.25}), {"speed": 2}, "auto"

@@ -183,3 +183,30 @@ def test_each_step_is_taken_once_whatever_order_a_view_made_anew_has(lake, seed)
     # One that makes no batch is left.
     assert len(there - set(taken)) <= 8
     assert len(taken) > 300
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_none_is_taken_twice_where_the_beginning_of_an_episode_is_no_longer_in_memory(lake, seed):
+    dataset = lake.dataset("toys")
+    dataset.create(*SPACES)
+    taken = []
+    with dataset.follow(
+        columns=["policy_version"], without_producers=["run"], since=0, max_steps=200
+    ) as view:
+        first = supply(view, capacity=200)
+        for parts in pieces(np.random.default_rng(seed)):
+            view.put(parts)
+            dataset.append(parts)
+            while first.is_ready and len(taken) < 450:
+                taken += steps(first.sample())
+        state = first.state_dict()
+    num_taken = len(taken)
+    with dataset.follow(columns=["policy_version"], since=0, max_steps=200) as view:
+        assert view.wait_for(dataset.snapshot().version)
+        again = supply(view, capacity=200)
+        again.load_state_dict(state)
+        while again.is_ready:
+            if (batch := again.sample()) is not None:
+                taken += steps(batch)
+    assert len(taken) > num_taken
+    assert len(taken) == len(set(taken))
