@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -116,7 +117,10 @@ def _numbers(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     total = body["num_decisions"]
     if body["agreement"] is not None:
         yield "agreement of its best action", f"{body['agreement']:.2%}"
-    if body["mean_distance"] is not None and body["mean_distance"] != 1 - body["agreement"]:
+    # Of countable actions the distance is 0 or 1, and its mean only another word for disagreement.
+    if body["mean_distance"] is not None and not math.isclose(
+        body["mean_distance"], 1 - body["agreement"], abs_tol=1e-9
+    ):
         yield "mean distance of its best action", f"{body['mean_distance']:.4g}"
     if body["mean_prob"] is not None:
         yield "mean probability of the logged action", f"{body['mean_prob']:.4g}"

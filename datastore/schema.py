@@ -184,6 +184,11 @@ def check_names(extras: Iterable[str]) -> None:
         taken.add(name.lower())
 
 
+def holds_steps(names: Iterable[str]) -> bool:
+    """Whether a table of these columns holds steps: others have a step or an agent, not both."""
+    return {EPISODE_ID, AGENT_ID, STEP, TERMINATED} <= {*names}
+
+
 def arrow_type(space: Space) -> pa.DataType:
     """Return the column type of a space's values, as ARCHITECTURE.md's data model has it.
 

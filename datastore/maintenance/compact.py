@@ -28,7 +28,7 @@ from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.groups import MAX_DECODED_BYTES, groups
 from replaylake.datastore.maintenance.scan import fetched, fingerprint
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP
+from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP, holds_steps
 from replaylake.datastore.shard import read_shard
 from replaylake.datastore.table import Table, TableSnapshot, WrittenRows
 from replaylake.datastore.table_schema import conform
@@ -270,7 +270,7 @@ def _side_by_side(tables: list[pa.Table]) -> pa.Table:
     """
     rows = pa.concat_tables(tables).unify_dictionaries()
     tables.clear()
-    if AGENT_ID not in rows.column_names:
+    if not holds_steps(rows.column_names):
         return rows
     keys = (
         rows.column(STEP).to_numpy(),

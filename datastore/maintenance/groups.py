@@ -17,7 +17,13 @@ import pyarrow.parquet as pq
 from replaylake.datastore.errors import ShardCorrupt
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.scan import fetched, located, rows_of, scanning
-from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, TERMINATED, TRUNCATED
+from replaylake.datastore.schema import (
+    AGENT_ID,
+    EPISODE_ID,
+    TERMINATED,
+    TRUNCATED,
+    holds_steps,
+)
 from replaylake.datastore.table import TableSnapshot
 
 # A group is decoded whole, and so is the shard that it becomes, by whoever reads it. As appends.
@@ -150,7 +156,7 @@ def _with_open_episodes(
 ) -> set[str]:
     """Return which of these shards hold rows of open episodes; pieces may be in several."""
     recent = [entry for entry in snapshot.files if entry.modified_ms >= written_after_ms]
-    if not recent or not small or AGENT_ID not in snapshot.schema.names:
+    if not recent or not small or not holds_steps(snapshot.schema.names):
         return set()
     with (
         fetched(snapshot, recent) as recent_paths,

@@ -12,17 +12,22 @@ from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.scan import fetched, located, rows_of, scanning
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.rewrite import ChangeRows, Plan, rewrite
-from replaylake.datastore.schema import EPISODE_ID, TIMESTAMP
+from replaylake.datastore.schema import EPISODE_ID, STEP, TIMESTAMP
 from replaylake.datastore.sessions.decisions import DECISION_ID, REQUEST_ID
 from replaylake.datastore.table import TableSnapshot
 
-# A report is of the newest decision of its name that was taken before it, else of the first after.
+# A report is of the newest decision of its name that was taken before it, else of the first after;
+# of a step, of those that have the client's own number of it, where there is one.
 _FOUND: Final = """
 SELECT r.file_index, r.file_row_number FROM {rewards} r
 ASOF LEFT JOIN named d ON d.name = r.{name} AND r.{time} >= d.{time}
 ASOF LEFT JOIN named n ON n.name = r.{name} AND r.{time} <= n.{time}
+ASOF LEFT JOIN numbered ds
+    ON ds.name = r.{name} AND ds.{step} = r.{step} AND r.{time} >= ds.{time}
+ASOF LEFT JOIN numbered ns
+    ON ns.name = r.{name} AND ns.{step} = r.{step} AND r.{time} <= ns.{time}
 WHERE r.{key} IS NULL AND {other}
-    AND coalesce(d.{key}, n.{key}) IN (SELECT key FROM keys)
+    AND coalesce(ds.{key}, ns.{key}, d.{key}, n.{key}) IN (SELECT key FROM keys)
 """
 
 
@@ -63,7 +68,8 @@ def _has_named(dataset: Dataset) -> bool:
 def _found(dataset: Dataset, keys: pa.Array, rewards: TableSnapshot) -> dict[FileEntry, list[int]]:
     """Return which rows of which files are such reports."""
     decisions = dataset.decisions.snapshot()
-    names = [DECISION_ID, REQUEST_ID, EPISODE_ID, TIMESTAMP]
+    has_step = STEP in decisions.schema.names  # not in a lake that no newer server has served
+    names = [DECISION_ID, REQUEST_ID, EPISODE_ID, TIMESTAMP, *([STEP] if has_step else [])]
     tables = {"keys": pa.table({"key": keys}), "decisions": decisions.read(names)}
     found: dict[FileEntry, list[int]] = {}
     with fetched(rewards, rewards.files) as paths, scanning(tables) as connection:
@@ -71,11 +77,17 @@ def _found(dataset: Dataset, keys: pa.Array, rewards: TableSnapshot) -> dict[Fil
             rows_of(
                 connection,
                 f"CREATE OR REPLACE TEMP TABLE named AS SELECT {name} AS name, {DECISION_ID}, "
-                f"{TIMESTAMP} FROM decisions WHERE {name} IS NOT NULL",
+                f"{TIMESTAMP}, {STEP if has_step else 'NULL::INT'} AS {STEP} "
+                f"FROM decisions WHERE {name} IS NOT NULL",
+            )
+            is_numbered = f"{STEP} IS NOT NULL" if name == EPISODE_ID else "false"
+            rows_of(
+                connection,
+                f"CREATE OR REPLACE TEMP TABLE numbered AS SELECT * FROM named WHERE {is_numbered}",
             )
             source = located(rewards, paths)
             text = _FOUND.format(
-                rewards=source, name=name, time=TIMESTAMP, key=DECISION_ID, other=other
+                rewards=source, name=name, time=TIMESTAMP, key=DECISION_ID, other=other, step=STEP
             )
             for index, row in rows_of(connection, text):
                 found.setdefault(rewards.files[index], []).append(row)

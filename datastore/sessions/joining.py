@@ -12,7 +12,7 @@ from typing import Final
 # that is not known of a sum, as a part of one may be found later. meant: of reports by other names
 # the client's episode, and the decision as far as it can be told here; it may be another where one
 # came after it that is no step yet. report: each report with the client's episode that it is of.
-# active: the rows of those in which a report may count; active_reports: all reports on them.
+# changing: those in which a report may count.
 JOIN_SQL: Final = """
 CREATE TEMP TABLE decision AS
 SELECT d.decision_id AS key, d.episode_id AS source, d.request_id AS request, d.step,
@@ -53,12 +53,20 @@ FROM rewards r LEFT JOIN decision d ON d.key = r.decision_id LEFT JOIN meant m O
 CREATE TEMP TABLE changing AS
 SELECT DISTINCT r.client FROM report r JOIN client c ON c.client = r.client
 WHERE (r.until IS NULL OR r.ts > r.until OR c.last_open > r.meant_ts)
-    AND (r.key IS NOT NULL OR r.ts < {horizon});
-CREATE TEMP TABLE active AS
-SELECT d.* FROM decision d SEMI JOIN changing USING (client);
-CREATE TEMP TABLE active_reports AS
-SELECT r.* FROM report r SEMI JOIN changing USING (client)
-WHERE r.key IS NOT NULL OR r.ts < {horizon}
+    AND (r.key IS NOT NULL OR r.ts < {horizon})
+"""
+
+# The decisions of client episodes in which a report may count, and all reports on them.
+ACTIVE_SQL: Final = """
+SELECT client, source, key, ts, request, step, file,
+    reward, terminated, truncated, episode, number, is_last, since, reported
+FROM decision SEMI JOIN changing USING (client) ORDER BY key
+"""
+ACTIVE_REPORTS_SQL: Final = """
+SELECT key, CASE WHEN key IS NULL THEN client END, request, step, mode, ts, row,
+    reward, terminated, truncated, feedback_id, final_row
+FROM report SEMI JOIN changing USING (client)
+WHERE key IS NOT NULL OR ts < {horizon} ORDER BY ts, row
 """
 
 # Of the other episodes: decisions that wait for a report, that none came for, and that were asked

@@ -32,7 +32,7 @@ class Report(NamedTuple):
     final_row: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Reward:
     """What the reports of one decision come to.
 

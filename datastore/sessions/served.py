@@ -34,7 +34,7 @@ from replaylake.datastore.sessions.decisions import (
     REWARDED_AT,
     SUM,
 )
-from replaylake.datastore.sessions.joining import JOIN_SQL, LEFT_SQL
+from replaylake.datastore.sessions.joining import ACTIVE_REPORTS_SQL, ACTIVE_SQL, JOIN_SQL, LEFT_SQL
 from replaylake.datastore.sessions.reports import Outcome, Report, Reward, folded
 from replaylake.datastore.sessions.segments import first_pending, has_live_worker
 from replaylake.datastore.sessions.timeline import Decision, Timeline, has_steps
@@ -51,7 +51,7 @@ ROW: Final = "row"
 _FINAL_ROW: Final = "final_row"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Written:
     """A step that is there. is_last: its episode has no later one.
 
@@ -67,7 +67,7 @@ class Written:
     reported: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Named:
     """A report that names its decision by the client's own names."""
 
@@ -76,7 +76,7 @@ class Named:
     step: int | None
 
 
-@dataclass
+@dataclass(slots=True)
 class ClientEpisode:
     """Decisions under one episode_id of a client, None for a single one, and what names them."""
 
@@ -99,7 +99,7 @@ class Logged:
     decisions: TableSnapshot
     horizon: int
     final_observations: pa.ChunkedArray
-    clients: list[ClientEpisode] = field(default_factory=list)
+    clients: dict[str, ClientEpisode] = field(default_factory=dict)
     reports: dict[str, list[Report]] = field(default_factory=dict)
     rewards: dict[str, Reward] = field(default_factory=dict)
     written: dict[str, Written] = field(default_factory=dict)
@@ -147,6 +147,14 @@ class Logged:
         known = self._all.setdefault(key, list(self.reports.get(key, ())))
         known.append(report)
         self.rewards[key] = folded(known)
+
+    def forget_reports(self) -> None:
+        """Let go of the reports, once it is known what they come to, but not of whose they are."""
+        self._all.clear()
+        for reports in self.reports.values():
+            reports.clear()
+        for client in self.clients.values():
+            client.named.clear()
 
     def __post_init__(self) -> None:
         self._all: dict[str, list[Report]] = {}
@@ -200,53 +208,56 @@ def read_logged(dataset: Dataset, snapshot: Snapshot, now: int, window: int) -> 
         # Views are too slow here: each is asked several times.
         for statement in JOIN_SQL.format(horizon=horizon, elsewhere=ELSEWHERE_US).split(";"):
             rows_of(connection, statement)
-        _take_rows(logged, connection)
         counts = LEFT_SQL.format(horizon=horizon, closing=now - window)
         ((logged.waiting, logged.unrewarded, logged.repeated, logged.num_written,
           logged.unmatched, logged.num_early),) = rows_of(connection, counts)  # fmt: skip
         unknown = "SELECT DISTINCT key FROM report WHERE key IS NOT NULL AND client IS NULL"
         logged.unknown = [key for (key,) in rows_of(connection, unknown)]
-    for client in logged.clients:
+        active = arrow_of(connection, ACTIVE_SQL)
+        reports = arrow_of(connection, ACTIVE_REPORTS_SQL.format(horizon=horizon))
+    # Before all of it becomes objects, which take the most memory.
+    del tables, narrow, rewards
+    _take_decisions(logged, active)
+    del active
+    _take_reports(logged, reports)
+    del reports
+    for client in logged.clients.values():
         if client.named:
             logged.unmatched += _name(logged, client, now - window)
+    logged.forget_reports()
     return logged
 
 
-def _take_rows(logged: Logged, connection: Any) -> None:
-    """Make objects of the rows of client episodes in which something may change."""
+def _take_decisions(logged: Logged, active: pa.Table) -> None:
+    """Make objects of the decisions of client episodes in which something may change."""
     clients: dict[str, ClientEpisode] = {}
-    for row in _rows(arrow_of(connection, "SELECT * FROM active ORDER BY key")):
-        client = clients.get(row["client"])
+    for name, source, key, us, request, step, file, *written in _rows(active):
+        client = clients.get(name)
         if client is None:
-            client = clients[row["client"]] = ClientEpisode(row["source"])
-        key = row["key"]
-        client.decisions.append(Decision(key, row["ts"], row["request"], row["step"]))
-        logged.file_of[key] = row[FILE]
-        if row["number"] is not None:
-            outcome = row[REWARD], row[TERMINATED], row[TRUNCATED]
-            logged.written[key] = Written(
-                outcome,
-                row["episode"],
-                row["number"],
-                row["is_last"],
-                row["since"],
-                row[REPORTED],
-            )
-    for row in _rows(arrow_of(connection, "SELECT * FROM active_reports ORDER BY ts, row")):
-        is_sum = row[MODE] == SUM
-        report = Report(row["ts"], row[ROW], row[REWARD], row[TERMINATED], row[TRUNCATED], is_sum,
-                        row[FEEDBACK_ID], row[_FINAL_ROW])  # fmt: skip
-        if row["key"] is not None:
-            logged.reports.setdefault(row["key"], []).append(report)
+            client = clients[name] = ClientEpisode(source)
+        client.decisions.append(Decision(key, us, request, step))
+        logged.file_of[key] = file
+        reward, terminated, truncated, episode, number, is_last, since, said = written
+        if number is not None:
+            outcome = reward, terminated, truncated
+            logged.written[key] = Written(outcome, episode, number, is_last, since, said)
+    logged.clients = clients
+
+
+def _take_reports(logged: Logged, reports: pa.Table) -> None:
+    for key, name, request, step, mode, us, row, *outcome, feedback, final in _rows(reports):
+        reward, terminated, truncated = outcome
+        report = Report(us, row, reward, terminated, truncated, mode == SUM, feedback, final)
+        if key is not None:
+            logged.reports.setdefault(key, []).append(report)
         else:
-            clients[row["client"]].named.append(Named(report, row["request"], row["step"]))
-    logged.rewards = {key: folded(reports) for key, reports in logged.reports.items()}
-    logged.clients = list(clients.values())
+            logged.clients[name].named.append(Named(report, request, step))
+    logged.rewards = {key: folded(said) for key, said in logged.reports.items()}
 
 
-def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:
     for batch in table.to_batches(max_chunksize=65_536):
-        yield from batch.to_pylist()
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
 def _name(logged: Logged, client: ClientEpisode, closing: int) -> int:

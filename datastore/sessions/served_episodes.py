@@ -35,7 +35,7 @@ from replaylake.datastore.sessions.served import Logged
 from replaylake.datastore.spaces import Array, take
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Consecutive decisions to write; `next_id` is the decision after them in the same episode."""
 

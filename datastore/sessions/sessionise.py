@@ -22,8 +22,9 @@ What is written, and when:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count
 from typing import Any
 
 from replaylake.datastore.errors import NotFound
@@ -179,9 +180,11 @@ def run_once(
 def _plan(logged: Logged, now: int, window: int, counts: _Counts) -> Iterator[Piece]:
     """Yield what is to be written now; decisions older than `window` (us) no longer wait."""
     known = {key: step.step for key, step in logged.written.items()}
-    for client in logged.clients:
+    for client in logged.clients.values():
+        keys = (decision.key for decision in client.decisions)
+        taken = {logged.written[key].episode_id for key in keys if key in logged.written}
         for stretch in stretches_of(client.decisions, logged.ends, logged.rank):
-            yield from _pieces(stretch, client.source, logged, known, now, window, counts)
+            yield from _pieces(stretch, client.source, logged, known, taken, now, window, counts)
 
 
 def _pieces(
@@ -189,6 +192,7 @@ def _pieces(
     source: str | None,
     logged: Logged,
     known: Mapping[str, int],
+    taken: set[str],
     now: int,
     window: int,
     counts: _Counts,
@@ -208,11 +212,21 @@ def _pieces(
         counts.wait_until(now if newest >= logged.horizon else newest + window + 1)
         return
     counts.unrewarded += sum(key not in rewards for key in ids)
-    first = min(decision.key for decision in stretch.decisions)
     there = (written[key].episode_id for key in ids if key in written)
-    episode_id = next(there, f"served/{first}")
+    episode_id = next(there, None) or _free(f"served/{min(ids)}", taken)
+    taken.add(episode_id)
     for run, next_id in _runs(ids, numbers, logged):
         yield Piece(episode_id, source, numbers[run[0]], run, next_id)
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    """Return a name for an episode that no other of the client's has.
+
+    A decision that a step was written after, and whose own report then says that it ended the
+    episode, is one by itself; the other has its name.
+    """
+    names = chain([name], (f"{name}+{number}" for number in count(1)))
+    return next(free for free in names if free not in taken)
 
 
 def _runs(

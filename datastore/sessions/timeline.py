@@ -13,6 +13,7 @@ else the newest. All that are named as decisions do, unless they share the clien
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,15 +32,19 @@ Rank = Callable[[str], int]
 """Which of the decisions of one slot is the step: the newest of those with the highest rank."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
-    """A step to be, and the decisions that were made for it, in order of time."""
+    """A step to be, and the decisions that were made for it, in order of time.
+
+    order: the place, among all decisions of the client episode, of the one that put it where it is.
+    """
 
     decisions: list[Decision]
     chosen: Decision
+    order: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Stretch:
     """One episode: its slots, in order."""
 
@@ -65,13 +70,6 @@ class Stretch:
             return self._of_name.get(step)
         return self.slots[step] if step < len(self.slots) else None
 
-    def slot_asked(self, request_id: str) -> Slot | None:
-        """Return the last slot with a decision of that request, or None."""
-        for slot in reversed(self.slots):
-            if any(decision.request_id == request_id for decision in slot.decisions):
-                return slot
-        return None
-
     def takes(self, decision: Decision) -> bool:
         """Whether a decision, later than those here, belongs here rather than to a new episode."""
         if not self.by_step or decision.step is None:
@@ -85,8 +83,8 @@ class Stretch:
             decision.request_id == other.request_id for other in held.decisions
         )
 
-    def add(self, decision: Decision, rank: Rank) -> None:
-        """Put a decision into its slot, or into a new one."""
+    def add(self, decision: Decision, order: int, rank: Rank) -> Slot:
+        """Put a decision, which is at place `order` of all, into its slot, or into a new one."""
         name = decision.step if self.by_step else decision.request_id
         slot = None if name is None else self._of_name.get(name)
         if slot is not None and not self.by_step:
@@ -95,17 +93,26 @@ class Stretch:
         if self.by_step and decision.step is not None:
             self._newest = max(self._newest, decision.step)
         if slot is None:
-            slot = Slot([decision], decision)
+            slot = Slot([decision], decision, order)
             self.slots.append(slot)
             if name is not None:
                 self._of_name[name] = slot
-            return
+            return slot
         slot.decisions.append(decision)
         if rank(decision.key) >= rank(slot.chosen.key):
             slot.chosen = decision
             if not self.by_step:
-                self.slots.remove(slot)
+                self._remove(slot)
                 self.slots.append(slot)
+                slot.order = order
+        return slot
+
+    def _remove(self, slot: Slot) -> None:
+        # From the end: who asks again does so soon.
+        for place in range(len(self.slots) - 1, -1, -1):
+            if self.slots[place] is slot:
+                del self.slots[place]
+                return
 
     def ordered(self) -> Stretch:
         """Return it with its slots by number."""
@@ -117,47 +124,105 @@ class Stretch:
 class Timeline:
     """Decisions of one client episode, taken in the order of time.
 
-    `ends` says whether the episode ends with a decision. Cost: linear, but for ends that become
-    known after the next decision.
+    `ends` says whether the episode ends with a decision. Cost: linear. An end that becomes known
+    after later decisions costs another pass from there to the next end or repeated step, once
+    something is asked that depends on it: a request that has one decision does not.
     """
 
     def __init__(self, by_step: bool, ends: Callable[[str], bool], rank: Rank) -> None:
         self._by_step, self._ends, self._rank = by_step, ends, rank
         self._taken: list[Decision] = []
-        self.stretches: list[Stretch] = []
+        self._place_of: dict[str, int] = {}
+        self._stretches: list[Stretch] = []
+        self._begins: list[int] = []  # the place of each stretch's first decision
+        self._slot_of: dict[str, Slot] = {}  # by request, the last one with a decision of it
+        self._only: dict[str, Decision | None] = {}  # by request, its decision; None for several
+        self._stale: tuple[int, int] | None = None  # first and last place of an end that changed
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """The episodes so far, in order of time."""
+        self._cut()
+        return self._stretches
 
     def take(self, decision: Decision) -> None:
         """Add a decision that is no older than those before."""
+        place = len(self._taken)
         self._taken.append(decision)
-        self._place(decision)
+        self._place_of[decision.key] = place
+        if (request_id := decision.request_id) is not None:
+            self._only[request_id] = None if request_id in self._only else decision
+        self._name(decision, self._put(place))
 
     def cut_again(self, key: str) -> None:
         """Cut anew, as a decision ends the episode now, or no longer does."""
         if self._ends(key) and key == self._taken[-1].key:
-            self.stretches[-1].end = self._taken[-1].step or 0
+            newest = self._stretches[-1]
+            newest.end = max(newest.end or 0, self._taken[-1].step or 0)
             return
-        self.stretches = []
-        for decision in self._taken:
-            self._place(decision)
-
-    def _place(self, decision: Decision) -> None:
-        if not self.stretches or not self.stretches[-1].takes(decision):
-            self.stretches.append(Stretch(self._by_step))
-        stretch = self.stretches[-1]
-        stretch.add(decision, self._rank)
-        if self._ends(decision.key):
-            stretch.end = max(stretch.end or 0, decision.step or 0)
+        place = self._place_of[key]
+        first, last = (place, place) if self._stale is None else self._stale
+        self._stale = min(first, place), max(last, place)
 
     def asked(self, request_id: str) -> Decision | None:
         """Return the decision that the newest step of that request is, or None."""
-        found = (stretch.slot_asked(request_id) for stretch in reversed(self.stretches))
-        return next((slot.chosen for slot in found if slot is not None), None)
+        if not self._by_step and (only := self._only.get(request_id)) is not None:
+            return only
+        self._cut()
+        slot = self._slot_of.get(request_id)
+        return None if slot is None else slot.chosen
 
     def at(self, step: int, *, oldest: bool = False) -> Decision | None:
         """Return the decision that has a number, in the newest episode that has it, or None."""
-        order = self.stretches if oldest else reversed(self.stretches)
-        found = (stretch.slot_of(step) for stretch in order)
+        stretches = self.stretches
+        found = (stretch.slot_of(step) for stretch in (stretches if oldest else stretches[::-1]))
         return next((slot.chosen for slot in found if slot is not None), None)
+
+    def _put(self, place: int) -> Slot:
+        decision = self._taken[place]
+        if not self._stretches or not self._stretches[-1].takes(decision):
+            self._stretches.append(Stretch(self._by_step))
+            self._begins.append(place)
+        stretch = self._stretches[-1]
+        slot = stretch.add(decision, place, self._rank)
+        if self._ends(decision.key):
+            stretch.end = max(stretch.end or 0, decision.step or 0)
+        return slot
+
+    def _name(self, decision: Decision, slot: Slot) -> None:
+        if decision.request_id is not None:
+            held = self._slot_of.get(decision.request_id)
+            if held is None or held.order <= slot.order:
+                self._slot_of[decision.request_id] = slot
+
+    def _cut(self) -> None:
+        """Cut anew around the ends that changed, as far as it makes a difference."""
+        if self._stale is None:
+            return
+        (first, last), self._stale = self._stale, None
+        number = bisect_right(self._begins, first) - 1
+        olds, begins = self._stretches[number:], self._begins[number:]
+        del self._stretches[number:], self._begins[number:]
+        slots, num_gone = [], 0
+        for place in range(begins[0], len(self._taken)):
+            if num_gone < len(olds) and begins[num_gone] == place:
+                if place > last and not self._stretches[-1].takes(self._taken[place]):
+                    break  # cut here before and now: what follows depends on nothing earlier
+                num_gone += 1
+            slots.append(self._put(place))
+        self._stretches += olds[num_gone:]
+        self._begins += begins[num_gone:]
+        for stretch in olds[:num_gone]:
+            self._forget(stretch)
+        for decision, slot in zip(self._taken[begins[0] :], slots, strict=False):
+            self._name(decision, slot)
+
+    def _forget(self, stretch: Stretch) -> None:
+        for slot in stretch.slots:
+            for decision in slot.decisions:
+                request_id = decision.request_id
+                if request_id is not None and self._slot_of.get(request_id) is slot:
+                    del self._slot_of[request_id]
 
 
 def stretches_of(

@@ -36,6 +36,8 @@ from replaylake.offline.ope.target_policy import TargetPolicy
 _NUM_TIMED: Final = 200
 _MAX_GROUPS: Final = 10_000
 _MAX_ERRORS: Final = 5
+# Weights of densities know no bound; beyond e^300 the square of their sum would not be a number.
+_MAX_LOG_WEIGHT: Final = 300.0
 # Float32 actions that went through a log come back to the bit; a candidate's own differ by more.
 _SAME_ACTION: Final = 1e-5
 
@@ -75,7 +77,7 @@ class Tally:
         self.sum_probs += float(np.exp(asked.log_probs[given]).sum())
         known = given & ~np.isnan(asked.logged)
         log_ratios = asked.log_probs[known] - asked.logged[known]
-        weights = np.exp(log_ratios)
+        weights = np.exp(np.minimum(log_ratios, _MAX_LOG_WEIGHT))
         possible = np.isfinite(log_ratios)
         self.num_known += len(weights)
         self.num_impossible += int((~possible).sum())

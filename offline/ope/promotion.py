@@ -223,8 +223,14 @@ def _not_better(
     if not comparisons:
         why = "; ".join(dict.fromkeys(reason.rstrip(".") for reason in refused.values()))
         yield f"No estimator can compare it with {against}: {why}."
-    worst = min(comparisons, key=lambda one: one.low, default=None)
-    if worst is not None and not worst.low > margin:
+    else:
+        # One that says nothing does not say that the candidate is better.
+        for name, reason in refused.items():
+            yield f"{name} cannot compare it with {against}: {reason.rstrip('.')}."
+    # Written so that an interval that is not a number does not pass.
+    failing = [one for one in comparisons if not one.low > margin]
+    worst = min(failing, key=lambda one: one.low, default=None)
+    if worst is not None:
         yield (
             f"{worst.estimator} puts the difference from {against} at {worst.difference:.4g} "
             f"({worst.low:.4g} to {worst.high:.4g}): its lower end is not above {margin:g}."

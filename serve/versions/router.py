@@ -100,7 +100,10 @@ class Router:
     def replace(self, number: int, served: Served) -> None:
         """Serve another policy in an arm, 0 being the main one; the one before is held a while."""
         arm = self.arms[number]
-        self._before[number] = (arm.served, *self._before[number])[:_NUM_HELD]
+        # Back and forth between two versions does not push out what was there before them.
+        known = {_version(served), _version(arm.served)}
+        others = (one for one in self._before[number] if _version(one) not in known)
+        self._before[number] = (arm.served, *others)[:_NUM_HELD]
         changed = Arm(served, arm.weight)
         self.arms = (*self.arms[:number], changed, *self.arms[number + 1 :])
         self.one = self.arms[0].served
@@ -128,7 +131,11 @@ class Router:
         before = [served for held in self._before for served in reversed(held)]
         # Later ones win: what is served now over what was.
         served = [*before, *(arm.served for arm in reversed(self.arms))]
-        self._known = {(one.name, one.version): one for one in served}
+        self._known = {_version(one): one for one in served}
+
+
+def _version(served: Served) -> tuple[str, int]:
+    return served.name, served.version
 
 
 def parse_canaries(texts: Sequence[str]) -> tuple[Canary, ...]:

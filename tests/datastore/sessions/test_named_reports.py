@@ -358,6 +358,41 @@ def test_what_is_deleted_takes_the_reports_that_name_it_along(log: Log) -> None:
     assert len(log.steps("episode_id")) == 2
 
 
+def test_a_report_of_a_step_leaves_with_the_episode_that_has_it(log: Log) -> None:
+    """Two episodes under one id; the newest decision at the time is of the other one."""
+    for begin, steps in ((0, (0, 1)), (10, (0,))):
+        keys = [log.decide(begin + step, step=step) for step in steps]
+        log.report(begin + 5, 1.0, decision_id=keys[-1], terminated=True)
+    log.report(20, 4.0, episode_id="e", step=1, terminated=True)
+    log.report(21, 5.0, episode_id="e", step=0, terminated=True)
+    assert log.run(2 * HOUR_S).joined == 2
+    episodes = [name for (name,) in log.steps("episode_id")]
+    assert log.steps("reward") == [(4.0,), (5.0,)]
+    done = delete(log.lake, "d", f"episode_id = '{episodes[0]}'")
+    assert done.num_rewards == 2
+    rows = log.lake.sql("select reward from d.rewards order by reward").to_pylist()
+    assert [row["reward"] for row in rows] == [1.0, 5.0]
+    assert log.run(3 * HOUR_S).late == 0
+    assert log.steps("reward") == [(5.0,)]
+
+
+@pytest.mark.parametrize("second_step", [0, 1])
+def test_an_end_that_comes_after_what_followed_was_written(log: Log, second_step: int) -> None:
+    """What looked like another try, or the next step, was another episode: the ids stay apart."""
+    first = log.decide(0, step=0)
+    second = log.decide(5, step=second_step)
+    log.report(6, 2.0, decision_id=second, terminated=True)
+    late_s = 10 if second_step == 0 else 2 * HOUR_S
+    assert log.run(late_s).steps == 1
+    log.report(late_s + 1, 1.0, decision_id=first, terminated=True)
+    assert log.run(late_s + 10).steps == 1
+    rows = log.steps("episode_id, decision_id, reward, terminated")
+    assert [row[1:] for row in rows] == [(first, 1.0, True), (second, 2.0, True)]
+    assert len({row[0] for row in rows}) == 2
+    assert log.run(4 * HOUR_S).steps == 0
+    assert fsck(log.lake).is_clean
+
+
 # --- whatever is said of whatever, in whatever order and however often, the oracle says the same
 
 

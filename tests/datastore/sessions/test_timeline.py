@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 
-from replaylake.datastore.sessions.timeline import Decision, numbers_of, stretches_of
+from replaylake.datastore.sessions.timeline import Decision, Timeline, numbers_of, stretches_of
 
 
 def steps(rows, ends=(), named=(), written=None):
@@ -53,3 +56,84 @@ def steps(rows, ends=(), named=(), written=None):
 )  # fmt: skip
 def test_episodes_and_numbers(rows, options, expected):
     assert steps(rows, **options) == expected
+
+
+def slots_of(stretches):
+    """Return what each episode is, to compare."""
+    return [
+        (
+            stretch.end,
+            [(slot.chosen.key, [d.key for d in slot.decisions]) for slot in stretch.slots],
+        )
+        for stretch in stretches
+    ]
+
+
+def asked_of(stretches, request_id):
+    """Return the decision that the newest step of a request is, by looking at all."""
+    for stretch in reversed(stretches):
+        for slot in reversed(stretch.slots):
+            if any(decision.request_id == request_id for decision in slot.decisions):
+                return slot.chosen
+    return None
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_ends_that_become_known_late_change_what_they_have_to(by_step):
+    """As cut from the beginning, whatever ends where, and ceases to, while decisions come."""
+    for seed in range(1500):
+        draw = random.Random(seed)
+        ends, ranks, taken = set(), {}, []
+        timeline = Timeline(by_step, ends.__contains__, ranks.__getitem__)
+
+        def anew(by_step=by_step, ends=ends, ranks=ranks, taken=taken):
+            fresh = Timeline(by_step, ends.__contains__, ranks.__getitem__)
+            for decision in taken:
+                fresh.take(decision)
+            return fresh.stretches
+
+        for time_us in range(draw.randint(2, 12)):
+            request = draw.choice([None, "a", "b", f"q{time_us}", f"q{time_us}"])
+            step = draw.randint(0, 4) if by_step else None
+            taken.append(Decision(f"k{time_us}", time_us, request, step))
+            ranks[taken[-1].key] = draw.choice([0, 0, 1, 2])
+            ends |= {taken[-1].key} if draw.random() < 0.2 else set()
+            timeline.take(taken[-1])
+            if draw.random() < 0.4:
+                changed = draw.choice(taken).key
+                ends ^= {changed}
+                timeline.cut_again(changed)
+            if draw.random() < 0.5:
+                name = draw.choice(["a", "b", f"q{draw.randint(0, time_us)}"])
+                assert timeline.asked(name) == asked_of(anew(), name), seed
+            if draw.random() < 0.2:
+                assert slots_of(timeline.stretches) == slots_of(anew()), seed
+        assert slots_of(timeline.stretches) == slots_of(anew()), seed
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_many_decisions_under_one_id_cost_what_they_are(by_step):
+    """Reports by request, all after the last decision, of a client that never changes its id."""
+    num = 20_000
+    ends = set()
+    looks = 0
+
+    def has_ended(key):
+        nonlocal looks
+        looks += 1
+        return key in ends
+
+    timeline = Timeline(by_step, has_ended, lambda key: 0)
+    for i in range(num):
+        timeline.take(Decision(f"k{i}", i, f"q{i}", i % 20 if by_step else None))
+    began = time.process_time()
+    for i in range(num):
+        found = timeline.asked(f"q{i}")
+        assert found is not None
+        if i % 20 == 19:
+            ends.add(found.key)
+            timeline.cut_again(found.key)
+    assert len(timeline.stretches) == num // 20
+    assert looks < 5 * num
+    # It was a minute where each look went through all of them.
+    assert time.process_time() - began < 5.0

@@ -1,5 +1,7 @@
 """Logged decisions asked of a candidate: numbers worked out by hand, and what it cannot act on."""
 
+import json
+
 import numpy as np
 import pytest
 from torch import nn
@@ -18,7 +20,7 @@ from replaylake.datastore.policies.exploration import Exploration
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.sessions.decisions import decisions_encoder, ensure_feedback_tables
 from replaylake.datastore.spaces import Box, Discrete
-from replaylake.offline.ope.decision_replay import replay_decisions
+from replaylake.offline.ope.decision_replay import Asked, Tally, replay_decisions
 
 # Takes action 1 in context 0, else 0.
 ROWS = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
@@ -245,3 +247,14 @@ def test_a_policy_that_remembers(lake, register_graph):
     lake.dataset("log").create(Box((2,)), Discrete(2))
     with pytest.raises(SpaceUnsupported, match="with a state"):
         replay_decisions(lake, "m", "log")
+
+
+def test_densities_that_are_worlds_apart_stay_numbers():
+    """A narrow policy over many numbers, beside a broad one: exp(800) is none."""
+    tally = Tally()
+    log_probs, logged = np.array([400.0, -1.0]), np.array([-400.0, -1.0])
+    tally.add(Asked(np.array([True, True]), np.zeros(2), log_probs, logged))
+    said = json.loads(json.dumps(tally.to_json(), allow_nan=False))
+    assert said["effective_sample_size"] == pytest.approx(1.0)
+    assert (said["mean_log_ratio"], said["num_impossible"]) == (400.0, 0)
+    assert said["total_variation"] == 0.0

@@ -262,3 +262,15 @@ def test_one_that_is_no_better_seldom_passes():
         found, _ = compare(*episodes, ["snips"], seed=repeat)
         passes += found[0].low > 0
     assert passes <= 0.05 * 400
+
+
+def test_every_estimator_that_was_asked_has_to_find_it(lake, register_table):
+    """`wpdis` has nothing to say of episodes of one step; one that is silent does not agree."""
+    champion, candidate = register_table(lake, "p", BAD), register_table(lake, "p", GOOD)
+    question = Question("log", str(candidate), estimators=("snips", "wpdis"))
+    found = ask(lake, candidate, champion, question=question)
+    assert [one.estimator for one in found.comparisons] == ["snips"]
+    assert found.comparisons[0].low > 0
+    assert not found.passed
+    (reason,) = found.reasons
+    assert reason.startswith("wpdis cannot compare it with the champion: for episodes of several")
