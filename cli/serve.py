@@ -156,7 +156,9 @@ def serve(
     with usage_errors("--canary"):
         parse_canaries(canary or ())
     if server not in SERVERS:
-        raise typer.BadParameter(f"found {server!r}, expected bentoml or uvicorn")
+        raise typer.BadParameter(
+            f"found {server!r}, expected bentoml or uvicorn", param_hint="--server"
+        )
     with usage_errors("--body-timeout, --deadline"):
         safety = Safety(
             act_token_file=act_token_file,

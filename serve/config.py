@@ -88,6 +88,11 @@ class ServeConfig:
                 f"serve: found sessionise_every_s {self.sessionise_every_s}, expected seconds, or "
                 "0 not to."
             )
+        if self.sessionise_every_s and self.log_to is None:
+            raise ConfigInvalid(
+                f"serve: found sessionise_every_s {self.sessionise_every_s:g} and no log_to, "
+                "expected a dataset whose decisions are joined. Name it with --log-to."
+            )
         if self.server not in SERVERS:
             raise ConfigInvalid(
                 f"serve: found server {self.server!r}, expected one of {', '.join(SERVERS)}."

@@ -100,7 +100,9 @@ class Inputs:
         """(q_logged, v_target), float64 [M] each. Raises: NotEstimable where there is no model."""
         q, v = self.episodes.q_logged, self.episodes.v_target
         if q is None or v is None:
-            raise NotEstimable("no model of values was given (q_logged and v_target)")
+            raise NotEstimable(
+                "no model of values was fitted, and none given (q_logged and v_target)"
+            )
         return q, v
 
 

@@ -76,6 +76,7 @@ class ActReader:
             raw = fields["observations"]
             return self._many(fields, raw, "observations", max_batch)
         if "observation" not in fields:
+            check_fields(fields, _OF_MANY)  # it may be there under a name that is not quite it
             expected = "observation (one, or one more dimension) or observations (a list)"
             raise RequestRefused(422, "observation", "neither", expected)
         if depth_of(raw, self._object_dims) == self._num_dims + 1:

@@ -169,6 +169,8 @@ def _check_named(fields: Mapping[str, Any]) -> None:
         check_name(value, given[0])
     step = fields.get("step")
     if given[0] == "episode_id":
+        if "step" not in fields:
+            raise RequestRefused(422, "step", "nothing", "the step's number beside an episode_id")
         if type(step) is not int or not 0 <= step <= _MAX_STEP:
             raise wrong("step", step, f"the step's number, from 0 to {_MAX_STEP}")
     elif step is not None:

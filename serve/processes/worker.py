@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -18,6 +19,8 @@ from replaylake.serve.safety.access_log import AccessLog
 from replaylake.serve.serving import Serving
 
 BACKLOG: Final = 2048
+# As BentoML's lines look: when, how bad, and which of the workers says so.
+_LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [worker %(process)d] %(message)s"
 
 
 def load() -> Serving:
@@ -33,6 +36,7 @@ def load() -> Serving:
 
 def main() -> None:
     """Serve with uvicorn on the listening socket whose descriptor is the argument."""
+    logging.basicConfig(format=_LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S%z")
     config = ServeConfig.from_environment(os.environ)
     guard_connections(config.safety.connection_limits)
     settings = uvicorn.Config(

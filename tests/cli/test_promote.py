@@ -240,6 +240,8 @@ def test_decisions_are_replayed(run: Any, opened: Lake) -> None:
     body = run("replay-decisions", "p:1", "live", "--limit", "3", "--json").json
     assert (body["num_decisions"], body["num_impossible"], body["kl"]) == (3, 1, None)
     assert body["agreement"] == pytest.approx(2 / 3)
+    # 1 - 2/3 and 1/3 differ in their last bit; of countable actions no distance is told.
+    assert "distance" not in run("replay-decisions", "p:1", "live", "--limit", "3").out
     run("replay-decisions", "p:1", "live", "--by", "nothing").failed("found no column nothing")
     assert run("replay-decisions", "p:1", "live", "--limit", "0").code == 2
 

@@ -68,6 +68,7 @@ def test_a_port_in_use(run: Any, tree: Tree, log_to: tuple[str, ...]) -> None:
         (("none",), "none"),
         (("clone", "--log-to", "Live"), "Live"),
         (("clone", "--host", "no.such.host.invalid"), "no.such.host.invalid"),
+        (("clone", "--sessionise-every", "60s"), "--log-to"),
     ],
 )
 def test_what_is_refused_before_anything_starts(
@@ -86,6 +87,12 @@ def test_exploration_of_another_form_is_wrong_usage(run: Any, explore: str) -> N
     ran = run("serve", "clone", "--port", "0", "--explore", explore)
     assert ran.code == 2
     assert "--explore" in ran.err
+
+
+def test_a_server_of_another_name_is_wrong_usage(run: Any) -> None:
+    ran = run("serve", "clone", "--port", "0", "--server", "gunicorn")
+    assert ran.code == 2
+    assert "--server: found 'gunicorn', expected bentoml or uvicorn" in ran.err
 
 
 @pytest.mark.parametrize("module", ["starlette", "bentoml"])

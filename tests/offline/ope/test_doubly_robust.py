@@ -114,5 +114,5 @@ def test_the_clip_decides_how_far_weights_are_trusted():
 
 def test_no_model_is_refused():
     for estimator, _ in ONE_STEP:
-        with pytest.raises(NotEstimable, match="no model of values was given"):
+        with pytest.raises(NotEstimable, match="no model of values was fitted"):
             estimator(Inputs(one_step_log(q_logged=None), clip=2.0))

@@ -113,6 +113,14 @@ def test_the_last_two_versions_of_an_arm_are_held():
     assert router.by_version("clone", 3) is back
 
 
+def test_back_and_forth_keeps_what_was_there_before():
+    """A version that is rolled back does not take the place of one whose states are out there."""
+    router = Router(served(1))
+    for version in (2, 3, 2, 3, 2):
+        router.replace(0, served(version))
+    assert {one.version for one in router.held} == {1, 2, 3}
+
+
 def test_canaries_as_they_are_written():
     assert parse_canaries([]) == ()
     assert parse_canaries(["clone@challenger=0.1", "clone:3=.25"]) == (
