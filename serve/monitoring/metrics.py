@@ -149,8 +149,6 @@ class Metrics:
                 self._show_following(following)
         if serving.sessioniser is not None:
             serving.sessioniser.on_round = self.set_joined
-        if serving.sessioniser is not None:
-            serving.sessioniser.on_round = self.set_joined
         self._show_served()
         self.refresh()
 

@@ -146,20 +146,12 @@ class Supervisor:
             num_short_lives = worker.num_short_lives + 1 if is_short else 0
             pause = min(_MAX_PAUSE_S, 0.1 * 2**num_short_lives) if num_short_lives > 1 else 0.0
             self._due.append((now + pause, worker.number, num_short_lives))
-            self._forget_metrics(worker.process.pid)
             sys.stderr.write(
                 f"worker {worker.number} (process {worker.process.pid}) ended with {how} after "
                 f"{now - worker.began:.1f} s; starting another"
                 f"{f' in {pause:.1f} s' if pause else ''}\n"
             )
             sys.stderr.flush()
-
-    def _forget_metrics(self, pid: int) -> None:
-        """Remove the gauges of a worker that is gone, as prometheus_client's mark_process_dead."""
-        folder = self._environment.get("PROMETHEUS_MULTIPROC_DIR")
-        if folder is not None:
-            for path in Path(folder).glob(f"gauge_live*_{pid}.db"):
-                path.unlink(missing_ok=True)
 
     def _stop(self) -> None:
         for worker in self._workers:
