@@ -14,7 +14,10 @@ JSON: Final = "application/json"
 # Not frozen: that costs a microsecond a request, here and below.
 @dataclass(slots=True)
 class Request:
-    """A request with its whole body. content_type is without parameters, in lower case."""
+    """A request with its whole body. content_type is without parameters, in lower case.
+
+    num_behind: how many came with it and have not begun yet, as far as is known.
+    """
 
     route: str
     method: str
@@ -23,6 +26,7 @@ class Request:
     body: bytes = b""
     content_type: str = JSON
     accept: str = JSON
+    num_behind: int = 0
 
 
 @dataclass(slots=True)

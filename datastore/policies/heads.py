@@ -120,7 +120,7 @@ def _act_on_one(
         for action in range(len(row)):
             total += best if action == choice else other
             sums.append(total)
-        threshold, mode = needed(rng).random() * total, choice
+        threshold, mode = float(needed(rng).random((1, 1))[0, 0]) * total, choice
         choice = next((i for i, upto in enumerate(sums) if upto > threshold), 0)
         log_prob = np.log(best if choice == mode else other)
     q_values = np.asarray(scores, np.float32) if spec.head == "q_values" else None

@@ -61,10 +61,13 @@ class Marks:
             raise ConfigInvalid(f"note on {name}:{version}: found no text, expected some words.")
         note = Note(text.strip(), by, now_ms())
         ulid = new_ulid()
-        entries = {f"{note_prefix(name, version)}{ulid}": json.dumps(asdict(note))}
 
         def build(state: LogState) -> Intent:
             _entry(state, name, version)
+            # Numbered, as two may be of one millisecond.
+            number = len(notes_in(state, name, version))
+            key = f"{note_prefix(name, version)}{number:06d}-{ulid}"
+            entries = {key: json.dumps(asdict(note))}
             return Intent(f"note/{ulid}", 0, "NOTE POLICY", entries=entries)
 
         self._log.commit(build)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
@@ -12,10 +13,11 @@ import numpy as np
 from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
 from replaylake.datastore.policies.policy import Act
 from replaylake.datastore.spaces import Array, Values, take
-from replaylake.serve.api.act_answer import Group, answer_of
-from replaylake.serve.api.act_request import ActReader, ActRequest
-from replaylake.serve.api.options import Manner, manner_of
+from replaylake.serve.api.act_answer import Group, answer_of, one_answer
+from replaylake.serve.api.act_request import ActReader, ActRequest, joined
+from replaylake.serve.api.options import NO_OPTIONS, Manner, manner_of
 from replaylake.serve.api.pace import Pace
+from replaylake.serve.api.together import Single, Together
 from replaylake.serve.api.values import encoded, read_values, wrong
 from replaylake.serve.exchange import Answer, Request, RequestRefused
 from replaylake.serve.monitoring.metrics import Metrics
@@ -24,6 +26,8 @@ from replaylake.serve.serving import Serving
 from replaylake.serve.versions.router import Served
 
 _MAX_READERS: Final = 16
+# Alone. Of those that take longer some are better worked on in threads, at the same time.
+_QUICK_S: Final = 0.0003
 
 
 class ActEndpoint:
@@ -35,6 +39,7 @@ class ActEndpoint:
         self._rng: np.random.Generator | None = None
         self._readers: dict[int, ActReader] = {}
         self._paces: dict[str, Pace] = {}
+        self._together = Together(self._answer_together)
 
     async def __call__(self, request: Request) -> Answer:
         """Answer one, in a thread if it takes long. Raises: RequestRefused, StorageFailed."""
@@ -44,15 +49,71 @@ class ActEndpoint:
             pace = Pace()
             if len(self._paces) < _MAX_READERS:  # types are the client's to make up
                 self._paces[request.content_type] = pace
+        has_company = request.num_behind or not self._together.is_empty
+        if has_company and pace.is_within(len(request.body), _QUICK_S):
+            single = self._single(serving, request, pace)
+            if single is not None:
+                return await self._together.answer(serving, single, request.num_behind)
         return await pace.run(len(request.body), lambda: self._answer(serving, request))
+
+    def _single(self, serving: Serving, request: Request, pace: Pace) -> Single | None:
+        """Return a request for one plain observation; None if it asks for more, or is refused."""
+        router = serving.router
+        spec = router.one.policy.spec
+        if len(router.arms) > 1 or spec.state_size or "msgpack" in request.accept:
+            return None
+        asked = self._reader(serving).read(request, serving.limits.batch)
+        is_plain = asked.options is NO_OPTIONS and asked.action_mask is None
+        if asked.is_batch or not is_plain or asked.states is not None:
+            return None
+        raw = encoded(spec.encoding, asked.raw, asked.field, False)
+        values = read_values(spec.observation_space, raw, asked.field, False)
+        if type(values) is not np.ndarray:
+            return None
+        return Single(asked, _logged(raw, values)[0], values, pace, len(request.body))
+
+    def _answer_together(
+        self, serving: Serving, singles: Sequence[Single]
+    ) -> list[Answer | Exception]:
+        """Answer requests that came together as one batch, each as if it had come alone."""
+        if len(singles) > 1:
+            began = perf_counter()
+            try:
+                return [*self._answers(serving, singles)]
+            except RequestRefused:
+                pass  # by one of them, which only it is to hear of
+            finally:
+                share = (perf_counter() - began) / len(singles)
+                for single in singles:
+                    single.pace.learn(single.num_bytes, share)
+        answers: list[Answer | Exception] = []
+        for single in singles:
+            try:
+                answers += self._answers(serving, [single])
+            except Exception as error:
+                answers.append(error)
+        return answers
+
+    def _answers(self, serving: Serving, singles: Sequence[Single]) -> list[Answer]:
+        served = serving.router.one
+        asked = joined([single.asked for single in singles])
+        values = np.concatenate([single.values for single in singles])
+        raw = [single.raw for single in singles]
+        group = self._act(serving, asked, _Part(served, None, None), raw, values, self._drawn())
+        self._record(serving, asked, [group])
+        return [one_answer(group, row) for row in range(len(singles))]
+
+    def _drawn(self) -> np.random.Generator:
+        if self._rng is None:
+            # Made at the first request: a process that forks before that gives no two workers one.
+            self._rng = np.random.default_rng()
+        return self._rng
 
     def _answer(self, serving: Serving, request: Request) -> Answer:
         asked = self._reader(serving).read(request, serving.limits.batch)
         _check_allowed(serving, asked)
-        rng = self._rng if asked.options.seed is None else np.random.default_rng(asked.options.seed)
-        if rng is None:
-            # Made at the first request: a process that forks before that gives no two workers one.
-            rng = self._rng = np.random.default_rng()
+        seed = asked.options.seed
+        rng = self._drawn() if seed is None else np.random.default_rng(seed)
         # All versions that are served at once have one observation space and encoding.
         spec = serving.router.one.policy.spec
         raw = encoded(spec.encoding, asked.raw, asked.field, asked.is_batch)
@@ -62,6 +123,11 @@ class ActEndpoint:
             self._act(serving, asked, part, *_part_of(part, raw, values), rng)
             for part in _assigned(serving, asked)
         ]
+        self._record(serving, asked, groups)
+        return answer_of(asked, groups, serving.states, request.accept)
+
+    def _record(self, serving: Serving, asked: ActRequest, groups: Sequence[Group]) -> None:
+        """Give decisions their ids, and log and count them. Raises: StorageFailed."""
         with self._clock_lock:
             timestamp = self._clock.now()
         for group in groups:
@@ -79,7 +145,6 @@ class ActEndpoint:
             self._metrics.count_decisions(
                 served.name, served.version, group.deterministic, len(group.ids)
             )
-        return answer_of(asked, groups, serving.states, request.accept)
 
     def _act(
         self,

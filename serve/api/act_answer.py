@@ -51,10 +51,9 @@ def answer_of(
 ) -> Answer:
     """Return the answer, as msgpack where `accept` names it, else as JSON."""
     as_msgpack = "msgpack" in accept
-    if len(groups) == 1 and not (asked.is_batch or as_msgpack):
-        quick = _one_answer(asked, groups[0])
-        if quick is not None:
-            return quick
+    is_plain = not (asked.is_batch or as_msgpack or asked.options.q_values)
+    if is_plain and len(groups) == 1 and groups[0].act.state is None:
+        return one_answer(groups[0], 0)
     content: dict[str, Any] = _who(groups)
     columns: dict[str, Any] = {
         "action": _actions(groups) if as_msgpack else _joined(groups, lambda one: one.actions),
@@ -77,20 +76,19 @@ def answer_of(
     return Answer(200, orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-def _one_answer(asked: ActRequest, group: Group) -> Answer | None:
-    """Return the answer to the usual request, in the usual form; None where it has more in it."""
+def one_answer(group: Group, row: int) -> Answer:
+    """Return the answer to the usual request, for one observation, as JSON."""
     served = group.served
-    encoding = served.policy.spec.encoding
-    has_names = encoding is not None and encoding.action_names is not None
-    if has_names or asked.options.q_values or group.act.state is not None:
-        return None
-    content = {
+    content: dict[str, Any] = {
         "policy": served.name,
         "version": served.version,
-        "action": group.actions[0],
-        "log_prob": group.log_probs[0],
-        "decision_id": group.ids[0],
+        "action": group.actions[row],
+        "log_prob": group.log_probs[row],
+        "decision_id": group.ids[row],
     }
+    encoding = served.policy.spec.encoding
+    if encoding is not None and encoding.action_names is not None:
+        content["action_name"] = encoding.action_name(group.actions[row])
     return Answer(200, orjson.dumps(content))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Array, describe, num_actions
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
-from replaylake.serve.api.options import OPTIONS, Options, read_options
+from replaylake.serve.api.options import NO_OPTIONS, OPTIONS, Options, read_options
 from replaylake.serve.api.values import depth_of, num_dims, wrong
 from replaylake.serve.exchange import Request, RequestRefused
 
@@ -147,6 +147,21 @@ class ActReader:
             if not any(row):
                 raise wrong(place, row, "at least one allowed action")
         return np.fromiter(chain.from_iterable(rows), bool, num * num_allowed).reshape(num, -1)
+
+
+def joined(requests: Sequence[ActRequest]) -> ActRequest:
+    """Return requests for one observation each, without options, as one for all of them."""
+    return ActRequest(
+        True,
+        "observation",
+        [],
+        NO_OPTIONS,
+        [one.episode_ids[0] for one in requests],
+        [one.request_ids[0] for one in requests],
+        [one.steps[0] for one in requests],
+        None,
+        None,
+    )
 
 
 def _one_name(fields: Mapping[str, Any], name: str) -> Sequence[str | None]:

@@ -29,6 +29,15 @@ class Pace:
     def __init__(self) -> None:
         self._seconds: list[float | None] = [None] * _MAX_BITS
 
+    def is_within(self, num_bytes: int, seconds: float) -> bool:
+        """Whether requests of that size have cost no more than so much; False for the first."""
+        seen = self._seconds[min(num_bytes.bit_length(), _MAX_BITS - 1)]
+        return seen is not None and seen <= seconds
+
+    def learn(self, num_bytes: int, seconds: float) -> None:
+        """Take note of what a request of that size cost."""
+        self._learn(min(num_bytes.bit_length(), _MAX_BITS - 1), seconds)
+
     async def run(self, num_bytes: int, work: Callable[[], _Result]) -> _Result:
         """Do the work of a request of that size, here or in a thread."""
         size = min(num_bytes.bit_length(), _MAX_BITS - 1)

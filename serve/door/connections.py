@@ -15,7 +15,7 @@ from weakref import WeakSet
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from replaylake.serve.door.waits import ARRIVED
+from replaylake.serve.door.waits import ARRIVALS, ARRIVED, Arrivals
 from replaylake.serve.exchange import RequestRefused, error_answer
 from replaylake.serve.safety.limits import ConnectionLimits
 
@@ -32,6 +32,7 @@ class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with limits on what a client may hold."""
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
+    _arrivals: ClassVar[Arrivals] = Arrivals()
     _guarded: ClassVar[WeakSet[Any]] = WeakSet()  # of uvicorn's ServerState, by which it is called
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -67,7 +68,10 @@ class GuardedProtocol(HttpToolsProtocol):
         """Start a request."""
         self._idle_since = self._head_since = None
         super().on_headers_complete()
-        self.scope[ARRIVED] = time.perf_counter()  # type: ignore[typeddict-unknown-key]
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        scope[ARRIVED] = time.perf_counter()
+        scope[ARRIVALS] = self._arrivals
+        self._arrivals.come(self.loop)
 
     def on_response_complete(self) -> None:
         """End a request."""

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, Final
 
 from replaylake.datastore.errors import StorageFailed
-from replaylake.serve.door.waits import ARRIVED, Wait, Waits
+from replaylake.serve.door.waits import ARRIVALS, ARRIVED, Wait, Waits
 from replaylake.serve.exchange import (
     JSON,
     Answer,
@@ -62,6 +62,8 @@ class Door:
         began = scope.get(ARRIVED) or time.perf_counter()
         keeper, serving = self._keeper, self._keeper.serving()
         visit = _Visit(scope, began, _BEFORE_START if serving is None else serving.limits)
+        arrivals = scope.get(ARRIVALS)
+        visit.num_behind = 0 if arrivals is None else arrivals.begin()
         visit.wait = keeper.waits.enter(began + visit.limits.deadline_s)
         try:
             answer = await self._answer(visit, receive, serving)
@@ -160,12 +162,14 @@ class _Visit:
         "declared_bytes",
         "is_read",
         "limits",
+        "num_behind",
         "num_bytes",
         "request_id",
         "scope",
         "wait",
     )
     wait: Wait
+    num_behind: int
 
     def __init__(self, scope: Scope, began: float, limits: Limits) -> None:
         self.scope, self.limits = scope, limits
@@ -189,8 +193,16 @@ class _Visit:
 
     def request(self, route: str, body: bytes) -> Request:
         scope = self.scope
-        path, query = scope["path"], scope["query_string"]
-        return Request(route, scope["method"], path, query, body, self.content_type, self.accept)
+        return Request(
+            route,
+            scope["method"],
+            scope["path"],
+            scope["query_string"],
+            body,
+            self.content_type,
+            self.accept,
+            self.num_behind,
+        )
 
 
 async def _read_body(visit: _Visit, receive: Any, keeper: Doorkeeper) -> bytes:

@@ -11,7 +11,35 @@ from typing import Final
 
 # Of an ASGI scope: time.perf_counter() when the request's head was whole, where the server says.
 ARRIVED: Final = "replaylake.arrived"
+# And of how many came with it: an Arrivals, where the server counts them.
+ARRIVALS: Final = "replaylake.arrivals"
 _LOOK_EVERY_S: Final = 0.05
+
+
+class Arrivals:
+    """How many requests have come and not begun, of those that the event loop handed out at once.
+
+    It reads from all sockets that have something, and then begins the requests: so the first knows
+    how many are behind it. A request that never begins is forgotten two rounds of the loop later.
+    """
+
+    def __init__(self) -> None:
+        self._num, self._is_armed = 0, False
+
+    def come(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count a request that has come."""
+        self._num += 1
+        if not self._is_armed:
+            self._is_armed = True
+            loop.call_soon(loop.call_soon, self._forget)
+
+    def begin(self) -> int:
+        """Count one that begins; return how many are behind it."""
+        self._num = max(0, self._num - 1)
+        return self._num
+
+    def _forget(self) -> None:
+        self._num, self._is_armed = 0, False
 
 
 class Wait:

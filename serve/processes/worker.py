@@ -19,6 +19,9 @@ from replaylake.serve.safety.access_log import AccessLog
 from replaylake.serve.serving import Serving
 
 BACKLOG: Final = 2048
+# How long the thread that commits the journal may hold up the event loop (Python's default is 5
+# ms): p99 at 16 connections 2.3 ms in place of 3.8, as many requests/s (2 cores, 2026-11).
+_SWITCH_S: Final = 0.0005
 # As BentoML's lines look: when, how bad, and which of the workers says so.
 _LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [worker %(process)d] %(message)s"
 
@@ -26,6 +29,7 @@ _LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [worker %(process)d] %(message
 def load() -> Serving:
     """Load what this worker's environment names. Raises: as load_serving, ConfigInvalid."""
     config = ServeConfig.from_environment(os.environ)
+    sys.setswitchinterval(_SWITCH_S)
     tokens = config.safety.tokens()
     target = config.safety.access_log
     access_log = None if target is None else AccessLog(target)
