@@ -97,8 +97,8 @@ class Journal:
         Raises: StorageFailed if the disk refuses. Then nothing of it is kept, except where only
         the fsync of `sync_every` failed: what is kept then is unknown.
         """
-        lines = framed(records)
-        data = b"".join(lines)
+        records = list(records)
+        data = b"".join(framed(records))
         with self._write_lock:
             if self._closed or self._failure:
                 raise StorageFailed(f"{self._folder}: {self._failure or 'the journal is closed'}.")
@@ -107,7 +107,9 @@ class Journal:
             if segment.num_rows == 0:
                 segment.opened_s = time.monotonic()
             segment.num_bytes += len(data)
-            segment.num_rows += len(lines)
+            segment.num_rows += len(records)
+            if segment.records is not None:
+                segment.records += records
             if self.config.sync_every:
                 self._sync(segment)
                 if self._failure:
@@ -215,7 +217,13 @@ class Journal:
 
     def _commit_pending(self) -> None:
         while self._pending:
-            commit_segment(self._table, self._encode, self.producer, self._pending[0])
+            try:
+                commit_segment(self._table, self._encode, self.producer, self._pending[0])
+            except BaseException:
+                # It may take long: what waits is on disk, and need not be in memory too.
+                for segment in self._pending:
+                    segment.records = None
+                raise
             self._pending.popleft()
 
     def _open_segment(self, sequence: int) -> Segment:
@@ -225,4 +233,4 @@ class Journal:
             fsync_folder(self._folder)
         except OSError as error:
             raise StorageFailed(f"{path}: {error.strerror or error}.") from error
-        return Segment(sequence, path, fd)
+        return Segment(sequence, path, fd, records=[])

@@ -296,6 +296,36 @@ def test_a_failed_commit_is_tried_again(tmp_path):
     assert rows(table) == [1]
 
 
+def test_its_writer_commits_what_it_wrote_without_reading_it_back(tmp_path):
+    table = make_table(tmp_path)
+    journal = Journal(table, encode, worker="w", config=NEVER)
+    journal.append([b'{"x":1}', b'{"x":2}'])
+    (path,) = journal_folder(table).glob("*.jsonl")
+    path.write_bytes(b"whatever the disk made of it\n")
+    journal.flush()
+    assert rows(table) == [1, 2]
+    journal.close()
+
+
+def test_what_could_not_be_committed_is_read_from_disk_and_not_held(tmp_path):
+    table = make_table(tmp_path)
+    journal = Journal(table, encode, worker="w", config=NEVER)
+    append, table.append = table.append, refusing
+    for x in range(3):
+        journal.append([b'{"x":%d}' % x])
+        with pytest.raises(StorageFailed):
+            journal.flush()
+    assert [segment.records for segment in journal._pending] == [None]
+    table.append = append
+    journal.flush()
+    assert rows(table) == [0, 1, 2]
+    journal.close()
+
+
+def refusing(*args, **options):
+    raise StorageFailed("no room")
+
+
 def test_kill_9_loses_no_acknowledged_record(tmp_path):
     code = f"""
         import sys
