@@ -72,8 +72,9 @@ DQN = Bar(
 SAC = Bar("sac", "Pendulum-v1", -200, 10_000)
 BARS = (
     DQN,
-    Bar("impala", "CartPole-v1", 475, 300_000, until=475),
-    Bar("ppo", "CartPole-v1", 475, 300_000, until=475),
+    # A run that ends at the bar itself is as often below it on other seeds: once in six it was 465.
+    Bar("impala", "CartPole-v1", 475, 300_000, until=495),
+    Bar("ppo", "CartPole-v1", 475, 300_000, until=495),
     Bar(
         "dqn",
         "ReplayLake/FrameGrid-v0",
