@@ -75,9 +75,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """End a request."""
-        if not self.pipeline:
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+        else:
+            # As there, but that it sets a timer a request to close connections that idle.
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
             self._idle_since = self.loop.time()
-        super().on_response_complete()
 
     def pause_writing(self) -> None:
         """Note that the client does not take its answer."""

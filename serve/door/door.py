@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import StorageFailed
 from replaylake.serve.door.waits import ARRIVALS, ARRIVED, Wait, Waits
+from replaylake.serve.door.writing import write_whole
 from replaylake.serve.exchange import (
     JSON,
     Answer,
@@ -77,6 +78,9 @@ class Door:
         keeper.metrics.count_request(self._route, status, seconds)
         headers = () if serving is None else self._log(visit, answer, status, seconds, serving)
         if answer is None:
+            return
+        is_plain = status == 200 and not (headers or answer.headers) and scope["method"] != "HEAD"
+        if is_plain and write_whole(send, answer.content_type, answer.body):
             return
         headers = (
             (b"content-type", answer.content_type.encode()),

@@ -54,7 +54,6 @@ def main() -> None:
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=int(config.safety.idle_timeout_s),
         timeout_graceful_shutdown=STOP_TIMEOUT_S,
     )
     with socket.socket(fileno=int(sys.argv[1])) as listener:
