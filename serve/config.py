@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,15 @@ from replaylake.serve.safety.limits import Safety
 from replaylake.serve.versions.router import parse_canaries
 
 SERVERS: Final = ("bentoml", "uvicorn")
+_STATE_KEY: Final = "REPLAYLAKE_SERVE_STATE_KEY"
+
+
+def state_key() -> str:
+    """Return the secret that the environment names, else a new one.
+
+    From there and from no option, as tokens are: arguments are seen by everyone on the machine.
+    """
+    return os.environ.get(_STATE_KEY) or secrets.token_hex(32)
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,8 @@ class ServeConfig:
     was served joined with its rewards, in a process beside it; 0 for never.
     server: `bentoml`, or `uvicorn` for the same app without BentoML around it. safety: tokens,
     limits and the access log. state_key: what signs the state that clients carry for a policy that
-    remembers, one for all workers, where no dataset is logged to (then it is the lake's).
+    remembers, one for all workers, where no dataset is logged to (then it is the lake's); without
+    REPLAYLAKE_SERVE_STATE_KEY a new one.
     request_options: whether a request may say how it is explored.
     """
 
@@ -59,7 +70,7 @@ class ServeConfig:
     sessionise_every_s: float = 0.0
     server: str = "bentoml"
     safety: Safety = field(default_factory=Safety)
-    state_key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
+    state_key: str = field(default_factory=state_key, repr=False, compare=False)
     request_options: bool = True
 
     def __post_init__(self) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import sys
 
 import bentoml
 
 from replaylake.serve.app import create_app
+from replaylake.serve.config import state_key
 from replaylake.serve.door.connections import guard_connections
 from replaylake.serve.processes.launch import SUPERVISOR, watch_parent
 from replaylake.serve.processes.worker import load
@@ -21,7 +21,7 @@ from replaylake.serve.safety.limits import Safety
 
 # Where `replaylake serve` has not set it: the process that watches the workers imports this first,
 # and they have its environment.
-os.environ.setdefault("REPLAYLAKE_SERVE_STATE_KEY", secrets.token_hex(32))
+os.environ["REPLAYLAKE_SERVE_STATE_KEY"] = state_key()
 app = create_app(load)
 # Here, because BentoML's uvicorn has chosen its protocol by the time it makes a PolicyService.
 guard_connections(Safety.from_environment(os.environ).connection_limits)

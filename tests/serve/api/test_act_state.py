@@ -203,3 +203,24 @@ def test_workers_of_one_server_share_a_key(app_client, folders, tmp_path):
             assert two.post("/act", json=body).status_code == 200
             assert stranger.post("/act", json=body).status_code == 422
     assert alone.state_key not in repr(alone)
+
+
+def test_servers_that_are_told_the_same_key_share_it(app_client, folders, monkeypatch):
+    def told(key):
+        monkeypatch.setenv("REPLAYLAKE_SERVE_STATE_KEY", key)
+        return ServeConfig(package=folders[0], policy="p", version=1)
+
+    configs = [told("a secret of ours"), told("a secret of ours"), told("another"), told("")]
+    assert [config.state_key for config in configs[:3]] == 2 * ["a secret of ours"] + ["another"]
+    # Empty is as not set: each server makes its own.
+    assert configs[3].state_key != told("").state_key
+    assert len(configs[3].state_key) == 64
+    one, *others = (create_app(lambda c=c: load_serving(c)) for c in configs)
+    with app_client(one) as client:
+        state = client.post("/act", json={"observation": [1, 0, 0, 0]}).json()["state"]
+    found = []
+    for app in others:
+        with app_client(app) as client:
+            body = {"observation": [1, 0, 0, 0], "state": state}
+            found.append(client.post("/act", json=body).status_code)
+    assert found == [200, 422, 422]
