@@ -30,6 +30,15 @@ from replaylake.datastore.spaces import (
 )
 
 MAX_STEP: Final = 2**31 - 1
+# Fields of Episode that hold one value a step and may be absent.
+PER_STEP: Final = (
+    "behavior_log_probs",
+    "policies",
+    "policy_versions",
+    "action_masks",
+    "timestamps",
+    "env_steps",
+)
 # A softmax in float32 may give a sure action a little more than 1.
 _LOG_PROB_TOLERANCE: Final = 1e-6
 

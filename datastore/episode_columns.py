@@ -8,22 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, overload
+from typing import overload
 
 import numpy as np
 
-from replaylake.datastore.episode import MAX_STEP, Episode, checked
+from replaylake.datastore.episode import MAX_STEP, PER_STEP, Episode, checked
 from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.datastore.spaces import Array, Space, Values, as_values, num_values, take
-
-_PER_STEP: Final = (
-    "behavior_log_probs",
-    "policies",
-    "policy_versions",
-    "action_masks",
-    "timestamps",
-    "env_steps",
-)
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ class EpisodeColumns(Sequence[Episode]):
     def _episode(self, number: int) -> Episode:
         rows = slice(self._starts[number], self._starts[number + 1])
         steps = self.steps
-        known = {name: getattr(steps, name) for name in _PER_STEP}
+        known = {name: getattr(steps, name) for name in PER_STEP}
         return Episode(
             episode_id=self.episode_ids[number],
             observations=take(steps.observations, rows),

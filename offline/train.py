@@ -20,6 +20,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.policies.registry import PolicyRef
 from replaylake.datastore.runs.checkpoints import Checkpoints
 from replaylake.datastore.runs.lease import RunLease
+from replaylake.datastore.runs.summary import EVALUATION
 from replaylake.offline.algorithms.catalog import check_gradients
 from replaylake.offline.distributed import run_team
 from replaylake.offline.evaluate import Evaluation
@@ -30,7 +31,7 @@ from replaylake.offline.training.data import OnReading, check_same_data
 from replaylake.offline.training.following import NOTHING_LEFT, follow
 from replaylake.offline.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.training.job import TrainingJob, closing_evaluation, prepare
-from replaylake.offline.training.lake_run import EVALUATION, LakeRun, OnMetrics
+from replaylake.offline.training.lake_run import LakeRun, OnMetrics
 from replaylake.offline.training.packaging import packaged
 from replaylake.offline.training.run_record import RunRecord, find_run
 from replaylake.offline.training.team import ALONE, Team, deciding

@@ -33,7 +33,7 @@ from replaylake.datastore.spaces import (
 
 # Nearer to a bound float32 has no number below 1: a squashed action that was stored as the bound
 # itself is taken for this one, whose density is finite.
-_UNIT_LIMIT: Final = 1 - 2.0**-24
+UNIT_LIMIT: Final = 1 - 2.0**-24
 
 
 def action_probs_of(
@@ -148,7 +148,7 @@ def _gaussian(
     unknown = ((flat <= low) | (flat >= high)).any(axis=1)
     if spec.head == "squashed_gaussian":
         unit = (flat - (low + high) / 2) / ((high - low) / 2)
-        raw = np.arctanh(np.clip(unit, -_UNIT_LIMIT, _UNIT_LIMIT))
+        raw = np.arctanh(np.clip(unit, -UNIT_LIMIT, UNIT_LIMIT))
         log_jacobian = 2 * (np.log(2) - raw - np.logaddexp(0, -2 * raw)) + np.log((high - low) / 2)
         flat, unknown = raw, np.zeros(len(flat), np.bool_)
     noise = (flat - means) / np.exp(log_stds)

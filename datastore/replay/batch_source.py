@@ -38,7 +38,7 @@ def check_batch_source(who: str, source: object) -> None:
 
 
 @runtime_checkable
-class TakesPriorities(Protocol):
+class TakesPriorities(BatchSource, Protocol):
     """A BatchSource that draws by priorities, which the learner gives back."""
 
     def update_priorities(self, indices: ArrayLike, priorities: ArrayLike) -> None:

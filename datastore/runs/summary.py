@@ -18,6 +18,8 @@ ONLINE: Final = "train online"
 STATUSES: Final = ("running", "killed", "interrupted", "failed", "done")
 # Metrics that a policy is chosen by are called so, the measure's name after it.
 SELECTION: Final = "selection/"
+# The mean return of the closing evaluation, of the policy that is registered.
+EVALUATION: Final = "evaluation/return"
 # Of these, less is better.
 _LOSSES: Final = ("loss",)
 

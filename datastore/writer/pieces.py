@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episode import PER_STEP, Episode
 from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP
 from replaylake.datastore.snapshot import Snapshot
@@ -19,14 +19,6 @@ from replaylake.datastore.spaces import Array, take
 # Episodes that a writer remembers: about 20 MB. Of one written longer ago, a step that comes twice
 # is for `fsck` to find.
 _REMEMBERED: Final = 131_072
-_PER_STEP: Final = (
-    "behavior_log_probs",
-    "policies",
-    "policy_versions",
-    "action_masks",
-    "timestamps",
-    "env_steps",
-)
 _ENDED: Final = -1
 
 
@@ -39,7 +31,7 @@ def cut(episode: Episode, start: int, stop: int) -> Episode:
     num = len(episode)
     rows = slice(start, stop)
     arrays: dict[str, Any] = {
-        name: array[rows] for name in _PER_STEP if (array := getattr(episode, name)) is not None
+        name: array[rows] for name in PER_STEP if (array := getattr(episode, name)) is not None
     }
     is_last = stop == num
     return replace(

@@ -7,13 +7,14 @@ policy that learns is the one that acted, the ratio of the two is 1.
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from replaylake.datastore.batch import Batch
 from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.policies.log_probs import UNIT_LIMIT
 from replaylake.datastore.policies.multi_categorical import element_sizes
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space, describe
@@ -25,8 +26,6 @@ from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.losses.actor_critic import squashed_sample
 from replaylake.offline.losses.likelihood import gaussian_nll
 
-# As in log_probs.py: float32 has no number between this one and 1.
-_UNIT_LIMIT: Final = 1 - 2.0**-24
 Parameters = tuple[torch.Tensor, ...]
 
 
@@ -178,7 +177,7 @@ class SquashedGaussianHead:
             torch.from_numpy(array).to(actions)
             for array in (self.scaling.center, self.scaling.scale)
         )
-        units = ((actions - center) / scale).clamp(-_UNIT_LIMIT, _UNIT_LIMIT)
+        units = ((actions - center) / scale).clamp(-UNIT_LIMIT, UNIT_LIMIT)
         raw = torch.atanh(units)
         # ln(1 - tanh(x)^2), in the form that does not cancel.
         log_jacobian = 2 * (math.log(2) - raw - F.softplus(-2 * raw)).sum(dim=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +12,11 @@ from replaylake.datastore.errors import TrainingFailed
 from replaylake.datastore.runs.checkpoints import Checkpoint, Checkpoints
 from replaylake.datastore.runs.lease import RunLease
 from replaylake.datastore.runs.metrics import MetricsLog
+from replaylake.datastore.runs.summary import EVALUATION
 from replaylake.datastore.storage import Storage
 from replaylake.offline.learner import Learner
 
 OnMetrics = Callable[[int, Mapping[str, float]], None]
-# The mean return of the closing evaluation, of the policy that is registered.
-EVALUATION: Final = "evaluation/return"
 
 
 class LakeRun:

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, SupportsFloat
 from replaylake.datastore.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
 from replaylake.datastore.policies.policy import Policy
-from replaylake.datastore.replay.batch_source import BatchSource
+from replaylake.datastore.replay.batch_source import TakesPriorities
 from replaylake.offline.graph import TorchPolicy
 from replaylake.offline.learner import Learner, Update
 from replaylake.offline.training.config import TrainConfig
@@ -39,14 +39,6 @@ class Progress:
     metrics: Mapping[str, float]
     updates_per_s: float
     left_s: float
-
-
-class TakesPriorities(BatchSource, Protocol):
-    """A sampler that the learner's priorities go back to."""
-
-    def update_priorities(self, indices: Any, priorities: Any) -> None:
-        """Set those of a batch's rows."""
-        ...
 
 
 class Observer(Protocol):
@@ -218,6 +210,7 @@ class Trainer:
                 "expected one for each step of a batch, to sample by. Leave prioritized out, or "
                 "use an algorithm that has them, such as dqn."
             )
+        assert batch.indices is not None, "a run's own samplers number their rows"
         self._sampler.update_priorities(batch.indices, result.priorities)
 
     def _check(self, batch: Batch) -> None:

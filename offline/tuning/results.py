@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.runs.lease import is_at_work
 from replaylake.datastore.runs.metrics import read_curves
-from replaylake.datastore.runs.summary import best_point
+from replaylake.datastore.runs.summary import EVALUATION, SELECTION, best_point
 from replaylake.offline.intervals import student_t_interval
 from replaylake.offline.tuning.config import Mode, Sweep
 
 # waiting: not begun, or to be gone on with. stopped: by ASHA. skipped: as those options were.
 TrialStatus = Literal["waiting", "running", "done", "stopped", "skipped", "failed"]
-EVALUATION: Final = "evaluation/return"
-_SELECTION: Final = "selection/"
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def combined(trials: Sequence[TrialResult], mode: Mode) -> tuple[Combination, ..
 
 def value_name(measure: str) -> str:
     """Return what a trial that is done is compared by."""
-    return EVALUATION if measure == f"{_SELECTION}environment" else measure
+    return EVALUATION if measure == f"{SELECTION}environment" else measure
 
 
 def _combination(trials: Sequence[TrialResult], mode: Mode) -> Combination:
@@ -208,7 +206,7 @@ def _value_of_done(lake: Lake, run: Mapping[str, Any], measure: str) -> float | 
     if name == EVALUATION:
         evaluation = run["evaluation"]
         return None if evaluation is None else float(evaluation["mean_return"])
-    if measure.startswith(_SELECTION):
+    if measure.startswith(SELECTION):
         value = run["selection"]["value"]
         return None if value is None else float(value)
     curve = read_curves(lake.storage, run["run_id"]).get(measure)

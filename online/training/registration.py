@@ -9,9 +9,10 @@ from typing import Any
 
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.runs.lease import RunLease
+from replaylake.datastore.runs.summary import EVALUATION
 from replaylake.offline.evaluate import Evaluation, evaluate
 from replaylake.offline.self_play import AgentPolicies
-from replaylake.offline.training.lake_run import EVALUATION, LakeRun
+from replaylake.offline.training.lake_run import LakeRun
 from replaylake.offline.training.packaging import packaged
 from replaylake.offline.training.run_record import RunRecord
 from replaylake.online.recording.recorded import what_was_collected

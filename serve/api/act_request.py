@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.episode import MAX_STEP
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.spaces import Array, describe, num_actions
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
@@ -34,7 +35,6 @@ _IN_QUERY: Final[Mapping[str, type]] = {
     "step": int,
     "state": str,
 }
-_MAX_STEP: Final = 2**31 - 1
 _NOTHING: Final = (None,)
 
 
@@ -206,8 +206,8 @@ def _column(fields: Mapping[str, Any], one: str, num: int, check: Any) -> Sequen
 
 
 def _check_step(value: Any, place: str) -> None:
-    if value is not None and (type(value) is not int or not 0 <= value <= _MAX_STEP):
-        raise wrong(place, value, f"a whole number from 0 to {_MAX_STEP}")
+    if value is not None and (type(value) is not int or not 0 <= value <= MAX_STEP):
+        raise wrong(place, value, f"a whole number from 0 to {MAX_STEP}")
 
 
 def _check_token(value: Any, place: str) -> None:

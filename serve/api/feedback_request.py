@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
+from replaylake.datastore.episode import MAX_STEP
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.sessions.decisions import LAST, SUM
 from replaylake.serve.api.bodies import check_fields, check_name, optional
@@ -30,7 +31,6 @@ FEEDBACK_FIELDS: Final = (
     "final_observation",
 )
 _NAMES: Final = ("decision_id", "request_id", "episode_id")
-_MAX_STEP: Final = 2**31 - 1
 _ID_BYTES: Final = 16
 
 
@@ -171,8 +171,8 @@ def _check_named(fields: Mapping[str, Any]) -> None:
     if given[0] == "episode_id":
         if "step" not in fields:
             raise RequestRefused(422, "step", "nothing", "the step's number beside an episode_id")
-        if type(step) is not int or not 0 <= step <= _MAX_STEP:
-            raise wrong("step", step, f"the step's number, from 0 to {_MAX_STEP}")
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            raise wrong("step", step, f"the step's number, from 0 to {MAX_STEP}")
     elif step is not None:
         raise wrong("step", step, "one beside an episode_id only")
 

@@ -24,7 +24,7 @@ from replaylake.datastore.errors import ExtraMissing, ServeFailed
 from replaylake.datastore.remote.shard_cache import is_copy
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable
-from replaylake.serve.processes.launch import STOP_TIMEOUT_S
+from replaylake.serve.processes.launch import BACKLOG, STOP_TIMEOUT_S
 from replaylake.serve.processes.supervisor import Supervisor, heard_signals
 from replaylake.serve.safety.limits import check_open_to_others
 
@@ -33,7 +33,6 @@ __all__ = ["ServeConfig", "serve"]
 _LAUNCH: Final = (sys.executable, "-m", "replaylake.serve.processes.launch")
 _SERVICE: Final = "replaylake.serve.service:PolicyService"
 _START_TIMEOUT_S: Final = 60.0
-_BACKLOG: Final = 2048
 _POLL_S: Final = 0.02
 # The workers of a server that was killed hold its port for 0.1 s more, on a busy machine longer.
 _PORT_WAIT_S: Final = 2.0
@@ -120,7 +119,7 @@ def _command(config: ServeConfig, descriptor: int, number: int) -> list[str]:
         "--service-name": "replaylake_policy",
         "--worker-id": number,
         "--args": "{}",
-        "--backlog": _BACKLOG,
+        "--backlog": BACKLOG,
         "--timeout-keep-alive": int(config.safety.idle_timeout_s),
         "--timeout-graceful-shutdown": STOP_TIMEOUT_S,
     }
@@ -223,7 +222,7 @@ def listener_on(address: str, port: int) -> socket.socket:
         try:
             listener.bind((address, port))
             # Only now does a port that another server listens on say so, if both came at once.
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
             is_in_use = error.errno == errno.EADDRINUSE

@@ -14,11 +14,10 @@ from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.door.connections import guard_connections
 from replaylake.serve.loading import load_serving
-from replaylake.serve.processes.launch import STOP_TIMEOUT_S
+from replaylake.serve.processes.launch import BACKLOG, STOP_TIMEOUT_S
 from replaylake.serve.safety.access_log import AccessLog
 from replaylake.serve.serving import Serving
 
-BACKLOG: Final = 2048
 # How long the thread that commits the journal may hold up the event loop (Python's default is 5
 # ms): p99 at 16 connections 2.3 ms in place of 3.8, as many requests/s (2 cores, 2026-11).
 _SWITCH_S: Final = 0.0005

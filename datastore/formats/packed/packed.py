@@ -7,7 +7,6 @@ other an array of Python objects (a pickle again) comes out as `Unread`.
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.errors import ExtraMissing, SourceInvalid
-from replaylake.datastore.formats.packed.pickle_machine import NoArray, PickleRefused
+from replaylake.datastore.formats.packed.pickle_machine import NUMBERS, NoArray, PickleRefused
 from replaylake.datastore.formats.packed.pickles import ArrayUnpickler
 from replaylake.datastore.sources.limits import refuse_bomb
 
@@ -24,7 +23,6 @@ from replaylake.datastore.sources.limits import refuse_bomb
 PACKED_MAGIC: Final = "BCJNGG"
 # LZ4 makes no more than 255 bytes of one; a frame that declares more is no frame.
 _LZ4_RATIO: Final = 256
-_NUMBERS: Final = re.compile(r"^[<>|=]?(b1|[iu][1248]|f[248])$")
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def _array(found: dict[Any, Any]) -> Any:
     if kind == "O":
         return Unread("a pickled array of Python objects")
     code = _text(parts["type"]) if isinstance(parts["type"], str | bytes) else "a structure"
-    if kind == "V" or not _NUMBERS.match(code):
+    if kind == "V" or not NUMBERS.match(code):
         return Unread(f"an array of dtype {code[:20]}")
     if not isinstance(parts["data"], bytes):
         raise ValueError("an array without its bytes")

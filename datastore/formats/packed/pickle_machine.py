@@ -37,7 +37,7 @@ _ADMITTED: Final = {
 # Not admitted either, but no sign of anything but a number that stands by itself.
 _SCALARS: Final = {("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar")}
 # Flags, integers and floats; never O (Python objects).
-_NUMBERS: Final = re.compile(r"^[<>|=]?(b1|[iu][1248]|f[248])$")
+NUMBERS: Final = re.compile(r"^[<>|=]?(b1|[iu][1248]|f[248])$")
 _FIXED: Final[dict[int, Any]] = {ord("N"): None, 0x88: True, 0x89: False}
 # Opcode to its argument: (struct format of a value).
 _VALUES: Final = {
@@ -85,7 +85,7 @@ class _Kind:
         self.order: Literal["<", ">", "|", "="] = "="
 
     def dtype(self) -> Any:
-        if not _NUMBERS.match(self.code):
+        if not NUMBERS.match(self.code):
             what = "Python objects" if self.code.lstrip("<>|=").startswith("O") else "other types"
             raise NoArray(f"an array of {what} ({self.code[:20]!r})")
         return np.dtype(self.code).newbyteorder(self.order)

@@ -7,7 +7,8 @@ from replaylake.datastore.errors import TrainingFailed
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.runs.lease import RunLease
 from replaylake.datastore.runs.metrics import read_metrics
-from replaylake.offline.training.lake_run import EVALUATION, LakeRun
+from replaylake.datastore.runs.summary import EVALUATION
+from replaylake.offline.training.lake_run import LakeRun
 
 
 class Learner:
