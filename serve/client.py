@@ -32,6 +32,9 @@ from replaylake.serve.transport import Transport
 _NPY: Final = "application/x-npy"
 # Above so many numbers an array is sent as its bytes.
 _SMALL: Final = 64
+# Then what else there is stands in the query, which proxies cut at 8 KiB: a state of a few frames,
+# 75 kB of 3 x 84 x 84, goes into a body of JSON and the array with it.
+_LONGEST_IN_QUERY: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +308,8 @@ class Client:
         self, name: str, raw: Any, fields: Mapping[str, Any], columns: Mapping[str, Any]
     ) -> dict[str, Any]:
         given, rows = _given(fields), _given(columns)
-        if isinstance(raw, np.ndarray) and raw.size > _SMALL and not rows:
+        is_short = len(given.get("state", "")) <= _LONGEST_IN_QUERY
+        if isinstance(raw, np.ndarray) and raw.size > _SMALL and not rows and is_short:
             query = {key: _in_query(value) for key, value in given.items()}
             # One more dimension than an observation has makes it many.
             path = f"/act?{urlencode(query)}"

@@ -20,6 +20,8 @@ from replaylake.serve.exchange import RequestRefused, error_answer
 from replaylake.serve.safety.limits import ConnectionLimits
 
 _LOOK_EVERY_S: Final = 0.5
+# httptools keeps the places of a URL's parts in 16 bits.
+_LONGEST_PATH: Final = 65_535
 _REASONS: Final = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -94,7 +96,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
+        """Refuse what is no HTTP, and a path and query that are too long to be taken apart."""
+        num_bytes = len(self.url or b"")
+        if num_bytes > _LONGEST_PATH:
+            most = f"at most {_LONGEST_PATH} bytes; what is longer goes into the body"
+            self._refuse(431, "head", f"a path and query of {num_bytes} bytes", most)
+            return
         self._refuse(400, "request", "no HTTP/1.1", "a request line, headers and a body")
 
     def _refuse(self, status: int, field: str, found: str, expected: str) -> None:

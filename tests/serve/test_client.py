@@ -11,10 +11,13 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.lake import open_lake
+from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.sessions.sessionise import sessionise
+from replaylake.datastore.spaces import Box, Discrete
 from replaylake.serve.client import Action, Client, RequestFailed, ServerUnreachable
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
@@ -96,6 +99,46 @@ def test_act_batch(client, num):
         action_masks=np.tile([True, False], (num, 1)),
     )
     assert set(named.actions.tolist()) == {0}
+
+
+def test_a_state_too_long_for_a_query_is_sent_all_the_same(kit, tmp_path):
+    """As of a policy that sees the last frames; its state goes back as it came."""
+    spec = PolicySpec(Box((4, 1000)), Discrete(2), "categorical", state_size=20_000)
+    package = kit.save_policy(tmp_path / "package", spec, frames_graph(20_000))
+    server = kit.start_server(package=package, policy="frames", version=1)
+    try:
+        with Client(server.url) as client:
+            observation = np.ones((4, 1000), np.float32)
+            first = client.act(observation, temperature=0.5, seed=1)
+            assert len(first.state) > 100_000
+            second = client.act(observation, state=first.state, temperature=0.5, seed=1)
+            assert (second.action, second.state) == (first.action, first.state)
+            assert second.log_prob == first.log_prob
+    finally:
+        server.stop()
+
+
+def frames_graph(state_size):
+    """Return logits of zeros, and the state as it came."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("Flatten", ["observations"], ["flat"]),
+            helper.make_node("MatMul", ["flat", "zeros"], ["logits"]),
+            helper.make_node("Identity", ["state"], ["next_state"]),
+        ],
+        "frames",
+        [
+            helper.make_tensor_value_info("observations", TensorProto.FLOAT, ["n", 4, 1000]),
+            helper.make_tensor_value_info("state", TensorProto.FLOAT, ["n", state_size]),
+        ],
+        [
+            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 2]),
+            helper.make_tensor_value_info("next_state", TensorProto.FLOAT, ["n", state_size]),
+        ],
+        [numpy_helper.from_array(np.zeros((4000, 2), np.float32), "zeros")],
+    )
+    opset = helper.make_opsetid("", 17)
+    return helper.make_model(graph, opset_imports=[opset], ir_version=8).SerializeToString()
 
 
 def test_episodes(client, lake):

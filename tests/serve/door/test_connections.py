@@ -131,6 +131,14 @@ def test_a_connection_that_is_not_to_be_kept_is_closed_and_said_to_be(address, a
     assert b"connection: close\r\n" in came
 
 
+def test_a_query_too_long_to_be_taken_apart_is_called_so(address):
+    head = b"POST /act?state=%s HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n" % (b"s" * 70_000)
+    answer = talk(address, head, until_closed=True)
+    assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert b"a path and query of 70011 bytes" in answer
+    assert b"goes into the body" in answer
+
+
 def test_a_connection_that_idles_is_closed(monkeypatch):
     monkeypatch.setattr(GuardedProtocol, "limits", ConnectionLimits(idle_timeout_s=0.2))
     with served(door()) as address, socket.create_connection(address, timeout=5) as connection:
