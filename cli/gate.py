@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING
 from replaylake.cli.report import count, table_lines
 
 if TYPE_CHECKING:
-    from replaylake.offline.ope.promotion import Gate
+    from replaylake.offline.ope.promotion import Gate, Unanswered
 
 
-def gate_lines(gate: Gate) -> Iterator[str]:
+def gate_lines(gate: Gate | Unanswered) -> Iterator[str]:
     """Yield what a gate found: the two policies, a table of the estimators, the reasons."""
+    from replaylake.offline.ope.promotion import Unanswered
+
+    if isinstance(gate, Unanswered):
+        yield f"refused: {gate.reason}"
+        return
     report = gate.candidate
     numbers = f"{count(report.num_episodes, 'episode')}, {count(report.num_steps, 'step')}"
     candidate = f"{report.policy['policy']}:{report.policy['policy_version']}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from replaylake.datastore.lake import Lake
     from replaylake.datastore.policies.aliases import Move
     from replaylake.datastore.policies.registry import PolicyRef, Registry
-    from replaylake.offline.ope.promotion import Gate
+    from replaylake.offline.ope.promotion import Gate, Unanswered
     from replaylake.offline.ope.question import Question
 
 _NO: Final = 3
@@ -315,7 +315,7 @@ def _asked(
     question: Question,
     alpha: float,
     margin: float,
-) -> Gate:
+) -> Gate | Unanswered:
     from replaylake.offline.ope.promotion import gate
     from replaylake.offline.ope.question import Listener
 
@@ -352,7 +352,9 @@ def _check_gate_options(
             raise typer.BadParameter("found it without --gate.", param_hint=parameter.opts[0])
 
 
-def _promoted(ref: PolicyRef, alias: str, gate: Gate | None, move: Move | None) -> Iterator[str]:
+def _promoted(
+    ref: PolicyRef, alias: str, gate: Gate | Unanswered | None, move: Move | None
+) -> Iterator[str]:
     if gate is not None:
         yield from gate_lines(gate)
     if move is None:

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
 from replaylake.offline.ope.estimators import ESTIMATORS, Estimator, for_logs
 from replaylake.offline.ope.intervals import METHODS, Interval, all_intervals
 from replaylake.offline.ope.logged import LoggedEpisodes
@@ -84,7 +84,7 @@ def estimate(
     for ci_low .. ci_high; by default the studentised bootstrap, or Student's t for a model
     alone, and empirical Bernstein where the first has no finite limit.
     Cost: a few passes over the steps, and 2,000 resamples of the episodes.
-    Raises: ConfigInvalid on a name, level, clip or interval that there is not; likewise for a
+    Raises: ConfigInvalid on a name, level, clip or interval that there is not; EmptyReplay for a
     single episode.
     """
     _check_options(names, level, clip, interval)
@@ -166,7 +166,7 @@ def _log_statistic(episodes: LoggedEpisodes) -> Statistic:
     try:
         return clustered(mean_of(returns, None, seen), episodes.clusters)
     except NotEstimable as error:
-        raise ConfigInvalid(
+        raise EmptyReplay(
             "off-policy evaluation: found 1 episode, expected 2 or more: a single one does not "
             "tell how far its return is from the mean. Evaluate more episodes."
         ) from error

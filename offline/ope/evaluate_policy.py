@@ -79,8 +79,8 @@ def evaluate_policy(
     Deterministic on the CPU: the same question gives the same answer.
 
     Raises: NotFound, NameRefused, QueryRefused, QueryFailed, ConfigInvalid; EmptyReplay where no
-    episode is left; SchemaMismatch for a policy of other spaces, or a holdout by a time that the
-    episodes do not have; SpaceUnsupported for a policy with a state; ShardCorrupt.
+    episode is left, or one; SchemaMismatch for a policy of other spaces, or a holdout by a time
+    that the episodes do not have; SpaceUnsupported for a policy with a state; ShardCorrupt.
     Memory: the snapshot's steps, and the probabilities of all Discrete actions of those evaluated.
     """
     listener = listener or Listener()

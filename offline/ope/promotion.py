@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.policies.registry import PolicyRef
 from replaylake.offline.ope.asked_policy import ask_for
@@ -99,6 +99,38 @@ class Gate:
         return {**self.record(), "reports": [self.candidate.to_json(), champion]}
 
 
+@dataclass(frozen=True)
+class Unanswered:
+    """A gate that found no episodes to compare on, or one: it does not pass, and says why."""
+
+    reason: str
+    question: Question
+    alpha: float
+    margin: float
+    passed: Literal[False] = False
+
+    def record(self) -> dict[str, Any]:
+        """Return what a promotion against it keeps, JSON-able: what was asked, and the reason."""
+        asked = self.question
+        return {
+            "passed": False,
+            "reasons": [self.reason],
+            "dataset": asked.dataset,
+            "where": asked.where,
+            "reward": asked.reward,
+            "gamma": asked.discount,
+            "seed": asked.seed,
+            "comparisons": [],
+            "refused": {},
+            "alpha": self.alpha,
+            "margin": self.margin,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record: there are no reports."""
+        return {**self.record(), "reports": []}
+
+
 def gate(
     lake: Lake,
     candidate: PolicyRef,
@@ -108,7 +140,7 @@ def gate(
     alpha: float = DEFAULT_ALPHA,
     margin: float = 0.0,
     listener: Listener | None = None,
-) -> Gate:
+) -> Gate | Unanswered:
     """Compare a candidate with the champion on a log.
 
     Args:
@@ -121,7 +153,8 @@ def gate(
         margin: by how much it has to be better, in units of the return; below 0: may be worse.
         listener: told how far it is.
 
-    Raises: as evaluate_policy; ConfigInvalid for an alpha out of range. Cost: that of two
+    Raises: as evaluate_policy, but for EmptyReplay, which is an answer here; ConfigInvalid for an
+    alpha out of range. Cost: that of two
     evaluations, of three where one policy learned from some of the episodes.
     """
     if not 0 < alpha <= 0.25:
@@ -129,7 +162,10 @@ def gate(
             f"gate: alpha: found {alpha:g}, expected more than 0 and at most 0.25; 0.025 is usual."
         )
     question = replace(question, policy=str(candidate), level=1 - 2 * alpha)
-    ours, theirs = _evaluated(lake, question, champion, listener or Listener())
+    try:
+        ours, theirs = _evaluated(lake, question, champion, listener or Listener())
+    except EmptyReplay as error:
+        return Unanswered(str(error), question, alpha, margin)
     comparisons, refused = _compared(ours, theirs)
     reports = [ours.report] if theirs is None else [ours.report, theirs.report]
     against = _LOG if theirs is None else _CHAMPION

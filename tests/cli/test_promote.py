@@ -146,6 +146,33 @@ def test_a_log_that_says_too_little(run: Any, opened: Lake) -> None:
 
 
 @pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("episode_id = 'e/0040'", "found 1 episode, expected 2 or more"),
+        (
+            "episode_id = 'nobody'",
+            "found no episode where episode_id = 'nobody', expected at least",
+        ),
+    ],
+)
+def test_a_log_without_episodes_to_compare_on_refuses_too(
+    run: Any, opened: Lake, where: str, said: str
+) -> None:
+    opened.registry.set_alias("p", "champion", 1)
+    ran = run("promote", "p:2", "--to", "champion", *GATE, "--where", where)
+    assert ran.code == 3
+    assert "refused: off-policy evaluation" in ran.out
+    assert said in ran.out
+    assert opened.registry.alias_version("p", "champion") == 1
+    forced = run("promote", "p:2", "--to", "champion", *GATE, "--where", where, "--force", "--json")
+    assert forced.code == 0
+    gate = forced.json["move"]["gate"]
+    assert (gate["passed"], forced.json["move"]["forced"]) == (False, True)
+    assert said in gate["reasons"][0]
+    assert run("policies", "history", "p").code == 0
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--gate",), "--dataset"),

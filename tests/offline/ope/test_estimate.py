@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
 from replaylake.offline.ope.estimate import estimate
 from replaylake.offline.ope.estimators import ESTIMATORS, for_logs
 from replaylake.offline.ope.logged import LoggedEpisodes, one_step
@@ -151,7 +151,7 @@ def test_options_that_there_are_not(options, message):
 
 
 def test_a_single_episode_ends_in_one_line():
-    with pytest.raises(ConfigInvalid, match="found 1 episode, expected 2 or more"):
+    with pytest.raises(EmptyReplay, match="found 1 episode, expected 2 or more"):
         estimate(log_of(1, longest=5))
 
 
@@ -189,5 +189,5 @@ def test_agents_of_one_episode_are_not_independent(longest):
         assert widths[1] < 0.8 * widths[0]
         assert widths[2] == pytest.approx(widths[0], rel=0.1)
         assert held[name].value == pytest.approx(once[name].value)
-    with pytest.raises(ConfigInvalid, match="1 episode"):
+    with pytest.raises(EmptyReplay, match="1 episode"):
         estimate(dataclasses.replace(twice, clusters=np.zeros(2 * num, np.int64)))
