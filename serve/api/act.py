@@ -235,7 +235,7 @@ def _assigned(serving: Serving, asked: ActRequest) -> list[_Part]:
 
     A row with a state goes on with the version that made it. Raises: RequestRefused.
     """
-    groups: list[tuple[Served, Sequence[int]]] = serving.router.for_rows(asked.episode_ids)
+    groups = serving.router.for_rows(asked.episode_ids, asked.options.seed)
     num = len(asked.episode_ids)
     if asked.states is None:
         if len(groups) == 1:

@@ -453,6 +453,10 @@ def test_a_canary_takes_its_rows_of_a_batch(app_client, kit, policy, tmp_path):
         packed = post_msgpack(client, body, accept="application/msgpack").content
         one = client.post("/act", json={"observation": GOOD, "episode_id": "e0"}).json()
         log.decisions.flush()
+        unnamed = {"observations": rows.tolist(), "temperature": 1, "seed": 7}
+        first, again = (client.post("/act", json=unnamed).json() for _ in range(2))
+    assert set(first["versions"]) == {2, 3}
+    assert all(first[name] == again[name] for name in ("versions", "actions", "log_probs"))
     versions = answer["versions"]
     assert set(versions) == {2, 3}
     assert "version" not in answer

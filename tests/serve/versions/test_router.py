@@ -68,6 +68,20 @@ def test_rows_without_an_episode_are_drawn_each_by_itself():
     assert set(singly) == {1, 2}
 
 
+def test_a_seed_draws_the_same_rows_again():
+    router = Router(served(1), [(served(2), 0.5)])
+    ids = [None, "a", None, *[None] * 50]
+
+    def drawn(seed):
+        return {one.version: list(rows) for one, rows in router.for_rows(ids, seed)}
+
+    assert all(drawn(seed) == drawn(seed) for seed in (0, 7, 2**63 - 1))
+    assert drawn(7) != drawn(8)
+    singly = [router.for_rows([None], seed)[0][0].version for seed in range(400)]
+    assert singly == [router.for_rows([None], seed)[0][0].version for seed in range(400)]
+    assert 140 < singly.count(2) < 260
+
+
 @given(st.lists(st.none() | st.text(), max_size=30))
 def test_every_row_is_answered_once_whatever_it_is_called(ids):
     router = Router(served(1), [(served(2), 0.3), (served(3), 0.3)])
