@@ -80,6 +80,7 @@ def test_the_stages_have_import_contracts() -> None:
     (layers, *inside) = [c for c in CONTRACTS if c["type"] == "layers"]
     assert [c["containers"] for c in inside] == [
         ["replaylake.datastore.replay"],
+        ["replaylake.offline"],
         ["replaylake.online"],
         ["replaylake.serve"],
         ["replaylake.datastore.formats"],

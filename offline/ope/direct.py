@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.logged_steps import LoggedSteps
 from replaylake.datastore.spaces import take
-from replaylake.offline.d3rlpy.fqe import fit_by_d3rlpy
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.ope.d3rlpy_fqe import fit_by_d3rlpy
 from replaylake.offline.ope.folds import each_fold, episode_folds
 from replaylake.offline.ope.fqe import fit
 from replaylake.offline.ope.fqe_config import FQEConfig

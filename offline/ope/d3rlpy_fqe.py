@@ -1,6 +1,6 @@
 """Fitted Q evaluation by d3rlpy: its FQE and DiscreteFQE with any policy of ours as the target.
 
-Le et al. 2019, "Batch Policy Learning under Constraints", algorithm 3; see offline/ope/fqe.py for
+Le et al. 2019, "Batch Policy Learning under Constraints", algorithm 3; see fqe.py beside it for
 our own. d3rlpy asks an algorithm of its own what it would do next; here that is answered by what
 our policy does at the logged next observations, asked before the first update.
 """
@@ -19,9 +19,9 @@ from replaylake.datastore.policies.exploration import Exploration
 from replaylake.datastore.policies.policy import Policy
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.spaces import Values
-from replaylake.offline.d3rlpy.fqe_model import FQEModel
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.ope.d3rlpy_fqe_model import FQEModel
 from replaylake.offline.ope.fqe_config import FQEConfig, OnProgress
 from replaylake.offline.ope.target_policy import TargetPolicy
 from replaylake.offline.ope.transition_arrays import TransitionArrays, from_view

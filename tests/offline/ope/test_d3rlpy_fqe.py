@@ -10,9 +10,9 @@ from replaylake.datastore.policies.exploration import Exploration
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.policies.uniform import UniformPolicy
 from replaylake.datastore.spaces import Box, Discrete
-from replaylake.offline.d3rlpy.fqe import d3rlpy_fqe
 from replaylake.offline.facts import DatasetFacts, Moments
 from replaylake.offline.graph import PolicyGraph, TorchPolicy
+from replaylake.offline.ope.d3rlpy_fqe import d3rlpy_fqe
 from replaylake.offline.ope.fqe_config import FQEConfig
 
 QUICK = FQEConfig(updates=400, batch_size=64, learning_rate=3e-3, hidden_sizes=(16,))
