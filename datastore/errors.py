@@ -7,7 +7,7 @@
     ├── FormatTooNew           written by a newer ReplayLake than this one
     ├── SchemaMismatch         columns or spaces differ from those the dataset was created with
     ├── EpisodeInvalid         an episode that breaks the row rule or its spaces
-    ├── SourceInvalid          a foreign file that cannot be read as trajectories
+    ├── SourceInvalid          a foreign file that cannot be read as episodes
     ├── ShardCorrupt           bytes on disk differ from the recorded sha256, or do not parse
     ├── LogCorrupt             the commit log does not parse or has a hole
     ├── CommitConflict         a commit lost its race for good: what it builds on has changed
@@ -57,7 +57,7 @@ class EpisodeInvalid(ReplayLakeError):
 
 
 class SourceInvalid(ReplayLakeError):
-    """A foreign file that cannot be read as trajectories."""
+    """A foreign file that cannot be read as episodes."""
 
 
 class ShardCorrupt(ReplayLakeError):
