@@ -97,7 +97,10 @@ def test_two_compactors_and_four_writers_for_long(tmp_path: Path) -> None:
 
 
 def _kills(path: Path, role: str, num_kills: int, seed: int) -> int:
-    """Kill a maintainer and a writer at any moment, start them again, and look at the rows."""
+    """Kill a maintainer and a writer at any moment, start them again, and look at the rows.
+
+    Returns the last sequence that was acknowledged; each life of the writer adds one or more.
+    """
     rng = random.Random(seed)
     lake, stop = _made(path / "lake"), path / "stop"
     set_retention(lake, "d", {"keep_versions_s": 3600.0})
@@ -134,10 +137,10 @@ def _kills(path: Path, role: str, num_kills: int, seed: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["compact", "maintain"])
 def test_killed_in_the_middle(tmp_path: Path, role: str) -> None:
-    assert _kills(tmp_path, role, 3, seed=1) >= 0
+    assert _kills(tmp_path, role, 3, seed=1) >= 2
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("role", ["compact", "maintain"])
 def test_killed_in_the_middle_for_long(tmp_path: Path, role: str) -> None:
-    assert _kills(tmp_path, role, 60, seed=2) >= 0
+    assert _kills(tmp_path, role, 60, seed=2) >= 59

@@ -125,7 +125,7 @@ def test_who_was_taken_over_gives_up_and_leaves_the_other_alone(storage):
 def test_a_heartbeat_of_another_version_is_as_good_as_none(storage):
     storage.put(BLOB, b'{"owner": 1}')
     with RunLease(storage, "r1"):
-        pass
+        assert last_heartbeat(storage, "r1").pid == os.getpid()
 
 
 def test_those_that_wait_get_it_one_by_one(storage):
