@@ -50,7 +50,7 @@ def to_delta(schema: pa.Schema) -> str:
 
 
 def to_duckdb(kind: pa.DataType) -> str:
-    """Return the DuckDB type that reads a column of this Arrow type."""
+    """Return the DuckDB type that reads a column of this Arrow type. Raises: SchemaMismatch."""
     kind = plain_type(kind)
     for arrow, _, sql in _PRIMITIVES:
         if kind.equals(arrow):

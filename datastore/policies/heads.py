@@ -174,7 +174,10 @@ def discrete_probs(
     epsilon: float = 0.0,
     mask: Array | None = None,
 ) -> Array:
-    """Return the probabilities float64 [N, A] that a categorical or q_values head draws from."""
+    """Return the probabilities float64 [N, A] that a categorical or q_values head draws from.
+
+    Raises: EpisodeInvalid for a temperature below 0, or a mask that does not fit.
+    """
     scores = _scores(spec, parameters, mask)
     num, num_actions = scores.shape
     if deterministic or temperature == 0:

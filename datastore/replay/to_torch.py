@@ -37,7 +37,7 @@ def to_torch(batch: Batch[Array], device: torch.device | str = "cpu") -> Batch[t
 
     On the CPU the tensors share the arrays' memory. To another device goes each stretch of memory
     that holds fields in one copy, which for packed records is all of them. `keys` and `indices`
-    stay numpy.
+    stay numpy. Raises: ConfigInvalid for a device that is not there, or a batch of tensors.
     """
     target = _checked_device(device)
     if not isinstance(batch, Batch) or not isinstance(batch.rewards, np.ndarray):
