@@ -40,7 +40,7 @@ PER_STEP: Final = (
     "env_steps",
 )
 # A softmax in float32 may give a sure action a little more than 1.
-_LOG_PROB_TOLERANCE: Final = 1e-6
+LOG_PROB_TOLERANCE: Final = 1e-6
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _checked(
     if masks is not None and isinstance(action_space, Discrete):
         _check_allowed(np.asarray(actions), action_space, masks)
     log_probs = _checked_log_probs(episode.behavior_log_probs, num)
-    if log_probs is not None and _is_countable(action_space):
+    if log_probs is not None and is_countable(action_space):
         _check_probabilities(log_probs)
     return replace(
         episode,
@@ -167,7 +167,8 @@ def _check_discrete(space: Space, values: Values, what: str) -> None:
         check_bounds(space, values, what)
 
 
-def _is_countable(space: Space) -> bool:
+def is_countable(space: Space) -> bool:
+    """Whether actions of this space have probabilities, not densities."""
     return not any(isinstance(leaf, Box | Text) for _, leaf in leaves(space))
 
 
@@ -189,7 +190,7 @@ def _check_allowed(actions: Array, space: Discrete, masks: Array) -> None:
 
 def _check_probabilities(log_probs: Array) -> None:
     """Refuse the logarithm of more than 1. A density may be above it; NaN is an unknown one."""
-    above = log_probs > _LOG_PROB_TOLERANCE
+    above = log_probs > LOG_PROB_TOLERANCE
     if above.any():
         row = int(np.argmax(above))
         raise EpisodeInvalid(

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
-from replaylake.datastore.episode import MAX_STEP, Episode
+from replaylake.datastore.episode import LOG_PROB_TOLERANCE, MAX_STEP, Episode, is_countable
 from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.sessions.received import ReceivedPiece, received_piece
@@ -142,9 +142,7 @@ class _Reader:
             final_observation=final,
             agent_id=_agent(fields),
             first_step=_whole(fields, "first_step", MAX_STEP) or 0,
-            behavior_log_probs=None
-            if (log_probs := fields.get("log_probs")) is None
-            else _read_numbers(log_probs, "log_probs", num, True),
+            behavior_log_probs=self._log_probs(fields, num),
             policies=_policies(fields, num),
             policy_versions=_versions(fields, num),
             action_masks=self._masks(fields, num),
@@ -171,6 +169,18 @@ class _Reader:
         if type(raw) is list:
             raw = encoded(spec.encoding, raw, field, True)
         return read_values(spec.observation_space, raw, field, True)
+
+    def _log_probs(self, fields: Mapping[str, Any], num: int) -> Array | None:
+        raw = fields.get("log_probs")
+        if raw is None:
+            return None
+        log_probs = _read_numbers(raw, "log_probs", num, True)
+        above = log_probs > LOG_PROB_TOLERANCE
+        if above.any() and is_countable(self._spec.action_space):
+            i = int(np.argmax(above))
+            expected = "at most 0, the natural logarithm of a probability"
+            raise RequestRefused(422, f"log_probs[{i}]", f"{log_probs[i]:g}", expected)
+        return log_probs
 
     def _masks(self, fields: Mapping[str, Any], num: int) -> Array | None:
         raw = fields.get("action_masks")

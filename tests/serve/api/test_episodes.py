@@ -210,7 +210,7 @@ FAULTS = [
     ({"terminated": 1}, "episodes[0].terminated"),
     ({"truncated": "no"}, "episodes[0].truncated"),
     ({"final_observation": [1, 2, 3]}, "episodes[0].final_observation"),
-    ({"log_probs": [0.5, 0, 0]}, "episodes[0]"),
+    ({"log_probs": [0, 0.5, 0]}, "episodes[0].log_probs[1]"),
     ({"log_probs": [0.5]}, "episodes[0].log_probs"),
     ({"policy": 3}, "episodes[0].policy"),
     ({"policy": None}, "episodes[0].policy_version"),
