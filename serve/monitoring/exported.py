@@ -160,7 +160,7 @@ LOG_FAILURES: Final = Family(
 LOG_LOST: Final = Family(
     "replaylake_log_lost",
     "counter",
-    "Decisions and rewards that were answered though the log could not be written.",
+    "Decisions that were answered though the log could not be written.",
 )
 PENDING: Final = Family(
     "replaylake_log_pending_rows",
