@@ -35,7 +35,6 @@ _SERVICE: Final = '''\
 """Serves {policy}:{version} from the package beside this file, as README.md says."""
 
 import os
-import socket
 from pathlib import Path
 
 os.environ["REPLAYLAKE_SERVE_PACKAGE"] = str(Path(__file__).resolve().parent / "{package}")
@@ -43,14 +42,12 @@ os.environ["REPLAYLAKE_SERVE_POLICY"] = "{policy}"
 os.environ["REPLAYLAKE_SERVE_VERSION"] = "{version}"
 os.environ.setdefault("BENTOML_DO_NOT_TRACK", "True")
 
-from replaylake.serve.safety.limits import Safety, check_open_to_others  # noqa: E402
+from replaylake.serve.package.listening import checked_address  # noqa: E402
 from replaylake.serve.service import PolicyService  # noqa: E402
 
 # Of itself BentoML would listen on every address.
-host = os.environ.get("REPLAYLAKE_SERVE_HOST", "127.0.0.1")
+address = checked_address(os.environ)
 port = int(os.environ.get("REPLAYLAKE_SERVE_PORT", "3000"))
-address = str(socket.getaddrinfo(host, port)[0][4][0])
-check_open_to_others(address, Safety.from_environment(os.environ))
 PolicyService.config["http"] = {{"host": address, "port": port}}
 
 __all__ = ["PolicyService"]
