@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from replaylake.datastore.errors import ExtraMissing, ServeFailed
 from replaylake.datastore.remote.shard_cache import is_copy
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable
+from replaylake.serve.processes.homes import Home, own_home
 from replaylake.serve.processes.launch import BACKLOG, STOP_TIMEOUT_S
 from replaylake.serve.processes.supervisor import Supervisor, heard_signals
 from replaylake.serve.safety.limits import check_open_to_others
@@ -57,17 +57,14 @@ def serve(config: ServeConfig, on_ready: Callable[[ServeConfig], None] | None = 
         check_installed(config.server)
         # BentoML keeps files in its home, so each server gets one of its own; and an empty folder
         # to work in, because Python puts that first on sys.path.
-        home = Path(tempfile.mkdtemp(prefix="replaylake-serve-"))
-        try:
+        with own_home() as home:
             for name in ("work", "metrics"):
-                (home / name).mkdir()
+                (home.path / name).mkdir()
             if is_copy(config.package):
                 # The cache may let it go, and a worker that is started again has to find it.
-                package = shutil.copytree(config.package, home / "package")
+                package = shutil.copytree(config.package, home.path / "package")
                 config = replace(config, package=package)
             _run(config, address, listener, home, began, on_ready or (lambda config: None))
-        finally:
-            shutil.rmtree(home, ignore_errors=True)
     return 0
 
 
@@ -75,7 +72,7 @@ def _run(
     config: ServeConfig,
     address: str,
     listener: socket.socket,
-    home: Path,
+    home: Home,
     began: float,
     on_ready: Callable[[ServeConfig], None],
 ) -> None:
@@ -84,9 +81,9 @@ def _run(
     supervisor = Supervisor(
         lambda number: _command(config, descriptor, number),
         config.workers,
-        listener=listener,
-        environment={**os.environ, **_variables(config, home)},
-        folder=home / "work",
+        inherited=[descriptor, home.lock_fd],
+        environment={**os.environ, **_variables(config, home.path)},
+        folder=home.path / "work",
         is_ready=lambda: watch.was_ready,
     )
     try:

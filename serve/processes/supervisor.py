@@ -80,7 +80,7 @@ class _Worker:
 class Supervisor:
     """Keeps `num` workers running.
 
-    command: of worker `number`, which listens on the inherited descriptor. folder: where it works.
+    command: of worker `number`, which inherits the descriptors. folder: where it works.
     is_ready: whether some worker was ready once; before, one that ends by itself ends everything.
     """
 
@@ -89,13 +89,13 @@ class Supervisor:
         command: Callable[[int], Sequence[str]],
         num: int,
         *,
-        listener: socket.socket,
+        inherited: Sequence[int],
         environment: Mapping[str, str],
         folder: Path,
         is_ready: Callable[[], bool],
     ) -> None:
         self._command, self._num, self._folder = command, num, folder
-        self._listener, self._is_ready = listener, is_ready
+        self._inherited, self._is_ready = inherited, is_ready
         self._environment = {**environment, SUPERVISOR: str(os.getpid())}
         self._workers: list[_Worker] = []
         self._due: list[tuple[float, int, int]] = []  # when, number, short lives before
@@ -122,7 +122,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 cwd=self._folder,
                 env=self._environment,
-                pass_fds=[self._listener.fileno()],
+                pass_fds=self._inherited,
                 # Ctrl-C in a terminal goes to us alone: a worker is told once, and finishes.
                 start_new_session=True,
             )

@@ -37,7 +37,7 @@ def supervise(folder, worker, num=1, was_ready=True):
             supervisor = Supervisor(
                 lambda number: [sys.executable, "-c", {textwrap.dedent(worker)!r}],
                 {num},
-                listener=listener,
+                inherited=[listener.fileno()],
                 environment=os.environ,
                 folder=Path({str(folder)!r}),
                 is_ready=lambda: {was_ready},
@@ -106,7 +106,7 @@ def test_a_worker_that_does_not_stop_is_killed(tmp_path, kit, monkeypatch):
         supervisor = Supervisor(
             lambda number: [sys.executable, "-c", textwrap.dedent(stubborn)],
             1,
-            listener=listener,
+            inherited=[listener.fileno()],
             environment=os.environ,
             folder=tmp_path,
             is_ready=lambda: True,

@@ -1,0 +1,89 @@
+"""A server's folder: there as long as anybody works in it, and not for ever after a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from replaylake.serve.processes.homes import own_home
+
+# Makes a home, starts a worker that inherits its lock, says both and waits to be killed.
+_SERVER = """
+import subprocess, sys, time
+from replaylake.serve.processes.homes import own_home
+
+with own_home() as home:
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        pass_fds=[home.lock_fd],
+        stdin=0,
+        stdout=subprocess.DEVNULL,
+    )
+    (home.path / "work").mkdir()
+    print(home.path, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def make_old(path):
+    os.utime(path, (0, 0))
+
+
+def test_a_home_goes_with_its_server(folder):
+    with own_home() as home:
+        (home.path / "work").mkdir()
+        assert home.path.parent == folder
+    assert not list(folder.iterdir())
+
+
+def test_what_a_killed_server_left_goes_when_its_last_worker_has(folder):
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    left = folder / os.path.basename(server.stdout.readline().strip())
+    make_old(left)
+    with own_home():
+        assert left.is_dir()  # its server lives
+    server.send_signal(signal.SIGKILL)
+    server.stdout.close()
+    server.wait()
+    with own_home():
+        assert left.is_dir()  # its worker does
+    server.stdin.close()
+    for _ in range(500):
+        with own_home():
+            if not left.exists():
+                break
+    assert not left.exists()
+
+
+def test_a_young_one_may_not_have_its_lock_yet(folder):
+    young = folder / "replaylake-server-young"
+    young.mkdir()
+    with own_home():
+        assert young.is_dir()
+    make_old(young)
+    with own_home():
+        assert not young.exists()
+
+
+def test_a_link_is_not_followed(folder):
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    make_old(elsewhere)
+    (folder / "replaylake-server-link").symlink_to(elsewhere)
+    with own_home():
+        assert elsewhere.is_dir()
