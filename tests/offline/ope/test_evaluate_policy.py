@@ -354,7 +354,7 @@ def test_episodes_that_are_not_whole_are_counted(lake):
         evaluate_policy(lake, Question("log", "random", where="NOT complete"))
     with pytest.raises(EmptyReplay, match="no episode"):
         evaluate_policy(lake, Question("log", "random", where="num_steps > 9"))
-    with pytest.raises(ConfigInvalid, match="1 episode"):
+    with pytest.raises(EmptyReplay, match="1 episode"):
         evaluate_policy(lake, Question("log", "random", where="truncated"))
 
 

@@ -173,13 +173,18 @@ def test_workers_are_added_up(policy, tmp_path, monkeypatch):
     assert of(found, "replaylake_log_pending_rows", table="decisions") == 4
 
 
-def test_a_request_costs_less_than_three_microseconds(policy):
+def test_a_request_costs_less_than_120_additions(policy):
+    """It takes as long as 80 of them, 2 us; both are measured, because machines differ."""
     metrics, one = Metrics(), served(policy)
     metrics.watch(serving(policy))
     observation = np.zeros((1, 4), np.float32)
     log_probs = policy.act(observation).log_probs
-    best = 1.0
+    best = best_sum = 1.0
     for _ in range(20):
+        began, total = time.thread_time(), 0
+        for number in range(120_000):
+            total += number
+        best_sum = min(best_sum, time.thread_time() - began)
         began = time.thread_time()
         for _ in range(1000):
             metrics.count_request("/act", 200, 0.0003)
@@ -187,7 +192,7 @@ def test_a_request_costs_less_than_three_microseconds(policy):
             metrics.observe_acts(one, observation, log_probs, 1, is_drawn=True, epsilon=0.05)
             metrics.set_pending("decisions", 4)
         best = min(best, time.thread_time() - began)
-    assert best / 1000 < 3e-6
+    assert best < best_sum
 
 
 def test_the_app_counts_what_it_answers(app_client, policy):
