@@ -280,8 +280,8 @@ def _imports_s():
 def test_it_starts_soon_and_small(kit, package, name):
     """Soon in processor time: what others do with the machine is not ours to answer for.
 
-    Nor is a slow machine: there it may take nine times what Python takes to import the libraries, of
-    which it has taken six to seven.
+    Nor is a slow machine: there it may take nine times as long as Python takes to import the
+    libraries; six to seven times were seen.
     """
     server = kit.start_server(package=package, policy="p", version=1, server=name)
     try:
