@@ -9,21 +9,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episode import MAX_STEP, Episode, checked
+from replaylake.datastore.episode import MAX_STEP, PER_STEP, Episode, checked
 from replaylake.datastore.episode_columns import EpisodeColumns
 from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.datastore.spaces import Space, Values, as_batch, as_values, concatenate, take
 
 # Mean steps above which a check of each costs little beside its steps, and a join would copy much.
 _SHORT_STEPS: Final = 64
-_OPTIONAL: Final = (
-    "behavior_log_probs",
-    "policies",
-    "policy_versions",
-    "action_masks",
-    "timestamps",
-    "env_steps",
-)
 
 
 def checked_all(
@@ -65,7 +57,7 @@ def checked_as_one(
     observation_space: Space,
     action_space: Space,
     rewards_optional: bool,
-    optional: Sequence[str] = _OPTIONAL,
+    optional: Sequence[str] = PER_STEP,
 ) -> tuple[Episode, Values | None]:
     """Return the steps of all episodes, checked as those of one; further columns are left out.
 
@@ -109,7 +101,7 @@ def _checked_together(
     rewards_optional: bool,
 ) -> list[Episode]:
     whole, finals = checked_as_one(episodes, observation_space, action_space, rewards_optional)
-    names = [name for name in _OPTIONAL if getattr(whole, name) is not None]
+    names = [name for name in PER_STEP if getattr(whole, name) is not None]
     ready = []
     start = num_finals = 0
     for episode in episodes:

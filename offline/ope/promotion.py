@@ -74,12 +74,8 @@ class Gate:
         return {
             "passed": self.passed,
             "reasons": list(self.reasons),
-            "dataset": report.dataset,
+            **_asked(asked, self.alpha, self.margin),
             "version": report.version,
-            "where": asked.where,
-            "reward": asked.reward,
-            "gamma": asked.discount,
-            "seed": asked.seed,
             "acts": report.policy["acts"],
             "num_episodes": report.num_episodes,
             "num_steps": report.num_steps,
@@ -89,8 +85,6 @@ class Gate:
             "comparisons": [asdict(one) for one in self.comparisons],
             "refused": dict(self.refused),
             "log_mean": report.estimates.log_mean,
-            "alpha": self.alpha,
-            "margin": self.margin,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -111,24 +105,30 @@ class Unanswered:
 
     def record(self) -> dict[str, Any]:
         """Return what a promotion against it keeps, JSON-able: what was asked, and the reason."""
-        asked = self.question
         return {
             "passed": False,
             "reasons": [self.reason],
-            "dataset": asked.dataset,
-            "where": asked.where,
-            "reward": asked.reward,
-            "gamma": asked.discount,
-            "seed": asked.seed,
+            **_asked(self.question, self.alpha, self.margin),
             "comparisons": [],
             "refused": {},
-            "alpha": self.alpha,
-            "margin": self.margin,
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return the record: there are no reports."""
         return {**self.record(), "reports": []}
+
+
+def _asked(question: Question, alpha: float, margin: float) -> dict[str, Any]:
+    """Return what a gate was asked, JSON-able, as every record of one has it."""
+    return {
+        "dataset": question.dataset,
+        "where": question.where,
+        "reward": question.reward,
+        "gamma": question.discount,
+        "seed": question.seed,
+        "alpha": alpha,
+        "margin": margin,
+    }
 
 
 def gate(
@@ -154,8 +154,8 @@ def gate(
         listener: told how far it is.
 
     Raises: as evaluate_policy, but for EmptyReplay, which is an answer here; ConfigInvalid for an
-    alpha out of range. Cost: that of two
-    evaluations, of three where one policy learned from some of the episodes.
+    alpha out of range. Cost: that of two evaluations, of three where one policy learned from some
+    of the episodes.
     """
     if not 0 < alpha <= 0.25:
         raise ConfigInvalid(

@@ -26,7 +26,7 @@ _head = _Head()
 
 
 def write_whole(send: Any, content_type: str, body: bytes) -> bool:
-    """Write an answer of status 200 at once: ASGI's two messages are two system calls (15 us).
+    """Write an answer of status 200 at once: ASGI's two messages are two system calls.
 
     Returns False, and writes nothing, where that is not to be done: `send` is not uvicorn's own
     but of a middleware that has to see what is sent, the client does not read, or leaves.
