@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import metadata
 from typing import Annotated, Any, Final
 
 import typer
@@ -284,6 +283,10 @@ def _missing_extra(error: Exception) -> ExtraMissing | None:
     """Return the error that names the extra, if an optional dependency was not found."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
+    from importlib import (
+        metadata,
+    )  # reads mail headers, whose libraries every --help would wait for
+
     module = error.name.partition(".")[0]
     for requirement in metadata.requires("replaylake") or []:
         match = re.match(r"([\w.-]+).*\bextra == ['\"](\w+)['\"]", requirement)
