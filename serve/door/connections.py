@@ -15,7 +15,7 @@ from weakref import WeakSet
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from replaylake.serve.door.waits import ARRIVALS, ARRIVED, Arrivals
+from replaylake.serve.door.waits import ARRIVALS, ARRIVED, NUM_REFUSED, Arrivals
 from replaylake.serve.exchange import RequestRefused, error_answer
 from replaylake.serve.safety.limits import ConnectionLimits
 
@@ -107,6 +107,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, field: str, found: str, expected: str) -> None:
         if self.transport.is_closing():
             return
+        NUM_REFUSED[status] += 1
         answer = error_answer(RequestRefused(status, field, found, expected))
         head = (
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"

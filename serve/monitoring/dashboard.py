@@ -28,11 +28,13 @@ from replaylake.serve.monitoring.exported import (
     QUEUE_LIMIT,
     RECENT_DECISIONS,
     REFUSED,
+    REFUSED_CONNECTIONS,
     RELOADS,
     REQUESTS,
     SHIFT,
     UNREACHABLE,
     WEIGHT,
+    WORKER_STARTS,
     WORKERS,
     Family,
 )
@@ -66,6 +68,7 @@ _ROWS: Final[tuple[Row, ...]] = (
         "Now",
         (
             _stat(WORKERS),
+            _stat(WORKER_STARTS),
             Panel(
                 "Version served",
                 (_one(POLICY, "{{policy}}:{{version}} ({{reference}}) " + _AT),),
@@ -101,6 +104,18 @@ _ROWS: Final[tuple[Row, ...]] = (
                 "Queue",
                 (_one(QUEUE, f"worked on {_AT}"), _one(QUEUE_LIMIT, f"limit {_AT}")),
                 "At the limit one more request is answered 503.",
+            ),
+            Panel(
+                "Connections refused a second",
+                (
+                    _one(
+                        REFUSED_CONNECTIONS,
+                        "{{status}} " + _AT,
+                        form="sum by (instance, status) (rate({}[$__rate_interval]))",
+                    ),
+                ),
+                REFUSED_CONNECTIONS.text,
+                "ops",
             ),
         ),
     ),

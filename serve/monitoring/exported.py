@@ -49,6 +49,12 @@ LATENCY: Final = Family(
     # From a tiny policy on a quiet machine to one that is in trouble.
     (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0),
 )
+REFUSED_CONNECTIONS: Final = Family(
+    "replaylake_refused_connections",
+    "counter",
+    "Connections closed before a request could be made out, by the status that they were told.",
+    ("status",),
+)
 QUEUE: Final = Family(
     "replaylake_queue_requests", "gauge", "Requests that are being worked on, all workers together."
 )
@@ -169,9 +175,15 @@ PENDING: Final = Family(
     ("table",),
 )
 WORKERS: Final = Family("replaylake_workers", "gauge", "Workers that are alive.")
+WORKER_STARTS: Final = Family(
+    "replaylake_worker_starts",
+    "counter",
+    "Workers that were started, those included that took the place of one that ended.",
+)
 EXPORTED: Final = (
     REQUESTS,
     LATENCY,
+    REFUSED_CONNECTIONS,
     QUEUE,
     QUEUE_LIMIT,
     DECISIONS,
@@ -193,4 +205,5 @@ EXPORTED: Final = (
     LOG_LOST,
     PENDING,
     WORKERS,
+    WORKER_STARTS,
 )

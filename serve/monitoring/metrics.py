@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -32,10 +32,12 @@ from replaylake.serve.monitoring.exported import (
     QUEUE,
     QUEUE_LIMIT,
     REFUSED,
+    REFUSED_CONNECTIONS,
     RELOADS,
     REQUESTS,
     UNREACHABLE,
     WEIGHT,
+    WORKER_STARTS,
     WORKERS,
     Family,
 )
@@ -69,6 +71,7 @@ class Metrics:
         self._shown: set[tuple[str, ...]] = set()
         self._serving: Serving | None = None
         self._num_inside: Callable[[], int] = lambda: 0
+        self._refused: Mapping[int, int] = {}
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
         """Count one answer. Cost: 0.6 us."""
@@ -139,9 +142,19 @@ class Metrics:
             self._set(JOINED, (), joined / decisions)
         self._set(ORPHANED, (), orphaned)
 
-    def watch(self, serving: Serving, num_inside: Callable[[], int] = lambda: 0) -> None:
-        """Report what is served, from now on; num_inside: requests that are being worked on."""
+    def watch(
+        self,
+        serving: Serving,
+        num_inside: Callable[[], int] = lambda: 0,
+        refused: Mapping[int, int] | None = None,
+    ) -> None:
+        """Report what is served, from now on.
+
+        num_inside: requests that are being worked on. refused: connections refused so far, by
+        status; looked at again and again.
+        """
         self._serving, self._num_inside = serving, num_inside
+        self._refused = {} if refused is None else refused
         serving.router.on_change = self._show_served
         if serving.follower is not None:
             serving.follower.on_look = self._show_following
@@ -164,6 +177,9 @@ class Metrics:
         for recent in list(self._recents.values()):
             recent.add_up(now)
         self._set(WORKERS, (), 1)
+        self._set(WORKER_STARTS, (), 1)
+        for status, num in list(self._refused.items()):
+            self._set(REFUSED_CONNECTIONS, (str(status),), num)
         serving = self._serving
         if serving is None:
             return

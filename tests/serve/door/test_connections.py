@@ -10,6 +10,7 @@ import uvicorn
 
 from replaylake.serve.door.connections import GuardedProtocol
 from replaylake.serve.door.door import Door, Doorkeeper
+from replaylake.serve.door.waits import NUM_REFUSED
 from replaylake.serve.exchange import Answer, RequestRefused
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.safety.limits import ConnectionLimits
@@ -132,11 +133,13 @@ def test_a_connection_that_is_not_to_be_kept_is_closed_and_said_to_be(address, a
 
 
 def test_a_query_too_long_to_be_taken_apart_is_called_so(address):
+    before = NUM_REFUSED[431]
     head = b"POST /act?state=%s HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n" % (b"s" * 70_000)
     answer = talk(address, head, until_closed=True)
     assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
     assert b"a path and query of 70011 bytes" in answer
     assert b"goes into the body" in answer
+    assert NUM_REFUSED[431] == before + 1
 
 
 def test_a_connection_that_idles_is_closed(monkeypatch):

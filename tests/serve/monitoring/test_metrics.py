@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -63,7 +64,7 @@ def fill(metrics, policy):
     one = served(policy)
     following = Following(0, "clone", "champion", 1, 1, refused=Refused(9, 0, "bad"))
     follower = Follower(None, Router(one), None, [following], 1.0)
-    metrics.watch(serving(policy, Router(one), follower), lambda: 3)
+    metrics.watch(serving(policy, Router(one), follower), lambda: 3, {503: 7})
     metrics.count_request("/act", 200, 0.0003)
     metrics.count_decisions("clone", 2, True, 1)
     observation = np.asarray([[1, 0, 0, -4]], np.float32)
@@ -113,6 +114,8 @@ def test_every_number_is_there(policy):
     assert of(found, "replaylake_orphaned_rewards") == 1
     assert of(found, "replaylake_queue_requests") == 3
     assert of(found, "replaylake_queue_limit") == 256
+    assert of(found, "replaylake_refused_connections_total", status="503") == 7
+    assert of(found, "replaylake_worker_starts_total") == 1
 
 
 def test_counts_begin_at_zero(policy):
@@ -169,6 +172,8 @@ def test_workers_are_added_up(policy, tmp_path, monkeypatch):
     found = values(first.render())
     assert of(found, "replaylake_requests_total", status="200") == 2
     assert of(found, "replaylake_workers") == 1
+    assert of(found, "replaylake_worker_starts_total") == 2
+    assert of(found, "replaylake_refused_connections_total") == 14
     assert of(found, "replaylake_recent_decisions") == pytest.approx(1, rel=1e-2)
     assert of(found, "replaylake_log_pending_rows", table="decisions") == 4
 
@@ -226,10 +231,17 @@ def test_two_real_workers_and_one_that_is_killed(kit, tmp_path):
         assert of(found, "replaylake_policy_info", version="1") == 2
         assert of(found, "replaylake_observation_drift", over="max") == pytest.approx(1)
         assert of(found, "replaylake_recent_decisions") == pytest.approx(20, rel=1e-2)
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        with socket.create_connection(address, timeout=10) as connection:
+            connection.sendall(b"no HTTP\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 400"
+        time.sleep(1.2)
         os.kill(server.processes()[-1], signal.SIGKILL)
         kit.wait_until(lambda: _num_workers(server) == 2)
         found = values(httpx.get(f"{server.url}/metrics").text)
         assert of(found, "replaylake_requests_total", route="/act", status="200") == 20
+        assert of(found, "replaylake_refused_connections_total", status="400") == 1
+        assert of(found, "replaylake_worker_starts_total") == 3
     finally:
         server.stop()
 
