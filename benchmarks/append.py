@@ -43,7 +43,7 @@ def pyarrow(steps: list[Steps]) -> Record:
     from replaylake.datastore.dataset import infer_spec
     from replaylake.datastore.episodes import checked_all
     from replaylake.datastore.rows import encode
-    from replaylake.datastore.shard import ROW_GROUP_ROWS, write_settings
+    from replaylake.datastore.table.shard import ROW_GROUP_ROWS, write_settings
 
     found = as_episodes(steps)
     spec = infer_spec(found)

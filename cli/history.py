@@ -47,7 +47,8 @@ def history(
 
     report = Report(as_json)
     with report.waiting(f"reading the log of {dataset}"):
-        found = history_of(open_lake(lake), dataset, limit=limit)
+        opened = open_lake(lake)
+        found = history_of(opened.dataset(dataset), opened.tags, limit=limit)
     rows: list[dict[str, Any]] = []
     for version in found.versions:
         body = asdict(version)

@@ -124,7 +124,7 @@ def policy_history(
       replaylake policies history clone
     """
     from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.served_versions import served_versions
+    from replaylake.datastore.lineage.served_versions import served_versions
 
     report = Report(as_json)
     opened = open_lake(lake)

@@ -50,7 +50,7 @@ def profile(
     record = find_run(opened.registry.runs(), run)
     logged = read_logged(opened.storage, record["run_id"], f"{PROFILE}/")
     found = profile_of(record, logged, only_last=last)
-    summary = summarise(opened, record)
+    summary = summarise(opened.storage, record)
     body = {
         "run_id": summary.run_id,
         "status": summary.status,

@@ -70,7 +70,7 @@ def list_runs(
         for record in opened.registry.runs()
         if dataset is None or dataset in [text.partition("@")[0] for text in dataset_texts(record)]
     ]
-    rows = [summarise(opened, record) for record in records]
+    rows = [summarise(opened.storage, record) for record in records]
     rows = [row for row in rows if status in (None, row.status)]
     if not rows:
         report.say(f"no such runs in {lake}: `replaylake train` makes them")
@@ -110,7 +110,7 @@ def show_run(
     _check_plot(plot)
     opened = open_lake(lake)
     record = find_run(opened.registry.runs(), run)
-    summary = summarise(opened, record)
+    summary = summarise(opened.storage, record)
     curves = read_curves(opened.storage, summary.run_id)
     names = _chosen_names([curves], metrics)
     _draw(report, plot, {summary.run_id: curves}, names, {summary.run_id: chosen_update(record)})
@@ -155,7 +155,7 @@ def compare_runs(
         raise typer.BadParameter(
             f"found {len(records)} run, expected two or more.", param_hint="RUN"
         )
-    summaries = [summarise(opened, record) for record in records.values()]
+    summaries = [summarise(opened.storage, record) for record in records.values()]
     curves = {run_id: read_curves(opened.storage, run_id) for run_id in records}
     names = _chosen_names(list(curves.values()), metrics)
     chosen = {run_id: chosen_update(record) for run_id, record in records.items()}

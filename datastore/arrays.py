@@ -16,7 +16,6 @@ import pyarrow as pa
 from replaylake.datastore import schema
 from replaylake.datastore.errors import SchemaMismatch
 from replaylake.datastore.schema import DatasetSpec, to_numpy
-from replaylake.datastore.shard import decode_row_group, verified_groups
 from replaylake.datastore.spaces import (
     Array,
     Dict,
@@ -27,8 +26,9 @@ from replaylake.datastore.spaces import (
     value_dtype,
     value_shape,
 )
-from replaylake.datastore.table_schema import conform
-from replaylake.datastore.table_snapshot import TableSnapshot
+from replaylake.datastore.table.shard import decode_row_group, verified_groups
+from replaylake.datastore.table.table_schema import conform
+from replaylake.datastore.table.table_snapshot import TableSnapshot
 
 # What every dataset has a value for in each row; a reward may be unknown where that is allowed.
 DEFAULT_COLUMNS: Final = (

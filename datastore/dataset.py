@@ -35,9 +35,9 @@ from replaylake.datastore.schema import (
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Space
 from replaylake.datastore.storage import LocalStorage, Storage
-from replaylake.datastore.table import Commit as TableCommit
-from replaylake.datastore.table import Table, WrittenRows
-from replaylake.datastore.table_schema import configuration_of, table_schema
+from replaylake.datastore.table.table import Commit as TableCommit
+from replaylake.datastore.table.table import Table, WrittenRows
+from replaylake.datastore.table.table_schema import configuration_of, table_schema
 from replaylake.datastore.writer.accounting import LeftOut, commit_counts
 from replaylake.datastore.writer.episode_writer import EpisodeWriter as EpisodeWriter
 

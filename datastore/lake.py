@@ -10,21 +10,22 @@ from typing import Final
 
 import pyarrow as pa
 
+from replaylake.datastore.catalog import relations
+from replaylake.datastore.catalog.pinned import Pinned
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NameRefused, NotFound, StorageFailed
 from replaylake.datastore.locations import open_storage
 from replaylake.datastore.log.commit_log import CommitLog
-from replaylake.datastore.names import parse_snapshot
-from replaylake.datastore.policies.registry import LAKE_ROOT, Registry
-from replaylake.datastore.query import query, relations
+from replaylake.datastore.log.purges import Purges
+from replaylake.datastore.names import LAKE_ROOT, parse_snapshot
+from replaylake.datastore.policies.registry import Registry
+from replaylake.datastore.query import query
 from replaylake.datastore.query.untrusted import QueryLimits, UntrustedResult, run_untrusted
 from replaylake.datastore.rejected import rejected_rows
 from replaylake.datastore.runs.metrics import read_metrics
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.storage import LocalStorage, Storage
-from replaylake.datastore.table import TableSnapshot
-from replaylake.datastore.versions.pinned import Pinned
-from replaylake.datastore.versions.purges import Purges
+from replaylake.datastore.table.table import TableSnapshot
 from replaylake.datastore.versions.tags import Tags, tag_snapshot
 
 _KEY_PATH: Final = "_lake/keys/signing"

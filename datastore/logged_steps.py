@@ -27,7 +27,7 @@ from replaylake.datastore.replay.view_query import ViewQuery, naming
 from replaylake.datastore.schema import DatasetSpec, to_numpy
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Array, Discrete, Values, describe, take
-from replaylake.datastore.versions.presence import check_present
+from replaylake.datastore.table.presence import check_present
 
 _ALWAYS = (
     schema.EPISODE_ID,

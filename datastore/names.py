@@ -10,6 +10,8 @@ from typing import Final
 
 from replaylake.datastore.errors import NameRefused
 
+# The folder of what is the lake's own: policies, runs, the log of both.
+LAKE_ROOT: Final = "_lake"
 _DATASET: Final = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _POLICY: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}")
 _TAG: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")

@@ -10,9 +10,9 @@ from typing import Final
 
 import pyarrow as pa
 
-from replaylake.datastore.delta_schema import with_field_ids
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, SOURCE_EPISODE_ID, TIMESTAMP_TYPE
-from replaylake.datastore.table import Table, TableSnapshot
+from replaylake.datastore.table.delta_schema import with_field_ids
+from replaylake.datastore.table.table import Table, TableSnapshot
 
 REJECTED_SCHEMA: Final = pa.schema(
     [

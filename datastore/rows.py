@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from replaylake.datastore import schema
 from replaylake.datastore.arrow_values import is_list
-from replaylake.datastore.delta_schema import plain_type
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.episode_columns import EpisodeColumns
 from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
@@ -30,7 +29,8 @@ from replaylake.datastore.schema import (
     widened_type,
 )
 from replaylake.datastore.spaces import Array, Space, as_batch, concatenate
-from replaylake.datastore.table_schema import conform
+from replaylake.datastore.table.delta_schema import plain_type
+from replaylake.datastore.table.table_schema import conform
 
 
 def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:

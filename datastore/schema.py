@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.arrow_values import numbers
-from replaylake.datastore.delta_schema import FIELD_ID, to_delta
 from replaylake.datastore.encoding import Encoding
 from replaylake.datastore.encoding import from_json as encoding_from_json
 from replaylake.datastore.errors import SchemaMismatch
@@ -34,6 +33,7 @@ from replaylake.datastore.spaces import (
     to_json,
     value_shape,
 )
+from replaylake.datastore.table.delta_schema import FIELD_ID, to_delta
 
 EPISODE_ID: Final = "episode_id"
 STEP: Final = "step"

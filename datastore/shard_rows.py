@@ -15,7 +15,7 @@ from replaylake.datastore.errors import NotFound
 from replaylake.datastore.locations import open_storage
 from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 _KEY: Final = (schema.EPISODE_ID, schema.AGENT_ID)
 

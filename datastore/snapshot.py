@@ -17,8 +17,8 @@ from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.replay.view_query import ViewQuery, column_names
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.spaces import Values, describe
-from replaylake.datastore.table import TableSnapshot
-from replaylake.datastore.versions.presence import check_present
+from replaylake.datastore.table.presence import check_present
+from replaylake.datastore.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)

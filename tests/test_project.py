@@ -79,12 +79,12 @@ def test_every_folder_with_modules_is_a_package() -> None:
 def test_the_stages_have_import_contracts() -> None:
     (layers, *inside) = [c for c in CONTRACTS if c["type"] == "layers"]
     assert [c["containers"] for c in inside] == [
+        ["replaylake.datastore"],
         ["replaylake.datastore.replay"],
         ["replaylake.offline"],
         ["replaylake.online"],
         ["replaylake.serve"],
         ["replaylake.datastore.formats"],
-        ["replaylake.datastore"],
     ]
     named = re.findall(r"replaylake\.(\w+)", " ".join(layers["layers"]))
     assert sorted(named) == STAGES

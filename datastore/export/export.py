@@ -27,7 +27,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.sources.source import find_source
 from replaylake.datastore.storage import fsync_folder
-from replaylake.datastore.versions.presence import check_present
+from replaylake.datastore.table.presence import check_present
 
 # Formats that keep the dataset's spaces and encoding in their metadata, and those of text.
 _WITH_SPACES: Final = ("arrow", "parquet", "rllib")

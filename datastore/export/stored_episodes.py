@@ -22,11 +22,11 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.export.block import ROW, SELECTED, Block, Mask
 from replaylake.datastore.export.open_episodes import OpenEpisode, OpenEpisodes, Piece, merged
 from replaylake.datastore.export.selection import Selection
-from replaylake.datastore.shard import row_group_batches
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Array
-from replaylake.datastore.table_schema import conform
-from replaylake.datastore.table_snapshot import TableSnapshot
+from replaylake.datastore.table.shard import row_group_batches
+from replaylake.datastore.table.table_schema import conform
+from replaylake.datastore.table.table_snapshot import TableSnapshot
 
 _BATCH_BYTES: Final = 16 << 20
 _MOST_ROWS: Final = 65_536

@@ -9,7 +9,6 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from replaylake.datastore.delta_schema import to_delta
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.datastore.formats.checks import Check, CheckCounts
@@ -26,6 +25,7 @@ from replaylake.datastore.ingest.runs import (
     whole_of,
 )
 from replaylake.datastore.schema import DatasetSpec, arrow_schema
+from replaylake.datastore.table.delta_schema import to_delta
 
 ABORT: Final = "abort"
 REJECT: Final = "reject"

@@ -25,7 +25,7 @@ from replaylake.datastore.formats.format import Rejected
 from replaylake.datastore.rejected import REJECTED_SCHEMA
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.spaces import Values
-from replaylake.datastore.table import WrittenRows
+from replaylake.datastore.table.table import WrittenRows
 
 # As JSON, a row of numbers is a few hundred bytes, one of frames a hundred thousand.
 _ROWS_AT_ONCE: Final = 1024

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.errors import QueryFailed, QueryRefused, SchemaMismatch
-from replaylake.datastore.maintenance.scan import scanning
 from replaylake.datastore.query.expressions import canonical_expression
+from replaylake.datastore.query.scanning import scanning
 from replaylake.datastore.query.statements import execute, parse, walk
 
 _PREFIX: Final = "SELECT 1 FROM episodes WHERE "

@@ -26,12 +26,12 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.groups import MAX_DECODED_BYTES, groups
-from replaylake.datastore.maintenance.scan import fetched, fingerprint
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.query.scanning import fetched, fingerprint
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP, holds_steps
-from replaylake.datastore.shard import read_shard
-from replaylake.datastore.table import Table, TableSnapshot, WrittenRows
-from replaylake.datastore.table_schema import conform
+from replaylake.datastore.table.shard import read_shard
+from replaylake.datastore.table.table import Table, TableSnapshot, WrittenRows
+from replaylake.datastore.table.table_schema import conform
 
 MIN_TARGET_BYTES: Final = 64 << 20
 MAX_TARGET_BYTES: Final = 256 << 20

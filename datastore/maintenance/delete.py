@@ -29,10 +29,9 @@ from replaylake.datastore.maintenance.removal import (
     forget_decisions,
     removal,
 )
-from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
-from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import (
     EPISODE_ID,
     SOURCE_EPISODE_ID,
@@ -42,8 +41,9 @@ from replaylake.datastore.schema import (
 )
 from replaylake.datastore.sessions.decisions import DECISION_ID, recover_feedback
 from replaylake.datastore.sessions.received import recover_received
-from replaylake.datastore.table import TableSnapshot
-from replaylake.datastore.versions.presence import check_present
+from replaylake.datastore.table.presence import check_present
+from replaylake.datastore.table.rewrite import Plan, rewrite
+from replaylake.datastore.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from replaylake.datastore.errors import ShardCorrupt
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.maintenance.scan import fetched, located, rows_of, scanning
+from replaylake.datastore.query.scanning import fetched, located, rows_of, scanning
 from replaylake.datastore.schema import (
     AGENT_ID,
     EPISODE_ID,
@@ -24,7 +24,7 @@ from replaylake.datastore.schema import (
     TRUNCATED,
     holds_steps,
 )
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 # A group is decoded whole, and so is the shard that it becomes, by whoever reads it. As appends.
 MAX_ROWS: Final = 1_048_576

@@ -25,7 +25,7 @@ from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.maintenance.vacuum import vacuum, vacuum_leftovers
 from replaylake.datastore.query.summaries import refresh
 from replaylake.datastore.remote.shard_cache import trim_cache
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 # Called with (the dataset or "", what is done to it).
 OnStep = Callable[[str, str], None]

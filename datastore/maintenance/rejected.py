@@ -7,10 +7,10 @@ import pyarrow as pa
 from replaylake.datastore import schema
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.maintenance.removal import count_rows, forget_rows
-from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
 from replaylake.datastore.query.episode_views import episodes, groups_of_rows
+from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import EPISODE_ID
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 _NONE = pa.array([], pa.string())
 # What `episodes` is made of; of a row that is refused, only who and where it is can be trusted.

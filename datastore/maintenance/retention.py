@@ -18,8 +18,8 @@ from replaylake.datastore.log.state import LogState
 from replaylake.datastore.maintenance.compact import DEFAULT_TARGET_BYTES, check_target
 from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.table import TableSnapshot
-from replaylake.datastore.table_schema import configuration_of
+from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.table.table_schema import configuration_of
 
 # Younger than this, a file may be of a commit that is being made, and a version one that a query
 # reads.

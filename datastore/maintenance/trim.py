@@ -31,11 +31,11 @@ from replaylake.datastore.maintenance.removal import (
     forget_decisions,
     removal,
 )
-from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, TERMINATED, TIMESTAMP, TRUNCATED
-from replaylake.datastore.table import Table, TableSnapshot
+from replaylake.datastore.table.rewrite import Plan, rewrite
+from replaylake.datastore.table.table import Table, TableSnapshot
 
 _OPERATION: Final = "TRIM"
 

@@ -28,12 +28,12 @@ from replaylake.datastore.maintenance.kept import (
     needs_checkpoints,
 )
 from replaylake.datastore.maintenance.retention import MIN_KEEP_S, retention_of
-from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
 from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.storage import LocalStorage, Storage, StoredFile
+from replaylake.datastore.table.shard import FOLDER
 
 _ULID: Final = "[0-9a-hjkmnp-tv-z]{26}"
 _SHARD: Final = re.compile(rf"{_ULID}\.parquet")

@@ -20,7 +20,7 @@ from replaylake.datastore.errors import CommitConflict, NotFound, StorageFailed
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import LogState
-from replaylake.datastore.names import check_alias, check_policy_name, new_ulid
+from replaylake.datastore.names import LAKE_ROOT, check_alias, check_policy_name, new_ulid
 from replaylake.datastore.policies.aliases import Aliases, Move
 from replaylake.datastore.policies.entries import (
     alias_in,
@@ -41,10 +41,9 @@ from replaylake.datastore.policies.manifest import (
 )
 from replaylake.datastore.policies.marks import Marks, is_protected_in, notes_in
 from replaylake.datastore.storage import Storage
-from replaylake.datastore.table_schema import new_metadata
+from replaylake.datastore.table.table_schema import new_metadata
 
 CHAMPION: Final = "champion"
-LAKE_ROOT: Final = "_lake"
 _Rows = list[dict[str, Any]]  # named here, where `list` is not yet a method
 _Moves = list[Move]
 _REFERENCE: Final = re.compile(r"([^:@]+)(?::([0-9]+)|@([^:@]+))?")

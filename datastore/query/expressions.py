@@ -20,8 +20,8 @@ from replaylake.datastore.errors import QueryRefused
 from replaylake.datastore.query.connections import connect, session
 from replaylake.datastore.query.statements import check_select, execute, literal, parse, walk
 from replaylake.datastore.query.views import create_dataset_views
-from replaylake.datastore.shard import blob_of
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.shard import blob_of
+from replaylake.datastore.table.table import TableSnapshot
 
 _PREFIX: Final = "SELECT 1 FROM episodes WHERE "
 _NOT_ALONE: Final = {

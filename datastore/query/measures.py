@@ -17,7 +17,7 @@ from replaylake.datastore.errors import QueryRefused
 from replaylake.datastore.query.expressions import reproducible_views
 from replaylake.datastore.query.statements import execute
 from replaylake.datastore.spaces import Array
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 _KEY: Final = f"{schema.EPISODE_ID}, {schema.AGENT_ID}"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from replaylake.datastore.delta_schema import field_id, to_duckdb
 from replaylake.datastore.query.statements import literal
-from replaylake.datastore.table import TableSnapshot
-from replaylake.datastore.versions.presence import check_present
+from replaylake.datastore.table.delta_schema import field_id, to_duckdb
+from replaylake.datastore.table.presence import check_present
+from replaylake.datastore.table.table import TableSnapshot
 
 
 def scan(snapshot: TableSnapshot, paths: Sequence[Path | str] | None = None) -> str:

@@ -35,7 +35,7 @@ from replaylake.datastore.query.episode_views import FROM_ROWS, PIECE_COLUMNS
 from replaylake.datastore.query.scan import scan_files
 from replaylake.datastore.query.statements import execute
 from replaylake.datastore.storage import Storage
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 _FOLDER: Final = "_derived/episodes"
 _ABOUT: Final = b"replaylake.summary"

@@ -28,7 +28,7 @@ from replaylake.datastore.replay.selection import Origin
 from replaylake.datastore.replay.view import CachedPart, ReplayView
 from replaylake.datastore.replay.view_query import ViewQuery, naming, view_key
 from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 _T = TypeVar("_T")
 

@@ -20,8 +20,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from replaylake.datastore.errors import FormatTooNew, NotFound, PackageInvalid
-from replaylake.datastore.names import new_ulid
-from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.names import LAKE_ROOT, new_ulid
 from replaylake.datastore.spaces import Array
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.version import VERSION

@@ -21,8 +21,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from replaylake.datastore.errors import CommitConflict, StorageFailed
-from replaylake.datastore.names import new_ulid
-from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.names import LAKE_ROOT, new_ulid
 from replaylake.datastore.storage import Storage, make_folder
 
 HEARTBEAT_S: Final = 15.0

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.lake import Lake
 from replaylake.datastore.runs.lease import is_at_work
 from replaylake.datastore.runs.metrics import Curve, read_curves
+from replaylake.datastore.storage import Storage
 
 ONLINE: Final = "train online"
 STATUSES: Final = ("running", "killed", "interrupted", "failed", "done")
@@ -63,14 +63,14 @@ class RunSummary:
         return {**asdict(self), "datasets": list(self.datasets)}
 
 
-def summarise(lake: Lake, record: Mapping[str, Any]) -> RunSummary:
-    """Sum a run's record up. Cost: of a run that is not done, it reads its metrics."""
+def summarise(storage: Storage, record: Mapping[str, Any]) -> RunSummary:
+    """Sum up a run's record. Cost: of a run that is not done, it reads its metrics in `storage`."""
     status = str(record.get("status"))
-    if status == "running" and not is_at_work(lake.storage, record["run_id"]):
+    if status == "running" and not is_at_work(storage, record["run_id"]):
         status = "killed"
     curves: Mapping[str, Curve] = {}
     if status != "done":
-        curves = read_curves(lake.storage, record["run_id"])
+        curves = read_curves(storage, record["run_id"])
     measure, best, best_update = _best(record, curves)
     policy, version = record.get("policy"), record.get("policy_version")
     config = record.get("config") or {}

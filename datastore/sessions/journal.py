@@ -28,7 +28,7 @@ from replaylake.datastore.sessions.segments import (
     take_lock,
 )
 from replaylake.datastore.storage import fsync_folder, make_folder
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 _logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.maintenance.scan import fetched, located, rows_of, scanning
-from replaylake.datastore.rewrite import ChangeRows, Plan, rewrite, with_values
+from replaylake.datastore.query.scanning import fetched, located, rows_of, scanning
 from replaylake.datastore.schema import (
     EPISODE_ID,
     FINAL_OBSERVATION,
@@ -35,7 +34,8 @@ from replaylake.datastore.sessions.decisions import (
 )
 from replaylake.datastore.sessions.reports import Reward
 from replaylake.datastore.sessions.served import Logged, is_late, settled
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.rewrite import ChangeRows, Plan, rewrite, with_values
+from replaylake.datastore.table.table import TableSnapshot
 
 _OPERATION: Final = "LATE REWARDS"
 

@@ -9,7 +9,7 @@ from replaylake.datastore.errors import StorageFailed
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.sessions.segments import DAMAGED, SUFFIX, journal_folder
 from replaylake.datastore.storage import fsync_folder
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 # Whether bytes hold an id that is looked for.
 Holds = Callable[[bytes], bool]

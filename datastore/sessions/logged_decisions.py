@@ -20,7 +20,7 @@ from replaylake.datastore.replay.view_query import naming
 from replaylake.datastore.schema import DatasetSpec, to_numpy
 from replaylake.datastore.sessions.decisions import LOG_PROB
 from replaylake.datastore.spaces import Array, Values, num_values, take
-from replaylake.datastore.table_snapshot import TableSnapshot
+from replaylake.datastore.table.table_snapshot import TableSnapshot
 
 # Those of images are then some tens of MB.
 _ROWS_AT_ONCE: Final = 4096

@@ -30,7 +30,7 @@ from replaylake.datastore.sessions.decisions import (
     REWARDED_AT,
 )
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 # Which file of a table a row is in, and which row of all it is; of a report, its final observation.
 FILE: Final = "file"

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import (
     ACTION,
     ACTION_MASK,
@@ -52,7 +52,7 @@ from replaylake.datastore.sessions.received import (
     recover_received,
 )
 from replaylake.datastore.spaces import Array, take
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S, recover_feedback
 from replaylake.datastore.sessions.segments import NOTHING
 from replaylake.datastore.sessions.sessionise import SessionReceipt, run_once
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 
 class Rounds:

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch, StorageFailed
 from replaylake.datastore.sessions.native_rows import Encode, RowEncoder
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 SUFFIX: Final = ".jsonl"
 DAMAGED: Final = ".damaged"

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.maintenance.scan import arrow_of, rows_of, scanning
+from replaylake.datastore.query.scanning import arrow_of, rows_of, scanning
 from replaylake.datastore.schema import (
     TIMESTAMP,
 )
@@ -30,7 +30,7 @@ from replaylake.datastore.sessions.reports import Outcome, Report, Reward, folde
 from replaylake.datastore.sessions.segments import first_pending, has_live_worker
 from replaylake.datastore.sessions.timeline import Decision, Timeline, has_steps
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 # Far longer than a decision takes from its timestamp to its journal.
 _IN_FLIGHT_US: Final = 100_000

@@ -1,1 +1,1 @@
-"""Versions of datasets: named, listed, compared, read by SQL, and told when they are gone."""
+"""Versions of datasets: named, listed and compared."""

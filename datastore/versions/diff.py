@@ -21,9 +21,9 @@ from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.scan import scan
 from replaylake.datastore.query.statements import execute
-from replaylake.datastore.shard import blob_of
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.shard import blob_of
+from replaylake.datastore.table.table import TableSnapshot
 
 _EPISODE: Final = f"{schema.EPISODE_ID}, {schema.AGENT_ID}"
 _STEP: Final = f"{_EPISODE}, {schema.STEP}"

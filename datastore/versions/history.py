@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.versions.tags import Tags
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,17 @@ class History:
     num_older: int
 
 
-def history(lake: Lake, dataset: str, *, limit: int | None = None) -> History:
-    """Return the versions of a dataset, the newest `limit` of them.
+def history(dataset: Dataset, tags: Tags, *, limit: int | None = None) -> History:
+    """Return the versions of a dataset, the newest `limit` of them, with their names in `tags`.
 
     Those that were dropped from the log are neither there nor counted. Cost: one file a version.
     Raises: NotFound, LogCorrupt.
     """
-    newest = lake.dataset(dataset).snapshot().version
+    newest = dataset.snapshot().version
     names: dict[int, list[str]] = {}
-    for tag in lake.tags.list(dataset):
+    for tag in tags.list(dataset.name):
         names.setdefault(tag.version, []).append(tag.name)
-    log = lake.dataset(dataset).table.log
+    log = dataset.table.log
     found: list[Version] = []
     # Other engines drop the commit of a checkpoint, too.
     oldest = max([log.oldest(), *log.folder.listing().commits[:1]])
@@ -50,7 +51,7 @@ def history(lake: Lake, dataset: str, *, limit: int | None = None) -> History:
         if limit is not None and len(found) == limit:
             break
         found.append(_version(version, log.actions(version), tuple(names.get(version, ()))))
-    return History(dataset, tuple(found), newest + 1 - oldest - len(found))
+    return History(dataset.name, tuple(found), newest + 1 - oldest - len(found))
 
 
 def _version(number: int, actions: list[dict[str, Any]], tags: tuple[str, ...]) -> Version:

@@ -13,11 +13,11 @@ from typing import Final
 from replaylake.datastore.errors import AlreadyExists, NotFound, ReplayLakeError
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
+from replaylake.datastore.log.purges import purges_in
 from replaylake.datastore.log.state import LogState
 from replaylake.datastore.names import check_dataset_name, check_tag_name, new_ulid
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.versions.presence import check_present
-from replaylake.datastore.versions.purges import purges_in
+from replaylake.datastore.table.presence import check_present
 
 _PREFIX: Final = "tag"
 

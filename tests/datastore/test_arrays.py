@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore import shard as shard_module
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import NotFound, SchemaMismatch, ShardCorrupt
 from replaylake.datastore.spaces import Box, Dict, Discrete
 from replaylake.datastore.storage import LocalStorage
+from replaylake.datastore.table import shard as shard_module
 
 IMAGES = Box((4, 3), "uint8", 0, 255)
 

@@ -27,7 +27,7 @@ from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.retention import set_retention
 from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.table_snapshot import TableSnapshot
+from replaylake.datastore.table.table_snapshot import TableSnapshot
 
 _WORKER: Final = Path(__file__).parent / "maintenance" / "worker.py"
 _NUM_KILLS: Final = int(os.environ.get("REPLAYLAKE_KILLS", "500"))

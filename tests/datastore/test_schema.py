@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.delta_schema import field_id, to_delta, to_duckdb
 from replaylake.datastore.errors import SchemaMismatch
 from replaylake.datastore.schema import (
     NAMES_TYPE,
@@ -35,6 +34,7 @@ from replaylake.datastore.spaces import (
     describe,
     leaves,
 )
+from replaylake.datastore.table.delta_schema import field_id, to_delta, to_duckdb
 
 RNG = np.random.default_rng(0)
 SPACES: list[tuple[Space, Any]] = [

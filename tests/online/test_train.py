@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from replaylake.datastore import lineage
 from replaylake.datastore.errors import ConfigInvalid, NotFound, PackageInvalid, SpaceUnsupported
+from replaylake.datastore.lineage import lineage
 from replaylake.datastore.policies.package import load_policy
 from replaylake.offline.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online

@@ -25,7 +25,7 @@ from replaylake.datastore.formats.tabular.reading import Declared
 from replaylake.datastore.rows import encode
 from replaylake.datastore.schema import DatasetSpec, arrow_schema, to_numpy
 from replaylake.datastore.spaces import Array, Dict, Space, Tuple, children, num_bytes, value_dtype
-from replaylake.datastore.table_schema import conform
+from replaylake.datastore.table.table_schema import conform
 
 _TABLE_BYTES: Final = 16 << 20
 # As text it is ten times as much, several times over while it is put together.

@@ -23,10 +23,10 @@ from replaylake.datastore.log.state import LogState
 from replaylake.datastore.maintenance.copy.plan import CopyPlan, notes_of, plan_copy
 from replaylake.datastore.maintenance.copy.rows import RowsPresent
 from replaylake.datastore.maintenance.copy.shards import ShardMover
-from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.table import Table, TableSnapshot, WrittenRows
-from replaylake.datastore.table_schema import merged_schema
+from replaylake.datastore.table.shard import FOLDER
+from replaylake.datastore.table.table import Table, TableSnapshot, WrittenRows
+from replaylake.datastore.table.table_schema import merged_schema
 from replaylake.datastore.writer.accounting import LeftOut, commit_counts
 
 _PREFIX: Final = "copy/"

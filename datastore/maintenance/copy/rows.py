@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Final
 
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.maintenance.scan import fetched, located, rows_of, scanning
+from replaylake.datastore.query.scanning import fetched, located, rows_of, scanning
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP
-from replaylake.datastore.shard import verify_shard
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.shard import verify_shard
+from replaylake.datastore.table.table import TableSnapshot
 
 _KEY: Final = (EPISODE_ID, AGENT_ID, STEP)
 

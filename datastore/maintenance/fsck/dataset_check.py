@@ -30,9 +30,9 @@ from replaylake.datastore.maintenance.kept import kept_files
 from replaylake.datastore.query import summaries
 from replaylake.datastore.schema import EPISODE_ID
 from replaylake.datastore.sessions.decisions import DECISION_ID
-from replaylake.datastore.shard import FOLDER
-from replaylake.datastore.table import Table
-from replaylake.datastore.table_schema import table_schema
+from replaylake.datastore.table.shard import FOLDER
+from replaylake.datastore.table.table import Table
+from replaylake.datastore.table.table_schema import table_schema
 
 _THREADS: Final = 2
 

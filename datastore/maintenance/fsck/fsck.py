@@ -21,8 +21,8 @@ from replaylake.datastore.maintenance.fsck.dataset_check import (
 )
 from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding
 from replaylake.datastore.maintenance.fsck.quarantine import Repair
+from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.policies.package import check_package
-from replaylake.datastore.policies.registry import LAKE_ROOT
 from replaylake.datastore.runs.metrics import damaged_pieces
 
 DEFAULT_ORPHAN_AGE_S: Final = 7 * 86_400.0

@@ -21,7 +21,7 @@ from replaylake.datastore.errors import CommitConflict, ReplayLakeError
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID
-from replaylake.datastore.table import Table, TableSnapshot, WrittenRows
+from replaylake.datastore.table.table import Table, TableSnapshot, WrittenRows
 
 FOLDER: Final = "_quarantine"
 

@@ -12,7 +12,7 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.maintenance.fsck.quarantine import FOLDER as QUARANTINE
 from replaylake.datastore.maintenance.purge.earlier_versions import named_paths
 from replaylake.datastore.maintenance.purge.traces import Trace, Wanted, find_traces
-from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.query import summaries
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
 from replaylake.datastore.replay.cache.view_cache import ViewCache

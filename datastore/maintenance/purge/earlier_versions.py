@@ -14,12 +14,12 @@ from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.delete import feedback_of, select_episodes
 from replaylake.datastore.maintenance.received import select_received
-from replaylake.datastore.maintenance.scan import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.sessions.decisions import DECISION_ID
-from replaylake.datastore.shard import FOLDER
 from replaylake.datastore.storage import Blob
-from replaylake.datastore.table import Table, TableSnapshot
+from replaylake.datastore.table.shard import FOLDER
+from replaylake.datastore.table.table import Table, TableSnapshot
 
 # Finds the ids that a condition selects in a version.
 Select = Callable[[TableSnapshot, str], pa.Array]

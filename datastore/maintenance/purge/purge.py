@@ -28,6 +28,7 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.log.purges import DONE, RUNNING, Purge
 from replaylake.datastore.maintenance.delete import remove_episodes
 from replaylake.datastore.maintenance.purge.dataset_files import (
     JOURNAL,
@@ -51,7 +52,6 @@ from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.schema import EPISODE_ID
 from replaylake.datastore.sessions.decisions import recover_feedback
 from replaylake.datastore.sessions.received import recover_received
-from replaylake.datastore.versions.purges import DONE, RUNNING, Purge
 
 # A live server commits its journal every second, a writer may append to an episode that goes.
 _TRIES: Final = 5

@@ -22,7 +22,7 @@ from replaylake.datastore.replay.selectors.saved_priorities import PriorityFolde
 from replaylake.datastore.replay.source import SampleSource
 from replaylake.datastore.replay.view_query import ViewQuery, column_names
 from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 Since = Literal["start"] | int
 

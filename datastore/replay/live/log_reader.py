@@ -22,9 +22,9 @@ from replaylake.datastore.replay.live.cutting import Block, make_block
 from replaylake.datastore.replay.live.runs import Interval, IntervalSet
 from replaylake.datastore.replay.packing.packing import pack
 from replaylake.datastore.replay.packing.run_table import make_run_table
-from replaylake.datastore.shard import blob_of
-from replaylake.datastore.table import Table, TableSnapshot
-from replaylake.datastore.table_schema import configuration_of, table_schema
+from replaylake.datastore.table.shard import blob_of
+from replaylake.datastore.table.table import Table, TableSnapshot
+from replaylake.datastore.table.table_schema import configuration_of, table_schema
 
 # Rows of one or several commits that are decoded together.
 _ROWS_AT_ONCE: Final = 131_072

@@ -17,9 +17,9 @@ from replaylake.datastore.replay.packing.fields import put, put_column, put_mask
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps
 from replaylake.datastore.replay.packing.run_table import RunTable
 from replaylake.datastore.replay.packing.stretches import FINAL, LAST, TERMINATED
-from replaylake.datastore.shard import row_group_batches
 from replaylake.datastore.spaces import leaves
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.shard import row_group_batches
+from replaylake.datastore.table.table import TableSnapshot
 
 # Records decoded together: they and their columns stay in the processor's cache.
 _BYTES_AT_ONCE: Final = 1 << 20

@@ -34,9 +34,9 @@ from replaylake.datastore.replay.packing.fill import Filler
 from replaylake.datastore.replay.packing.run_table import RunTable, make_run_table
 from replaylake.datastore.replay.packing.stretches import FINAL, LAST, TERMINATED, TRUNCATED
 from replaylake.datastore.replay.records import PADDING, Packed, Records, Runs
-from replaylake.datastore.shard import blob_of
 from replaylake.datastore.spaces import leaves
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.shard import blob_of
+from replaylake.datastore.table.table import TableSnapshot
 
 OnProgress = Callable[[int, int], None]
 

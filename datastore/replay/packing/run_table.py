@@ -21,7 +21,7 @@ from replaylake.datastore.replay.packing.stretches import (
     Stretches,
     StretchReader,
 )
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)

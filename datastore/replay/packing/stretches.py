@@ -18,8 +18,8 @@ from replaylake.datastore import schema
 from replaylake.datastore.arrays import RowGroup, completed
 from replaylake.datastore.arrow_values import numbers, row_numbers, scalar
 from replaylake.datastore.replay.packing.row_keys import pair_digests
-from replaylake.datastore.shard import row_group_batches, smallest_leaf
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.shard import row_group_batches, smallest_leaf
+from replaylake.datastore.table.table import TableSnapshot
 
 # Flags of a stretch: how its last step ended, and whether its run ends with it.
 TERMINATED: Final = 1

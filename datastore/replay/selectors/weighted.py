@@ -22,7 +22,7 @@ from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.saved_state import generator_at
 from replaylake.datastore.replay.selection import Origin
 from replaylake.datastore.replay.selectors.key_index import find_keys
-from replaylake.datastore.versions.presence import check_present
+from replaylake.datastore.table.presence import check_present
 
 
 class WeightedSelector:

@@ -11,7 +11,7 @@ import pytest
 from replaylake.datastore.errors import FormatTooNew, LogCorrupt
 from replaylake.datastore.log.checkpoint import read_checkpoint, write_checkpoint
 from replaylake.datastore.log.state import FileEntry, LogState
-from replaylake.datastore.table_schema import new_metadata
+from replaylake.datastore.table.table_schema import new_metadata
 
 METADATA = new_metadata(pa.schema([("x", pa.int64())]), {"key": "value"}, has_entries=True)
 STATE = LogState(

@@ -28,7 +28,7 @@ from replaylake.datastore.log.commit_log import CHECKPOINT_INTERVAL, CommitLog
 from replaylake.datastore.log.folder import LogFolder
 from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table_schema import new_metadata
+from replaylake.datastore.table.table_schema import new_metadata
 
 METADATA = new_metadata(
     pa.schema([pa.field("x", pa.int64(), True, {b"PARQUET:field_id": b"1"})]), {}, has_entries=True

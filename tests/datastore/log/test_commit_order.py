@@ -18,7 +18,7 @@ from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Commit, Table, WrittenRows
+from replaylake.datastore.table.table import Commit, Table, WrittenRows
 
 DAY_MS = 86_400_000
 SCHEMA = pa.schema([("x", pa.int64())])

@@ -19,7 +19,7 @@ from replaylake.datastore.log.commit_log import CommitLog, Committed
 from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table_schema import new_metadata
+from replaylake.datastore.table.table_schema import new_metadata
 
 METADATA: Final = new_metadata(pa.schema([("x", pa.int64())]), {}, has_entries=True)
 NEWEST: Final = 14

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 CALLS: Final = "write,pwrite64,writev,fsync,fdatasync,link,linkat,rename,renameat,renameat2"
 ACKNOWLEDGED: Final = "acknowledged"
@@ -26,7 +26,7 @@ CHILD: Final = f"""
 import os, sys, pathlib
 import pyarrow as pa
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 if sys.argv[2:]:
     fsync, left_out = os.fsync, sys.argv[2]
     os.fsync = lambda fd: left_out in os.readlink(f"/proc/self/fd/{{fd}}") or fsync(fd)

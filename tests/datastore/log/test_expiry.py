@@ -17,7 +17,7 @@ from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table_schema import new_metadata
+from replaylake.datastore.table.table_schema import new_metadata
 
 METADATA = new_metadata(
     pa.schema([pa.field("x", pa.int64(), True, {b"PARQUET:field_id": b"1"})]), {}

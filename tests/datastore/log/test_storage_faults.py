@@ -26,7 +26,7 @@ from replaylake.datastore.errors import StorageFailed
 from replaylake.datastore.log.commit_log import CHECKPOINT_INTERVAL
 from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 SCHEMA: Final = pa.schema([("x", pa.int64())])
 FAILING: Final = [
@@ -190,7 +190,7 @@ import pathlib, sys
 import numpy as np, pyarrow as pa
 from replaylake.datastore.errors import StorageFailed
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 root = pathlib.Path(sys.argv[1])
 table = Table(LocalStorage(root), "t")
 large = pa.table({"x": np.random.default_rng(0).integers(0, 2**62, 60_000)})

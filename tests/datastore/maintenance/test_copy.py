@@ -27,7 +27,7 @@ from replaylake.datastore.log.expiry import expire
 from replaylake.datastore.maintenance.copy.copy import CopyReceipt, copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.vacuum import vacuum
-from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.table.rewrite import Plan, rewrite
 
 Make = Callable[..., Episode]
 

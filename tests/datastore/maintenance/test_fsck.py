@@ -25,7 +25,7 @@ from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.maintenance.fsck.finding import NOTE, Finding, Findings
 from replaylake.datastore.maintenance.fsck.fsck import FsckReport, fsck
 from replaylake.datastore.query import summaries
-from replaylake.datastore.table import WrittenRows
+from replaylake.datastore.table.table import WrittenRows
 
 Make = Callable[..., Episode]
 

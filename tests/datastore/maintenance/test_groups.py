@@ -9,7 +9,7 @@ from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance import groups as groups_module
 from replaylake.datastore.maintenance.groups import groups
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table, TableSnapshot
+from replaylake.datastore.table.table import Table, TableSnapshot
 
 MB = 1 << 20
 NUMBERS = pa.schema([pa.field("x", pa.int64(), metadata={b"PARQUET:field_id": b"1"})])

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from replaylake.datastore import lineage
 from replaylake.datastore.errors import NotFound, ReplayLakeError
 from replaylake.datastore.labels.annotate import annotate
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lineage import lineage
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
 from replaylake.datastore.maintenance.fsck.fsck import fsck

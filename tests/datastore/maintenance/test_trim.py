@@ -25,7 +25,7 @@ from replaylake.datastore.sessions.decisions import (
 )
 from replaylake.datastore.sessions.sessionise import sessionise
 from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 Make = Callable[..., Episode]
 HOUR_MS = 3_600_000

@@ -15,7 +15,7 @@ from replaylake.datastore.query.expressions import (
     selected_episodes,
     selected_steps,
 )
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 
 @pytest.fixture

@@ -15,15 +15,15 @@ import deltalake
 import numpy as np
 import pytest
 
-from replaylake.datastore import lineage
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import NotFound, PackageInvalid, ShardCorrupt
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lineage import lineage
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.policies.manifest import read_checked
 from replaylake.datastore.remote.shard_cache import trim_cache
 from replaylake.datastore.sessions.segments import journal_folder
-from replaylake.datastore.shard import blob_of
+from replaylake.datastore.table.shard import blob_of
 
 MakeEpisode = Callable[..., Episode]
 

@@ -30,9 +30,9 @@ from replaylake.datastore.replay.packing import fill, packing, stretches
 from replaylake.datastore.replay.packing.packing import pack
 from replaylake.datastore.replay.packing.row_keys import pair_name, row_keys
 from replaylake.datastore.replay.records import PADDING, Packed
-from replaylake.datastore.shard import write_shard
 from replaylake.datastore.spaces import Box, Dict, Discrete, MultiDiscrete
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.shard import write_shard
+from replaylake.datastore.table.table import TableSnapshot
 
 Make = Callable[..., Episode]
 Key = tuple[str, str, int]

@@ -42,7 +42,7 @@ def test_a_done_run(lake: Lake) -> None:
     history = [{"update": 1000, "value": -5.0}, {"update": 2000, "value": -6.0}]
     selection = {"measure": "environment", "update": 1000, "value": -5.0, "history": history}
     found = summarise(
-        lake,
+        lake.storage,
         record(
             lake,
             status="done",
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_is_as_far_as_its_metrics(
             log.add(update, {metric: value}, 0.0)
         log.add(400, {"critic_loss": 0.5}, 0.0)
         log.flush()
-        found = summarise(lake, written)
+        found = summarise(lake.storage, written)
     assert (found.status, found.update, found.policy) == ("running", 400, None)
     assert (found.measure, found.best, found.best_update) == (metric.split("/")[1], best, at)
     assert found.duration_s is not None
@@ -86,14 +86,14 @@ def test_a_run_that_nobody_is_at_work_on_was_killed(lake: Lake) -> None:
         RunLease(lake.storage, "r1").__enter__()
         os._exit(0)
     os.waitpid(child, 0)
-    found = summarise(lake, written)
+    found = summarise(lake.storage, written)
     assert (found.status, found.duration_s, found.best) == ("killed", None, None)
 
 
 def test_a_record_of_another_kind_has_what_it_has(lake: Lake) -> None:
     lake.registry.record_run("x", {"kind": "import", "status": "done"})
     (only,) = lake.registry.runs()
-    found = summarise(lake, only)
+    found = summarise(lake.storage, only)
     assert (found.status, found.datasets, found.algorithm, found.update) == ("done", (), None, None)
 
 
@@ -101,16 +101,16 @@ def test_a_run_that_collects_is_as_far_as_its_metrics_until_it_is_done(lake: Lak
     fields = {"kind": "train online", "env_id": "E-v1", "dataset": "live", "datasets": None}
     fields |= {"config": {"steps": 500, "seed": 9}, "seed": None}
     written = record(lake, **fields)
-    assert summarise(lake, written).env_steps is None
+    assert summarise(lake.storage, written).env_steps is None
     with MetricsLog(lake.storage, "r1") as log:
         log.add(7, {"env_steps": 100.0, "return": 2.0, "staleness": 0.5}, 0.0)
         log.add(9, {"env_steps": 120.0, "selection/environment": 3.0}, 0.0)
-    found = summarise(lake, written)
+    found = summarise(lake.storage, written)
     assert (found.env, found.datasets, found.steps, found.update) == ("E-v1", ("live",), 500, 9)
     assert (found.env_steps, found.mean_return, found.staleness) == (120, 2.0, 0.5)
     assert (found.measure, found.best, found.best_update) == ("environment", 3.0, 9)
     ended = {"status": "done", "ended_ms": 1_002_000, "num_steps": 500, "num_updates": 450}
-    found = summarise(lake, {**written, **ended, "mean_return": 4.0, "staleness": 0.25})
+    found = summarise(lake.storage, {**written, **ended, "mean_return": 4.0, "staleness": 0.25})
     assert (found.env_steps, found.mean_return, found.staleness) == (500, 4.0, 0.25)
     assert (found.update, found.updates) == (450, None)
 

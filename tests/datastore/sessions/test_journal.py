@@ -25,7 +25,7 @@ from replaylake.datastore.sessions.segments import (
     recover,
 )
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 SCHEMA = pa.schema([pa.field("x", pa.int64(), nullable=False)])
 NEVER = JournalConfig(flush_interval_s=3600)

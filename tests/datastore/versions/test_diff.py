@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.table.rewrite import Plan, rewrite
 from replaylake.datastore.versions import diff as module
 from replaylake.datastore.versions.diff import Changes, EpisodeKey, diff
 

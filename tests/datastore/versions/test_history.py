@@ -3,7 +3,7 @@
 import pytest
 
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.rewrite import Plan, rewrite
+from replaylake.datastore.table.rewrite import Plan, rewrite
 from replaylake.datastore.versions.history import history
 
 
@@ -18,7 +18,7 @@ def dataset(lake, make_episode):
 def test_the_newest_comes_first(lake, dataset):
     lake.tag("d@1", "golden")
     lake.tag("d@1", "first")
-    found = history(lake, "d")
+    found = history(lake.dataset("d"), lake.tags)
     assert [version.version for version in found.versions] == [2, 1, 0]
     newest, middle, oldest = found.versions
     assert (newest.producer, newest.operation) == ("second", "WRITE")
@@ -32,7 +32,7 @@ def test_the_newest_comes_first(lake, dataset):
 
 
 def test_a_limit(lake, dataset):
-    found = history(lake, "d", limit=2)
+    found = history(lake.dataset("d"), lake.tags, limit=2)
     assert [version.version for version in found.versions] == [2, 1]
     assert found.num_older == 1
 
@@ -45,10 +45,10 @@ def test_a_rewrite_removes_shards(lake, dataset):
         sequence=0,
         operation="DELETE",
     )
-    (newest,) = history(lake, "d", limit=1).versions
+    (newest,) = history(lake.dataset("d"), lake.tags, limit=1).versions
     assert (newest.operation, newest.shards_added, newest.shards_removed) == ("DELETE", 0, 2)
 
 
 def test_no_dataset(lake):
     with pytest.raises(NotFound, match="nowhere"):
-        history(lake, "nowhere")
+        history(lake.dataset("nowhere"), lake.tags)

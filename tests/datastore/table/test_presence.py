@@ -11,7 +11,7 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import NotFound, ShardCorrupt
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.query import summaries
-from replaylake.datastore.versions.presence import check_present
+from replaylake.datastore.table.presence import check_present
 
 Make = Callable[..., Episode]
 GONE = (

@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.shard import blob_of, decode_shard, verify_shard
 from replaylake.datastore.storage import Blob, Storage
-from replaylake.datastore.table_schema import conform
+from replaylake.datastore.table.shard import blob_of, decode_shard, verify_shard
+from replaylake.datastore.table.table_schema import conform
 
 _FETCHED_AT_ONCE: Final = 16
 

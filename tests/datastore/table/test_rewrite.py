@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from replaylake.datastore.rewrite import Plan, rewrite
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table, TableSnapshot
+from replaylake.datastore.table.rewrite import Plan, rewrite
+from replaylake.datastore.table.table import Table, TableSnapshot
 
 
 @pytest.fixture

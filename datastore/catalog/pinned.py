@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from replaylake.datastore.catalog import relations
 from replaylake.datastore.errors import NameRefused, QueryRefused
 from replaylake.datastore.names import check_dataset_name, parse_snapshot
-from replaylake.datastore.query import relations
 from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.table import TableSnapshot
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake import Lake

@@ -13,15 +13,15 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.delta_schema import with_field_ids
 from replaylake.datastore.errors import AlreadyExists, CommitConflict, NotFound
 from replaylake.datastore.log.commit_file import Intent, transaction_id
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.shard import FOLDER, blob_of, read_shard, write_shards
 from replaylake.datastore.storage import Storage
-from replaylake.datastore.table_schema import (
+from replaylake.datastore.table.delta_schema import with_field_ids
+from replaylake.datastore.table.shard import FOLDER, blob_of, read_shard, write_shards
+from replaylake.datastore.table.table_schema import (
     configuration_of,
     conform,
     extended_schema,
@@ -31,7 +31,7 @@ from replaylake.datastore.table_schema import (
     table_schema,
     with_schema,
 )
-from replaylake.datastore.table_snapshot import TableSnapshot as TableSnapshot
+from replaylake.datastore.table.table_snapshot import TableSnapshot as TableSnapshot
 
 # A new shard is at most this many rows and, before compression, bytes: one frame may weigh as much
 # as a hundred rows of numbers. That is half of what one that replaces others may hold: small enough

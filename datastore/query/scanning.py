@@ -1,4 +1,4 @@
-"""Scan: what maintenance asks DuckDB of a table's files: where rows are, and whether all are there.
+"""Scanning: what our own code asks DuckDB of a table's files: where rows are, and whether all are.
 
 Few columns of many files are read faster by DuckDB than shard by shard, in memory that does not
 grow with the table.
@@ -19,13 +19,13 @@ from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.scan import scan_files
 from replaylake.datastore.query.statements import execute
-from replaylake.datastore.shard import blob_of
-from replaylake.datastore.table import TableSnapshot
+from replaylake.datastore.table.shard import blob_of
+from replaylake.datastore.table.table import TableSnapshot
 
 
 @contextmanager
 def scanning(tables: Mapping[str, pa.Table] | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a DuckDB for maintenance, with Arrow tables under names that queries may use."""
+    """Open a DuckDB for this, with Arrow tables under names that queries may use."""
     with connect() as connection:
         # The rows of a shard are in no order that these queries need, and keeping it costs memory.
         connection.execute("SET preserve_insertion_order = false")
@@ -60,7 +60,7 @@ def rows_of(connection: duckdb.DuckDBPyConnection, text: str) -> list[tuple[Any,
     try:
         return connection.execute(text).fetchall()
     except duckdb.Error as error:
-        raise QueryFailed(f"maintenance: {error}") from error
+        raise QueryFailed(f"reading a table's files: {error}") from error
 
 
 def arrow_of(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from replaylake.datastore import shard as shard_module
 from replaylake.datastore.errors import ShardCorrupt
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.schema import NAMES_TYPE, vector_type
-from replaylake.datastore.shard import (
+from replaylake.datastore.storage import LocalStorage
+from replaylake.datastore.table import shard as shard_module
+from replaylake.datastore.table.shard import (
     ROW_GROUP_ROWS,
     decode_row_group,
     read_shard,
@@ -25,8 +26,7 @@ from replaylake.datastore.shard import (
     verify_shard,
     write_shard,
 )
-from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table
+from replaylake.datastore.table.table import Table
 
 ROWS = pa.table(
     {

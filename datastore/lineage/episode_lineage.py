@@ -15,14 +15,14 @@ import pyarrow.parquet as pq
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NotFound, ReplayLakeError
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.lineage import ingests_of
+from replaylake.datastore.lineage.lineage import ingests_of
+from replaylake.datastore.lineage.served_versions import ServedVersion, served_versions
 from replaylake.datastore.log.folder import FETCHED_AT_ONCE
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.query.expressions import reproducible_views
 from replaylake.datastore.query.statements import execute
 from replaylake.datastore.schema import EPISODE_ID
-from replaylake.datastore.served_versions import ServedVersion, served_versions
-from replaylake.datastore.shard import blob_of
+from replaylake.datastore.table.shard import blob_of
 
 Holds = Literal["yes", "no", "unknown"]
 _UNREADABLE: Final = "its shards are gone, or cannot be read"

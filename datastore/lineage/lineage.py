@@ -15,8 +15,8 @@ from typing import Any
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.lineage.served_versions import served_versions
 from replaylake.datastore.schema import EPISODE_ID, STEP
-from replaylake.datastore.served_versions import served_versions
 from replaylake.datastore.sessions.decision_id import DecisionId, DecisionSigner
 from replaylake.datastore.sessions.decisions import DECISION_ID, REQUEST_ID
 

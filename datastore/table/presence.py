@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 
 from replaylake.datastore.errors import NotFound, ReplayLakeError, ShardCorrupt
 from replaylake.datastore.log.commit_log import CommitLog
-from replaylake.datastore.policies.registry import LAKE_ROOT
+from replaylake.datastore.log.purges import Purges
+from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.storage import Storage
-from replaylake.datastore.table import TableSnapshot
-from replaylake.datastore.versions.purges import Purges
+from replaylake.datastore.table.table import TableSnapshot
 
 
 def check_present(snapshot: TableSnapshot) -> None:

@@ -9,9 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore import shard as shard_module
-from replaylake.datastore import table as table_module
-from replaylake.datastore.delta_schema import field_id
 from replaylake.datastore.errors import (
     AlreadyExists,
     CommitConflict,
@@ -24,7 +21,10 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table import Table, WrittenRows
+from replaylake.datastore.table import shard as shard_module
+from replaylake.datastore.table import table as table_module
+from replaylake.datastore.table.delta_schema import field_id
+from replaylake.datastore.table.table import Table, WrittenRows
 
 SCHEMA = pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("x", pa.int64())])
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.errors import CommitConflict
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.table import Commit, Table, TableSnapshot
+from replaylake.datastore.table.table import Commit, Table, TableSnapshot
 
 # The rows of one shard to the rows that take their place; no rows at all removes the shard.
 ChangeRows = Callable[[pa.Table], pa.Table]

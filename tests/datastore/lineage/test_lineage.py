@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore import lineage
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lineage import lineage
 from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.datastore.sessions.decisions import (
     decisions_encoder,

@@ -12,9 +12,9 @@ from typing import Final
 
 import pyarrow as pa
 
-from replaylake.datastore.delta_schema import field_id, to_delta, with_field_ids
 from replaylake.datastore.errors import LogCorrupt, NotFound, SchemaMismatch
 from replaylake.datastore.log.state import LogState, TableMetadata, format_configuration
+from replaylake.datastore.table.delta_schema import field_id, to_delta, with_field_ids
 from replaylake.datastore.version import VERSION
 
 # Arrow types that Delta's schema lacks (fixed-size lists, dictionaries) survive here, exactly.

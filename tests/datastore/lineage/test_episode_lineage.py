@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.episode_lineage import of_episode
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lineage.episode_lineage import of_episode
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
 from replaylake.datastore.maintenance.vacuum import vacuum

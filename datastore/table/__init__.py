@@ -1,0 +1,1 @@
+"""Tables: shards and a log, for any Arrow schema; and the files of one version."""
