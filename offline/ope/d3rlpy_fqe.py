@@ -77,6 +77,7 @@ def d3rlpy_fqe(
     TrainingFailed where the model diverges.
     """
     target = TargetPolicy(policy, exploration or Exploration())
+    target.check_forgets()
     arrays = from_view(view, discount)
     return fit_by_d3rlpy(
         target, arrays, config or FQEConfig(), discount, seed, device, on_progress, facts

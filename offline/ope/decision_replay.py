@@ -206,6 +206,7 @@ def replay_decisions(
     question = Question(dataset, policy, exploration=exploration or Exploration())
     asked = ask_for(lake, question, reader.spec)
     assert asked.target is not None, "a policy was named"
+    asked.target.check_forgets()
     replay = _Replay(asked.target)
     space = asked.target.policy.spec.observation_space
     seen = 0

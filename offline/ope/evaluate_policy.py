@@ -33,6 +33,7 @@ from replaylake.offline.ope.probabilities import (
     BehaviorProbabilities,
     Probabilities,
     behavior_probabilities,
+    followed_from_the_start,
     target_probabilities,
     with_known_target,
 )
@@ -48,6 +49,7 @@ _USE_OURS: Final = frozenset(e.name for e in ESTIMATORS.values() if e.model == O
 _FQE_D3RLPY: Final = "fqe_d3rlpy"
 
 _ELSEWHERE: Final = "what the policy does is known at logged observations alone"
+_REMEMBERS: Final = "the policy remembers, so that its value is no function of an observation"
 _NO_BOUND: Final = (
     "with gamma 1 and episodes that were cut off (truncated), values have no bound; give "
     "--gamma 0.99 or so"
@@ -80,7 +82,7 @@ def evaluate_policy(
 
     Raises: NotFound, NameRefused, QueryRefused, QueryFailed, ConfigInvalid; EmptyReplay where no
     episode is left, or one; SchemaMismatch for a policy of other spaces, or a holdout by a time
-    that the episodes do not have; SpaceUnsupported for a policy with a state; ShardCorrupt.
+    that the episodes do not have; SpaceUnsupported; ShardCorrupt.
     Memory: the snapshot's steps, and the probabilities of all Discrete actions of those evaluated.
     """
     listener = listener or Listener()
@@ -118,6 +120,7 @@ def evaluate_on(
         left_out["in the policy's training set"] = int(seen.sum())
         doubts += _selection_bias(asked)
     listener.stage("asking the policy")
+    steps = followed_from_the_start(asked, steps, left_out)
     target = target_probabilities(asked, steps)
     steps, target = with_known_target(steps, target, left_out)
     behavior = behavior_probabilities(steps, target, question, listener)
@@ -179,7 +182,7 @@ def _values(
     names = question.estimators
     if names is not None and not _USE_OURS & set(names):
         return None, "none: no estimator that was asked for uses one"
-    policy = asked.target if asked.target is not None else target.every
+    policy = target.every if asked.target is None or asked.target.remembers else asked.target
     if policy is None:
         return None, "none: of the policy only the probability of the logged action is known"
     given: dict[str, Any] = {"seed": question.seed, "on_progress": listener.progress}
@@ -191,6 +194,8 @@ def _values(
             )
         elif asked.target is None:
             return None, f"none: {_ELSEWHERE}"
+        elif asked.target.remembers:
+            return None, f"none: {_REMEMBERS}"
         elif _has_no_bound(steps, question) and not has_table(steps.spec, question.fqe):
             return None, f"none: {_NO_BOUND}"
         else:
@@ -216,6 +221,8 @@ def _values_by_d3rlpy(
         return None, ""
     if asked.target is None:
         return None, _ELSEWHERE
+    if asked.target.remembers:
+        return None, _REMEMBERS
     if _has_no_bound(steps, question):
         return None, _NO_BOUND
     listener.stage("fitted Q evaluation by d3rlpy")

@@ -79,6 +79,7 @@ def fitted_q_evaluation(
     that no critic takes; TrainingFailed where the model diverges. Memory: the view's transitions.
     """
     target = TargetPolicy(policy, exploration or Exploration())
+    target.check_forgets()
     arrays = from_view(view, discount)
     return fit(target, arrays, config or FQEConfig(), seed, device, on_progress)
 

@@ -50,11 +50,39 @@ def target_probabilities(asked: AskedPolicy, steps: LoggedSteps) -> Probabilitie
     target, masks = asked.target, steps.action_masks
     observations = asked.seen_by(steps)
     if target.is_discrete:
-        every = target.action_probs(observations, masks)
+        if target.remembers:
+            every = target.action_probs_along(steps.offsets, observations, masks)
+        else:
+            every = target.action_probs(observations, masks)
         return Probabilities(_of_logged(steps, every), every)
     if target.no_density:
         return Probabilities(None, None, target.no_density)
+    if target.remembers:
+        along = target.log_probs_along(steps.offsets, observations, steps.actions, masks)
+        return Probabilities(np.exp(along))
     return Probabilities(np.exp(target.log_probs(observations, steps.actions, masks)))
+
+
+def followed_from_the_start(
+    asked: AskedPolicy, steps: LoggedSteps, left_out: dict[str, int]
+) -> LoggedSteps:
+    """Leave out episodes whose first step is not there, of a policy that remembers what it saw.
+
+    Raises: EmptyReplay where none is left.
+    """
+    if asked.target is None or not asked.target.remembers:
+        return steps
+    late = steps.step_numbers[steps.offsets[:-1]] != 0
+    if not late.any():
+        return steps
+    if late.all():
+        raise EmptyReplay(
+            f"off-policy evaluation: found {steps.num_episodes:,} episodes, none with its first "
+            "step, from which a policy that remembers has to be followed. Evaluate it on whole "
+            "episodes."
+        )
+    left_out["without the first step, of a policy that remembers"] = int(late.sum())
+    return steps.only(~late)
 
 
 def _from_sql(steps: LoggedSteps, name: str) -> Probabilities:

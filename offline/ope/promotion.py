@@ -17,8 +17,8 @@ from typing import Any, Final, Literal
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.policies.registry import PolicyRef
-from replaylake.offline.ope.asked_policy import ask_for
-from replaylake.offline.ope.chosen_episodes import choose_episodes
+from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for
+from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes
 from replaylake.offline.ope.estimate import compare
 from replaylake.offline.ope.evaluate_policy import Evaluation, evaluate_on
 from replaylake.offline.ope.question import Listener, PolicyReport, Question
@@ -29,6 +29,8 @@ DEFAULT_ALPHA: Final = 0.025
 # plain weighted mean (`ips`, `is`) says the same as the first with a wider interval.
 _OF_ONE_STEP: Final = ("snips", "dr")
 _OF_EPISODES: Final = ("wpdis", "dr")
+# Of a policy that remembers there is no model: its value is no function of an observation.
+_OF_MEMORIES: Final = ("wpdis",)
 _CHAMPION: Final = "the champion"
 _LOG: Final = "the log's mean"
 
@@ -148,7 +150,8 @@ def gate(
         candidate: who would be promoted.
         champion: who is there now; None: the candidate is compared with the log's own mean.
         question: dataset, episodes, reward, estimators and how both are to act; which policy it
-            names does not matter. Without estimators: snips or wpdis, and dr.
+            names does not matter. Without estimators: snips or wpdis, and dr; but wpdis alone of
+            longer episodes where either policy remembers.
         alpha: the chance at which a candidate that is no better may pass, in (0, 0.25].
         margin: by how much it has to be better, in units of the return; below 0: may be worse.
         listener: told how far it is.
@@ -193,13 +196,14 @@ def _evaluated(
     asked = ask_for(lake, question, snapshot.spec)
     holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
     chosen = choose_episodes(snapshot, question, holdout, listener)
+    other = None
+    if champion is not None:
+        other = ask_for(lake, replace(question, policy=str(champion)), snapshot.spec)
     if question.estimators is None:
-        is_one_step = chosen.steps.num_steps == chosen.steps.num_episodes
-        question = replace(question, estimators=_OF_ONE_STEP if is_one_step else _OF_EPISODES)
-    if champion is None:
+        question = replace(question, estimators=_usual(chosen, asked, other))
+    if other is None:
         return evaluate_on(lake, asked, question, chosen, listener), None
     of_champion = replace(question, policy=str(champion))
-    other = ask_for(lake, of_champion, snapshot.spec)
     theirs = evaluate_on(lake, other, of_champion, chosen, listener)
     fewer = replace(chosen, steps=theirs.steps, left_out=_of_champion(theirs.report.left_out))
     ours = evaluate_on(lake, asked, question, fewer, listener)
@@ -207,6 +211,14 @@ def _evaluated(
         fewer = replace(chosen, steps=ours.steps, left_out=ours.report.left_out)
         theirs = evaluate_on(lake, other, of_champion, fewer, listener, theirs.doubts)
     return ours, theirs
+
+
+def _usual(chosen: Chosen, *asked: AskedPolicy | None) -> tuple[str, ...]:
+    if chosen.steps.num_steps == chosen.steps.num_episodes:
+        return _OF_ONE_STEP
+    targets = [one.target for one in asked if one is not None]
+    remember = any(target is not None and target.remembers for target in targets)
+    return _OF_MEMORIES if remember else _OF_EPISODES
 
 
 def _of_champion(left_out: Mapping[str, int]) -> dict[str, int]:

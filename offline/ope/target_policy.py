@@ -1,8 +1,12 @@
-"""TargetPolicy: a policy and how it acts, asked of many logged observations at once."""
+"""TargetPolicy: a policy and how it acts, asked of many logged observations at once.
+
+One that remembers is asked along whole episodes, step by step: its state is what it made of the
+observations before, whoever took the actions between them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,23 +21,32 @@ from replaylake.datastore.spaces import Array, Discrete, Values, concatenate, nu
 
 # Observations given to a policy's graph at once: what 256 hidden units make of them is 64 MB.
 _ROWS_AT_ONCE: Final = 1 << 16
+# What the states of episodes followed side by side may take: those of a frame stack are large.
+_STATE_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True)
 class TargetPolicy:
-    """The policy whose value is asked for; by default it takes its mode, as a server does.
-
-    Stateless policies alone: one that remembers is not the same at each visit of an observation.
-    """
+    """The policy whose value is asked for; by default it takes its mode, as a server does."""
 
     policy: Policy
     exploration: Exploration = field(default_factory=Exploration)
 
-    def __post_init__(self) -> None:
-        if self.policy.initial_state(1) is not None:
+    @property
+    def remembers(self) -> bool:
+        """Whether what it does depends on earlier observations of the episode, too."""
+        return self.policy.initial_state(1) is not None
+
+    def check_forgets(self) -> None:
+        """Refuse a policy that is not the same at each visit of an observation.
+
+        Raises: SpaceUnsupported.
+        """
+        if self.remembers:
             raise SpaceUnsupported(
                 f"head {self.policy.spec.head}: found a policy with a state, expected one whose "
-                "action depends on the observation alone. Evaluate it in an environment."
+                "action depends on the observation alone. Importance sampling along whole episodes "
+                "(`replaylake ope`) can evaluate it, and so can an environment."
             )
 
     @property
@@ -69,7 +82,8 @@ class TargetPolicy:
     def action_probs(
         self, observations: Values, masks: NDArray[np.bool_] | None = None
     ) -> NDArray[np.float64]:
-        """Return the probability of each Discrete action, float64 [N, A]."""
+        """Return the probability of each Discrete action, float64 [N, A], of one that forgets."""
+        self.check_forgets()
 
         def ask(some: slice) -> Array:
             return self.policy.action_probs(
@@ -87,7 +101,11 @@ class TargetPolicy:
         actions: Values,
         masks: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.float64]:
-        """Return ln of the probability (density) of actions [N, *act], float64 [N]."""
+        """Return ln of the probability (density) of actions [N, *act], float64 [N].
+
+        Of one that forgets, as action_probs.
+        """
+        self.check_forgets()
 
         def ask(some: slice) -> Array:
             return self.policy.log_probs(
@@ -106,7 +124,8 @@ class TargetPolicy:
         rng: np.random.Generator,
         masks: NDArray[np.bool_] | None = None,
     ) -> Any:
-        """Return an action for each observation, [N, *act]."""
+        """Return an action for each observation, [N, *act], of one that forgets."""
+        self.check_forgets()
 
         def ask(some: slice) -> Any:
             act = self.policy.act(
@@ -119,6 +138,73 @@ class TargetPolicy:
             return act.actions
 
         return concatenate(_in_parts(num_values(observations), ask))
+
+    def action_probs_along(
+        self,
+        offsets: NDArray[np.int64],
+        observations: Values,
+        masks: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.float64]:
+        """Return the probability of each Discrete action along episodes, float64 [M, A].
+
+        offsets int64 [E + 1]: rows offsets[e] .. offsets[e + 1] are an episode's, from its first
+        step on. Memory: 256 MB of states beside the result.
+        """
+        action_space = self.policy.spec.action_space
+        assert isinstance(action_space, Discrete)
+        found = np.empty((int(offsets[-1]), action_space.n))
+        for rows, seen, mask, state in self._along(offsets, observations, masks):
+            found[rows] = self.policy.action_probs(
+                seen, state, epsilon=self.exploration.epsilon, action_mask=mask, **self._mode
+            )
+        return found
+
+    def log_probs_along(
+        self,
+        offsets: NDArray[np.int64],
+        observations: Values,
+        actions: Values,
+        masks: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.float64]:
+        """Return ln of the probability (density) of actions along episodes, float64 [M].
+
+        offsets as of action_probs_along.
+        """
+        found = np.empty(int(offsets[-1]))
+        for rows, seen, mask, state in self._along(offsets, observations, masks):
+            found[rows] = self.policy.log_probs(
+                seen,
+                take(actions, rows),
+                state,
+                epsilon=self.exploration.epsilon,
+                action_mask=mask,
+                **self._mode,
+            )
+        return found
+
+    def _along(
+        self,
+        offsets: NDArray[np.int64],
+        observations: Values,
+        masks: NDArray[np.bool_] | None,
+    ) -> Iterator[tuple[NDArray[np.int64], Values, NDArray[np.bool_] | None, Array]]:
+        """Yield (rows, observations, masks, states) of step after step, many episodes at once."""
+        lengths = np.diff(offsets)
+        # The longest first: those that go on are at the front, and leave from the back.
+        order = np.argsort(-lengths, kind="stable")
+        size = self.policy.spec.state_size * np.dtype(np.float32).itemsize
+        num_at_once = max(1, min(_ROWS_AT_ONCE, _STATE_BYTES // max(1, size)))
+        for first in range(0, len(order), num_at_once):
+            episodes = order[first : first + num_at_once]
+            state = self.policy.initial_state(len(episodes))
+            assert state is not None
+            for step in range(int(lengths[episodes[0]])):
+                num = int(np.searchsorted(-lengths[episodes], -step))
+                rows, state = offsets[episodes[:num]] + step, state[:num]
+                seen, mask = take(observations, rows), None if masks is None else masks[rows]
+                yield rows, seen, mask, state
+                state = self.policy.act(seen, state, action_mask=mask).state
+                assert state is not None
 
     @property
     def _mode(self) -> dict[str, Any]:

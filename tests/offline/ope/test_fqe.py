@@ -232,19 +232,14 @@ def test_what_follows_the_last_step(tmp_path):
     assert returns_to_go(steps, 0.5).tolist() == [2, 2, 2, 2, 2, 2]
 
 
-def test_a_policy_with_a_state_is_refused(table_policy):
-    class Remembers(GraphPolicy):
-        def initial_state(self, n):
-            return np.zeros(n)
-
-    with pytest.raises(SpaceUnsupported, match="with a state"):
-        TargetPolicy(Remembers(table_policy(HASTY).spec, lambda inputs: {}))
-
-
-def test_a_policy_that_remembers_by_its_spec_is_refused(table_policy):
+def test_a_policy_that_remembers_is_refused(lake, table_policy):
     spec = replace(table_policy(HASTY).spec, state_size=3)
-    with pytest.raises(SpaceUnsupported, match=r"q_values: found a policy with a state.*in an env"):
-        TargetPolicy(GraphPolicy(spec, lambda inputs: {}))
+    policy = GraphPolicy(spec, lambda inputs: {})
+    view = lake.snapshot("chain").replay()
+    with pytest.raises(SpaceUnsupported, match=r"q_values: found a policy with a state.*along who"):
+        fitted_q_evaluation(policy, view, discount=0.9)
+    with pytest.raises(SpaceUnsupported, match="with a state"):
+        TargetPolicy(policy).action_probs(np.zeros(1, np.int64))
 
 
 def test_masks_of_next_steps_hold(tmp_path, table_policy):
