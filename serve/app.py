@@ -28,8 +28,8 @@ from replaylake.serve.api.act import ActEndpoint
 from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.openapi import Docs
+from replaylake.serve.door.connections import NUM_REFUSED
 from replaylake.serve.door.door import Door, Doorkeeper
-from replaylake.serve.door.waits import NUM_REFUSED
 from replaylake.serve.exchange import Answer, Endpoint, Request, RequestRefused
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.serving import Serving
@@ -53,6 +53,7 @@ def create_app(load: Callable[[], Serving]) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        metrics.count_start()
         serving = worker.serving = await run_in_threadpool(load)
         metrics.watch(serving, lambda: keeper.num_inside, NUM_REFUSED)
         fresh = asyncio.create_task(metrics.keep_fresh())

@@ -38,6 +38,11 @@ class AskedPolicy:
     training: TrainingSet
     notes: tuple[str, ...] = ()
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what it does depends on earlier observations of the episode, too."""
+        return self.target is not None and self.target.remembers
+
     def translated(self, steps: LoggedSteps) -> LoggedSteps:
         """Return the steps with observations in the dtypes that the policy takes."""
         if self.target is None or steps.observations is None:

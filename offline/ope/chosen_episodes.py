@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,32 @@ def choose_episodes(
     listener.stage("reading the steps")
     steps, left_out = _usable(_read(snapshot, question, holdout), question)
     return Chosen(snapshot, holdout, steps, left_out)
+
+
+def with_first_steps(chosen: Chosen) -> Chosen:
+    """Leave out episodes whose first step is not there: a policy that remembers needs it.
+
+    Steps count from 0, or from 1 where no step of the whole snapshot is a 0. Raises: EmptyReplay
+    where no episode is left.
+    """
+    snapshot, steps = chosen.snapshot, chosen.steps
+    begins = steps.step_numbers[steps.offsets[:-1]]
+    if not begins.any():
+        return chosen
+    (least,) = snapshot.sql("SELECT min(first_step) FROM episodes").column(0).to_pylist()
+    late = begins > min(1, int(least))
+    if not late.any():
+        return chosen
+    if late.all():
+        raise EmptyReplay(
+            f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found "
+            f"{steps.num_episodes:,} episodes that begin at step {begins.min()} or later, expected "
+            "some from their first step, from which a policy that remembers is followed. Widen "
+            "--where, or ingest the steps before."
+        )
+    reason = "without the first step, of a policy that remembers"
+    left_out = {**chosen.left_out, reason: int(late.sum())}
+    return replace(chosen, steps=steps.only(~late), left_out=left_out)
 
 
 def _read(snapshot: Snapshot, question: Question, holdout: Holdout | None) -> LoggedSteps:

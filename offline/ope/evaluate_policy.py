@@ -18,7 +18,7 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.logged_steps import LoggedSteps
 from replaylake.datastore.spaces import Array, Discrete
 from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for
-from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes
+from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes, with_first_steps
 from replaylake.offline.ope.diagnostics import diagnose
 from replaylake.offline.ope.direct import (
     PredictedValues,
@@ -33,7 +33,6 @@ from replaylake.offline.ope.probabilities import (
     BehaviorProbabilities,
     Probabilities,
     behavior_probabilities,
-    followed_from_the_start,
     target_probabilities,
     with_known_target,
 )
@@ -49,7 +48,11 @@ _USE_OURS: Final = frozenset(e.name for e in ESTIMATORS.values() if e.model == O
 _FQE_D3RLPY: Final = "fqe_d3rlpy"
 
 _ELSEWHERE: Final = "what the policy does is known at logged observations alone"
-_REMEMBERS: Final = "the policy remembers, so that its value is no function of an observation"
+_REMEMBERS: Final = "the policy remembers, and its value is no function of one observation"
+_FITTED_WITHOUT_MEMORY: Final = (
+    "The policy remembers, and the log's propensities are fitted to single observations: where who "
+    "wrote it remembered too, they are wrong. Log the probabilities of actions."
+)
 _NO_BOUND: Final = (
     "with gamma 1 and episodes that were cut off (truncated), values have no bound; give "
     "--gamma 0.99 or so"
@@ -75,14 +78,16 @@ def evaluate_policy(
 ) -> PolicyReport:
     """Evaluate a policy on a log.
 
-    Episodes that were not seen to end, lack a reward or a step are left out and counted, and so
-    are those that the policy was trained on, unless nothing else is left: then they are evaluated,
-    and the verdict is `not supported`. Where behavior probabilities are missing they are fitted.
-    Deterministic on the CPU: the same question gives the same answer.
+    Episodes that were not seen to end, lack a reward or a step are left out and counted, and, where
+    the policy remembers, those that lack their beginning. So are those that the policy was trained
+    on, unless nothing else is left: then they are evaluated, and the verdict is `not supported`.
+    Where behavior probabilities are missing they are fitted. Deterministic on the CPU: the same
+    question gives the same answer.
 
     Raises: NotFound, NameRefused, QueryRefused, QueryFailed, ConfigInvalid; EmptyReplay where no
     episode is left, or one; SchemaMismatch for a policy of other spaces, or a holdout by a time
-    that the episodes do not have; SpaceUnsupported; ShardCorrupt.
+    that the episodes do not have; SpaceUnsupported for observations or actions that the policy's
+    head does not take; ShardCorrupt.
     Memory: the snapshot's steps, and the probabilities of all Discrete actions of those evaluated.
     """
     listener = listener or Listener()
@@ -90,6 +95,8 @@ def evaluate_policy(
     asked = ask_for(lake, question, snapshot.spec)
     holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
     chosen = choose_episodes(snapshot, question, holdout, listener)
+    if asked.remembers:
+        chosen = with_first_steps(chosen)
     return evaluate_on(lake, asked, question, chosen, listener).report
 
 
@@ -103,27 +110,30 @@ def evaluate_on(
 ) -> Evaluation:
     """Evaluate a policy that was found on episodes that were read. Raises: as evaluate_policy.
 
+    chosen: of a policy that remembers each with its first step (with_first_steps).
     doubts: those of an evaluation on more episodes, from which these were taken.
     """
     snapshot, steps, left_out = chosen.snapshot, chosen.steps, dict(chosen.left_out)
     listener.stage("looking up what the policy was trained on")
     found = learned_from(lake, asked.training, snapshot, steps)
     seen, notes = found.episodes, asked.notes
-    trained_on = int(seen.sum())
+    is_seen = bool(seen.all())
     doubts = list(doubts)
     if found.unknown:
         notes = (*notes, found.unknown)
         if not question.unseen:
             doubts.append(_not_known(found.unknown))
-    if seen.any() and not seen.all():
-        steps, trained_on = steps.only(~seen), 0
+    if seen.any() and not is_seen:
+        steps = steps.only(~seen)
         left_out["in the policy's training set"] = int(seen.sum())
         doubts += _selection_bias(asked)
     listener.stage("asking the policy")
-    steps = followed_from_the_start(asked, steps, left_out)
     target = target_probabilities(asked, steps)
     steps, target = with_known_target(steps, target, left_out)
     behavior = behavior_probabilities(steps, target, question, listener)
+    if asked.remembers and behavior.is_fitted and steps.num_steps > steps.num_episodes:
+        doubts.append(_FITTED_WITHOUT_MEMORY)
+    trained_on = steps.num_episodes if is_seen else 0
     values, model = _values(asked, steps, target, question, listener)
     by_d3rlpy, why_not = _values_by_d3rlpy(asked, steps, question, listener)
     episodes = _logged_episodes(steps, question, target, behavior, values, by_d3rlpy)
@@ -182,7 +192,9 @@ def _values(
     names = question.estimators
     if names is not None and not _USE_OURS & set(names):
         return None, "none: no estimator that was asked for uses one"
-    policy = target.every if asked.target is None or asked.target.remembers else asked.target
+    policy = target.every if asked.target is None or asked.remembers else asked.target
+    if policy is None and asked.remembers:
+        return None, f"none: {_REMEMBERS}"
     if policy is None:
         return None, "none: of the policy only the probability of the logged action is known"
     given: dict[str, Any] = {"seed": question.seed, "on_progress": listener.progress}
@@ -194,7 +206,7 @@ def _values(
             )
         elif asked.target is None:
             return None, f"none: {_ELSEWHERE}"
-        elif asked.target.remembers:
+        elif asked.remembers:
             return None, f"none: {_REMEMBERS}"
         elif _has_no_bound(steps, question) and not has_table(steps.spec, question.fqe):
             return None, f"none: {_NO_BOUND}"
@@ -221,7 +233,7 @@ def _values_by_d3rlpy(
         return None, ""
     if asked.target is None:
         return None, _ELSEWHERE
-    if asked.target.remembers:
+    if asked.remembers:
         return None, _REMEMBERS
     if _has_no_bound(steps, question):
         return None, _NO_BOUND

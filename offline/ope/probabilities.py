@@ -44,7 +44,11 @@ class BehaviorProbabilities(Probabilities):
 
 
 def target_probabilities(asked: AskedPolicy, steps: LoggedSteps) -> Probabilities:
-    """Ask the target policy, or take what SQL gave. Raises: QueryRefused, SpaceUnsupported."""
+    """Ask the target policy, or take what SQL gave.
+
+    One that remembers is followed along each episode, whose first step has to be there (see
+    chosen_episodes.with_first_steps). Raises: QueryRefused, SpaceUnsupported.
+    """
     if asked.target is None:
         return _from_sql(steps, TARGET)
     target, masks = asked.target, steps.action_masks
@@ -61,28 +65,6 @@ def target_probabilities(asked: AskedPolicy, steps: LoggedSteps) -> Probabilitie
         along = target.log_probs_along(steps.offsets, observations, steps.actions, masks)
         return Probabilities(np.exp(along))
     return Probabilities(np.exp(target.log_probs(observations, steps.actions, masks)))
-
-
-def followed_from_the_start(
-    asked: AskedPolicy, steps: LoggedSteps, left_out: dict[str, int]
-) -> LoggedSteps:
-    """Leave out episodes whose first step is not there, of a policy that remembers what it saw.
-
-    Raises: EmptyReplay where none is left.
-    """
-    if asked.target is None or not asked.target.remembers:
-        return steps
-    late = steps.step_numbers[steps.offsets[:-1]] != 0
-    if not late.any():
-        return steps
-    if late.all():
-        raise EmptyReplay(
-            f"off-policy evaluation: found {steps.num_episodes:,} episodes, none with its first "
-            "step, from which a policy that remembers has to be followed. Evaluate it on whole "
-            "episodes."
-        )
-    left_out["without the first step, of a policy that remembers"] = int(late.sum())
-    return steps.only(~late)
 
 
 def _from_sql(steps: LoggedSteps, name: str) -> Probabilities:

@@ -10,15 +10,16 @@ Sampling").
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.policies.registry import PolicyRef
+from replaylake.datastore.spaces import Discrete
 from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for
-from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes
+from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes, with_first_steps
 from replaylake.offline.ope.estimate import compare
 from replaylake.offline.ope.evaluate_policy import Evaluation, evaluate_on
 from replaylake.offline.ope.question import Listener, PolicyReport, Question
@@ -26,11 +27,10 @@ from replaylake.offline.ope.question import Listener, PolicyReport, Question
 # 95% two-sided intervals, as `ope` has them: their lower ends hold in 97.5 of 100 logs.
 DEFAULT_ALPHA: Final = 0.025
 # One that trusts the propensities alone, and one that a good model helps where they are thin. The
-# plain weighted mean (`ips`, `is`) says the same as the first with a wider interval.
+# plain weighted mean (`ips`, `is`) says the same as the first with a wider interval. Where a policy
+# remembers there is the first alone: a model is fitted of a single step of countable actions only.
 _OF_ONE_STEP: Final = ("snips", "dr")
 _OF_EPISODES: Final = ("wpdis", "dr")
-# Of a policy that remembers there is no model: its value is no function of an observation.
-_OF_MEMORIES: Final = ("wpdis",)
 _CHAMPION: Final = "the champion"
 _LOG: Final = "the log's mean"
 
@@ -150,8 +150,8 @@ def gate(
         candidate: who would be promoted.
         champion: who is there now; None: the candidate is compared with the log's own mean.
         question: dataset, episodes, reward, estimators and how both are to act; which policy it
-            names does not matter. Without estimators: snips or wpdis, and dr; but wpdis alone of
-            longer episodes where either policy remembers.
+            names does not matter. Without estimators: snips or wpdis, and dr; the first
+            alone where a policy remembers and no model can be fitted.
         alpha: the chance at which a candidate that is no better may pass, in (0, 0.25].
         margin: by how much it has to be better, in units of the return; below 0: may be worse.
         listener: told how far it is.
@@ -199,8 +199,11 @@ def _evaluated(
     other = None
     if champion is not None:
         other = ask_for(lake, replace(question, policy=str(champion)), snapshot.spec)
+    both = [one for one in (asked, other) if one is not None]
+    if any(one.remembers for one in both):
+        chosen = with_first_steps(chosen)
     if question.estimators is None:
-        question = replace(question, estimators=_usual(chosen, asked, other))
+        question = replace(question, estimators=_usual(chosen, both))
     if other is None:
         return evaluate_on(lake, asked, question, chosen, listener), None
     of_champion = replace(question, policy=str(champion))
@@ -213,12 +216,12 @@ def _evaluated(
     return ours, theirs
 
 
-def _usual(chosen: Chosen, *asked: AskedPolicy | None) -> tuple[str, ...]:
-    if chosen.steps.num_steps == chosen.steps.num_episodes:
-        return _OF_ONE_STEP
-    targets = [one.target for one in asked if one is not None]
-    remember = any(target is not None and target.remembers for target in targets)
-    return _OF_MEMORIES if remember else _OF_EPISODES
+def _usual(chosen: Chosen, both: Sequence[AskedPolicy]) -> tuple[str, ...]:
+    is_one_step = chosen.steps.num_steps == chosen.steps.num_episodes
+    is_listed = isinstance(chosen.steps.spec.action_space, Discrete)
+    if any(one.remembers for one in both) and not (is_one_step and is_listed):
+        return _OF_ONE_STEP[:1] if is_one_step else _OF_EPISODES[:1]
+    return _OF_ONE_STEP if is_one_step else _OF_EPISODES
 
 
 def _of_champion(left_out: Mapping[str, int]) -> dict[str, int]:

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from replaylake.serve.door.waits import ARRIVALS, ARRIVED, NUM_REFUSED, Arrivals
+from replaylake.serve.door.waits import ARRIVALS, ARRIVED, Arrivals
 from replaylake.serve.exchange import RequestRefused, error_answer
 from replaylake.serve.safety.limits import ConnectionLimits
 
@@ -28,6 +28,8 @@ _REASONS: Final = {
     431: b"Request Header Fields Too Large",
     503: b"Service Unavailable",
 }
+# Connections of this process that were refused without a request, by status.
+NUM_REFUSED: Final[dict[int, int]] = dict.fromkeys(_REASONS, 0)
 
 
 class GuardedProtocol(HttpToolsProtocol):

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from typing import Final
 
 # Of an ASGI scope: time.perf_counter() when the request's head was whole, where the server says.
 ARRIVED: Final = "replaylake.arrived"
 # And of how many came with it: an Arrivals, where the server counts them.
 ARRIVALS: Final = "replaylake.arrivals"
-# Connections of this process that were refused without a request, by status.
-NUM_REFUSED: Final[Counter[int]] = Counter()
 _LOOK_EVERY_S: Final = 0.05
 
 

@@ -142,6 +142,10 @@ class Metrics:
             self._set(JOINED, (), joined / decisions)
         self._set(ORPHANED, (), orphaned)
 
+    def count_start(self) -> None:
+        """Count this worker, before it loads anything: it may end there."""
+        self._add(WORKER_STARTS)
+
     def watch(
         self,
         serving: Serving,
@@ -177,7 +181,6 @@ class Metrics:
         for recent in list(self._recents.values()):
             recent.add_up(now)
         self._set(WORKERS, (), 1)
-        self._set(WORKER_STARTS, (), 1)
         for status, num in list(self._refused.items()):
             self._set(REFUSED_CONNECTIONS, (str(status),), num)
         serving = self._serving

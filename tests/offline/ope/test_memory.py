@@ -13,7 +13,7 @@ from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.exploration import Exploration
 from replaylake.datastore.policies.graph_policy import GraphPolicy
 from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.spaces import Box, Dict, Discrete
 from replaylake.offline.ope import target_policy
 from replaylake.offline.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.ope.promotion import gate
@@ -103,10 +103,10 @@ class Forgets(nn.Module):
         return (torch.cat([observations * 0, observations * 0 - 1], dim=1),)
 
 
-def log(lake, num=1200):
+def log(lake, num=1200, *, name="log", first_step=0):
     """Two steps of a uniform policy: the second action earns 1 where it is what came first."""
     rng = np.random.default_rng(3)
-    lake.dataset("log").create(Box((1,)), Discrete(2))
+    lake.dataset(name).create(Box((1,)), Discrete(2))
     for i in range(num):
         cue, actions = rng.integers(1, 3), rng.integers(0, 2, 2)
         hit = float(actions[1] == cue - 1)
@@ -117,7 +117,24 @@ def log(lake, num=1200):
             rewards=[0.0, hit + 0.1 * rng.standard_normal()],
             terminated=True,
             behavior_log_probs=np.log([0.5, 0.5]).astype(np.float32),
+            first_step=first_step,
         )
+
+
+def late(lake):
+    """Episodes whose first step is not there."""
+    lake.dataset("log").append(
+        Episode(
+            f"late/{i}",
+            observations=np.zeros((1, 1), np.float32),
+            actions=[0],
+            rewards=[0.0],
+            terminated=True,
+            behavior_log_probs=np.log([0.5]).astype(np.float32),
+            first_step=1,
+        )
+        for i in range(200)
+    )
 
 
 @pytest.fixture
@@ -158,22 +175,91 @@ def test_the_gate_lets_it_pass_over_one_that_forgets(lake, recalling, register_g
     assert not back.passed
 
 
-def test_episodes_without_their_beginning_are_left_out(lake, recalling):
-    lake.dataset("log").append(
-        Episode(
-            f"late/{i}",
-            observations=np.zeros((1, 1), np.float32),
-            actions=[0],
-            rewards=[0.0],
-            terminated=True,
-            behavior_log_probs=np.log([0.5]).astype(np.float32),
-            first_step=1,
-        )
-        for i in range(200)
-    )
+def test_episodes_without_their_beginning_are_left_out(lake, recalling, register_graph):
+    late(lake)
+    reason = "without the first step, of a policy that remembers"
     report = evaluate_policy(lake, Question("log", "recalls", unseen=True))
-    assert report.left_out == {"without the first step, of a policy that remembers": 200}
+    assert report.left_out == {reason: 200}
     assert report.num_episodes == 1200
-    late = "episode_id LIKE 'late/%'"
-    with pytest.raises(EmptyReplay, match="200 episodes, none with its first step"):
-        evaluate_policy(lake, Question("log", "recalls", where=late, unseen=True))
+    where = "episode_id LIKE 'late/%'"
+    with pytest.raises(EmptyReplay, match="200 episodes that begin at step 1 or later"):
+        evaluate_policy(lake, Question("log", "recalls", where=where, unseen=True))
+    spec = PolicySpec(Box((1,)), Discrete(2), "q_values")
+    forgetting = register_graph(lake, "forgets", Forgets(), spec)
+    # Both are compared on the same.
+    found = gate(lake, recalling, forgetting, Question("log", "recalls", unseen=True))
+    assert found.passed, found.reasons
+    assert found.candidate.num_episodes == found.champion.num_episodes == 1200
+    assert found.candidate.left_out == found.champion.left_out == {reason: 200}
+
+
+def test_what_it_learned_from_is_not_what_lacks_its_beginning(lake, register_graph):
+    """All whole episodes were learned from: they are evaluated, and none of it is supported."""
+    late(lake)
+    spec = PolicySpec(Box((1,)), Discrete(2), "q_values", state_size=1)
+    where = "episode_id LIKE 'e/%'"
+    trained = {"datasets": [{"dataset": "log", "version": 1, "where": where}]}
+    register_graph(lake, "learned", Recalls(), spec, **trained)
+    report = evaluate_policy(lake, Question("log", "learned"))
+    assert report.verdict == "not supported"
+    assert (report.num_episodes, report.trained_on) == (1200, 1200)
+
+
+def test_a_log_may_count_its_steps_from_1(lake, recalling):
+    lake.dataset("from_1").append(log(lake, 300, name="from_1", first_step=1))
+    report = evaluate_policy(lake, Question("from_1", "recalls", unseen=True))
+    assert (report.num_episodes, report.left_out) == (300, {})
+
+
+def test_propensities_that_are_fitted_to_single_observations_are_doubted(lake, recalling):
+    unknown = "CASE WHEN step = 0 THEN 0.5 END"
+    question = Question("log", "recalls", behavior_prob=unknown, unseen=True)
+    report = evaluate_policy(lake, question)
+    assert report.verdict == "weak"
+    assert "who wrote it remembered too" in report.judged.reason
+
+
+class Leans(nn.Module):
+    """A gaussian that leans by what it saw first, of observations with two parts and of agents."""
+
+    def forward(self, far, near, state):
+        first = torch.where(state == 0, near, state)
+        return first * 0.5, far * 0 - 0.5, first
+
+
+def test_gaussians_of_two_agents_with_observations_of_parts(tmp_path, register_graph):
+    lake = open_lake(tmp_path / "lake", create=True)
+    space = Dict({"far": Box((1,)), "near": Box((1,))})
+    spec = PolicySpec(space, Box((1,), low=-9.0, high=9.0), "gaussian", state_size=1)
+    register_graph(lake, "leans", Leans(), spec)
+    rng = np.random.default_rng(2)
+    episodes = []
+    for i in range(400):
+        num = int(rng.integers(1, 4))
+        near = rng.normal(size=(num, 1)).astype(np.float32)
+        actions = rng.normal(size=(num, 1)).astype(np.float32)
+        # As the policy gives them, so that each weight is 1 and all estimates are the log's mean.
+        std = np.exp(-0.5)
+        noise = (actions - 0.5 * near[0]) / std
+        log_probs = -0.5 * noise**2 - np.log(std) - 0.5 * np.log(2 * np.pi)
+        agent = ("left", "right")[i % 2]
+        episodes.append(
+            Episode(
+                f"e/{i // 2}",
+                agent_id=agent,
+                observations={"far": near * 0, "near": near},
+                actions=actions,
+                rewards=rng.normal(size=num),
+                terminated=True,
+                behavior_log_probs=log_probs[:, 0].astype(np.float32),
+            )
+        )
+    lake.dataset("pairs").create(space, Box((1,), low=-9.0, high=9.0))
+    lake.dataset("pairs").append(episodes)
+    how = Exploration(temperature=1.0)
+    report = evaluate_policy(lake, Question("pairs", "leans", exploration=how, unseen=True))
+    found = {one.estimator: one.value for one in report.estimates.estimates}
+    assert set(found) >= {"is", "wis", "pdis", "wpdis"}
+    for value in found.values():
+        assert value == pytest.approx(report.estimates.log_mean, abs=1e-4)
+    assert "the policy remembers" in report.model

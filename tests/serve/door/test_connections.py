@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import pytest
 import uvicorn
 
-from replaylake.serve.door.connections import GuardedProtocol
+from replaylake.serve.door.connections import NUM_REFUSED, GuardedProtocol
 from replaylake.serve.door.door import Door, Doorkeeper
-from replaylake.serve.door.waits import NUM_REFUSED
 from replaylake.serve.exchange import Answer, RequestRefused
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.safety.limits import ConnectionLimits

@@ -18,6 +18,7 @@ from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.package import load_policy, save_package
 from replaylake.datastore.sessions.decision_id import DecisionSigner
 from replaylake.serve.app import create_app
+from replaylake.serve.door.connections import NUM_REFUSED
 from replaylake.serve.monitoring.dashboard import dashboard
 from replaylake.serve.monitoring.exported import EXPORTED
 from replaylake.serve.monitoring.metrics import Metrics
@@ -64,6 +65,7 @@ def fill(metrics, policy):
     one = served(policy)
     following = Following(0, "clone", "champion", 1, 1, refused=Refused(9, 0, "bad"))
     follower = Follower(None, Router(one), None, [following], 1.0)
+    metrics.count_start()
     metrics.watch(serving(policy, Router(one), follower), lambda: 3, {503: 7})
     metrics.count_request("/act", 200, 0.0003)
     metrics.count_decisions("clone", 2, True, 1)
@@ -120,8 +122,10 @@ def test_every_number_is_there(policy):
 
 def test_counts_begin_at_zero(policy):
     metrics = Metrics()
-    metrics.watch(serving(policy))
+    metrics.watch(serving(policy), refused=NUM_REFUSED)
     found = values(metrics.render())
+    statuses = {dict(key)["status"] for key in found["replaylake_refused_connections_total"]}
+    assert statuses == {"400", "408", "431", "503"}
     for name in ("feedback_total", "log_failures_total", "log_lost_total"):
         assert of(found, f"replaylake_{name}") == 0
     assert of(found, "replaylake_feedback_lag_seconds_count") == 0
