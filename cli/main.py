@@ -283,9 +283,8 @@ def _missing_extra(error: Exception) -> ExtraMissing | None:
     """Return the error that names the extra, if an optional dependency was not found."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
-    from importlib import (
-        metadata,
-    )  # reads mail headers, whose libraries every --help would wait for
+    # Here, as it imports the libraries of mail, which every --help would wait for.
+    from importlib import metadata
 
     module = error.name.partition(".")[0]
     for requirement in metadata.requires("replaylake") or []:

@@ -38,7 +38,7 @@ from replaylake.datastore.labels.labels import (
 from replaylake.datastore.labels.match import Match, match
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.query.scanning import arrow_of, scanning
+from replaylake.datastore.query.table_files import arrow_of, scanning
 from replaylake.datastore.schema import REWARD, STEP
 from replaylake.datastore.table.rewrite import ChangeRows, Plan, rewrite, with_values
 from replaylake.datastore.table.table import TableSnapshot

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.errors import QueryFailed, QueryRefused, SchemaMismatch
 from replaylake.datastore.query.expressions import canonical_expression
-from replaylake.datastore.query.scanning import scanning
 from replaylake.datastore.query.statements import execute, parse, walk
+from replaylake.datastore.query.table_files import scanning
 
 _PREFIX: Final = "SELECT 1 FROM episodes WHERE "
 _LABEL: Final = "label"

@@ -23,7 +23,7 @@ from replaylake.datastore.formats.generic.csv import CsvTables
 from replaylake.datastore.formats.generic.jsonl import JsonTables
 from replaylake.datastore.formats.generic.parquet import ParquetTables
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.query.scanning import arrow_of, rows_of, scanning
+from replaylake.datastore.query.table_files import arrow_of, rows_of, scanning
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, SOURCE_EPISODE_ID, STEP, widened
 from replaylake.datastore.sessions.decisions import DECISION_ID, REQUEST_ID
 from replaylake.datastore.sources.source import find_source, unreadable

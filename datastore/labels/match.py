@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.labels.labels import MAX_EXAMPLES, Key, Labels
-from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP, TERMINATED, TRUNCATED
 from replaylake.datastore.table.table import TableSnapshot
 

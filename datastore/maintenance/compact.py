@@ -27,7 +27,7 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.groups import MAX_DECODED_BYTES, groups
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.scanning import fetched, fingerprint
+from replaylake.datastore.query.table_files import fetched, fingerprint
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP, holds_steps
 from replaylake.datastore.table.shard import read_shard
 from replaylake.datastore.table.table import Table, TableSnapshot, WrittenRows

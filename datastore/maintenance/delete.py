@@ -31,7 +31,7 @@ from replaylake.datastore.maintenance.removal import (
 )
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
-from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import (
     EPISODE_ID,
     SOURCE_EPISODE_ID,

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from replaylake.datastore.errors import ShardCorrupt
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.query.scanning import fetched, located, rows_of, scanning
+from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
 from replaylake.datastore.schema import (
     AGENT_ID,
     EPISODE_ID,

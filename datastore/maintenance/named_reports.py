@@ -10,7 +10,7 @@ import pyarrow as pa
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.scanning import fetched, located, rows_of, scanning
+from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
 from replaylake.datastore.schema import EPISODE_ID, STEP, TIMESTAMP
 from replaylake.datastore.sessions.decisions import DECISION_ID, REQUEST_ID
 from replaylake.datastore.table.rewrite import ChangeRows, Plan, rewrite

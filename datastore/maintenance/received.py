@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.maintenance.removal import count_rows, forget_rows
 from replaylake.datastore.query.expressions import selected_episodes
-from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import EPISODE_ID
 from replaylake.datastore.table.table import TableSnapshot
 

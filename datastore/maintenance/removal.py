@@ -13,7 +13,7 @@ from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.named_reports import count_named, forget_named
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.scanning import arrow_of, fetched, located, rows_of, scanning
+from replaylake.datastore.query.table_files import arrow_of, fetched, located, rows_of, scanning
 from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID, TIMESTAMP
 from replaylake.datastore.sessions.decisions import DECISION_ID
 from replaylake.datastore.table.rewrite import Plan, rewrite

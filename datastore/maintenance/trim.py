@@ -32,7 +32,7 @@ from replaylake.datastore.maintenance.removal import (
     removal,
 )
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, TERMINATED, TIMESTAMP, TRUNCATED
 from replaylake.datastore.table.rewrite import Plan, rewrite
 from replaylake.datastore.table.table import Table, TableSnapshot

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.query.scanning import fetched, located, rows_of, scanning
+from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
 from replaylake.datastore.schema import (
     EPISODE_ID,
     FINAL_OBSERVATION,

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import (
     ACTION,
     ACTION_MASK,

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.query.scanning import arrow_of, rows_of, scanning
+from replaylake.datastore.query.table_files import arrow_of, rows_of, scanning
 from replaylake.datastore.schema import (
     TIMESTAMP,
 )

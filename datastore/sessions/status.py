@@ -12,7 +12,7 @@ import pyarrow as pa
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake
-from replaylake.datastore.query.scanning import rows_of, scanning
+from replaylake.datastore.query.table_files import rows_of, scanning
 from replaylake.datastore.schema import EPISODE_ID, POLICY, POLICY_VERSION, TIMESTAMP
 from replaylake.datastore.sessions.decision_id import read_unverified
 from replaylake.datastore.sessions.decisions import (

@@ -6,7 +6,7 @@ observations before, whoever took the actions between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -151,14 +151,13 @@ class TargetPolicy:
         step on. As a server does, it tells the policy no rewards. Cost: the graph is run twice a
         step, of all episodes at once. Memory: states of 256 MB two or three times over.
         """
-        action_space = self.policy.spec.action_space
-        assert isinstance(action_space, Discrete)
-        found = np.empty((int(offsets[-1]), action_space.n))
-        for rows, seen, mask, state in self._along(offsets, observations, masks):
-            found[rows] = self.policy.action_probs(
-                seen, state, epsilon=self.exploration.epsilon, action_mask=mask, **self._mode
+
+        def ask(rows: NDArray[np.int64], seen: Values, **now: Any) -> Array:
+            return self.policy.action_probs(
+                seen, epsilon=self.exploration.epsilon, **now, **self._mode
             )
-        return found
+
+        return self._along(offsets, observations, masks, ask)
 
     def log_probs_along(
         self,
@@ -171,44 +170,47 @@ class TargetPolicy:
 
         offsets as of action_probs_along.
         """
-        found = np.empty(int(offsets[-1]))
-        for rows, seen, mask, state in self._along(offsets, observations, masks):
-            found[rows] = self.policy.log_probs(
-                seen,
-                take(actions, rows),
-                state,
-                epsilon=self.exploration.epsilon,
-                action_mask=mask,
-                **self._mode,
+
+        def ask(rows: NDArray[np.int64], seen: Values, **now: Any) -> Array:
+            return self.policy.log_probs(
+                seen, take(actions, rows), epsilon=self.exploration.epsilon, **now, **self._mode
             )
-        return found
+
+        return self._along(offsets, observations, masks, ask)
 
     def _along(
         self,
         offsets: NDArray[np.int64],
         observations: Values,
         masks: NDArray[np.bool_] | None,
-    ) -> Iterator[tuple[NDArray[np.int64], Values, NDArray[np.bool_] | None, Array]]:
-        """Yield (rows, observations, masks, states) of step after step, many episodes at once."""
+        ask: Callable[..., Array],
+    ) -> NDArray[np.float64]:
+        """Ask of step after step, many episodes at once, with the states that they have by then.
+
+        ask: from row numbers [N], their observations, `state` and `action_mask` to [N, ...].
+        """
         lengths = np.diff(offsets)
         # The longest first: those that go on are at the front, and leave from the back.
         order = np.argsort(-lengths, kind="stable")
         size = self.policy.spec.state_size * np.dtype(np.float32).itemsize
         num_at_once = max(1, min(_ROWS_AT_ONCE, _STATE_BYTES // max(1, size)))
+        found: NDArray[np.float64] | None = None
         for first in range(0, len(order), num_at_once):
             episodes = order[first : first + num_at_once]
-            state = self.policy.initial_state(len(episodes))
-            assert state is not None
-            num = len(episodes)
+            num, state = len(episodes), self.policy.initial_state(len(episodes))
             for step in range(int(lengths[episodes[0]])):
-                rows = offsets[episodes[:num]] + step
-                seen, mask = take(observations, rows), None if masks is None else masks[rows]
-                yield rows, seen, mask, state
+                going = offsets[episodes[:num]] + step
+                state = None if state is None else state[:num]
+                mask = None if masks is None else masks[going]
+                seen = take(observations, going)
+                asked = ask(going, seen, state=state, action_mask=mask)
+                if found is None:
+                    found = np.empty((int(offsets[-1]), *asked.shape[1:]))
+                found[going] = asked
                 num = int(np.searchsorted(-lengths[episodes], -step - 1))
                 if num:
-                    on, mask = slice(num), None if mask is None else mask[:num]
-                    state = self.policy.act(take(seen, on), state[:num], action_mask=mask).state
-                    assert state is not None
+                    state = self.policy.act(seen, state, action_mask=mask).state
+        return np.empty(0) if found is None else found
 
     @property
     def _mode(self) -> dict[str, Any]:

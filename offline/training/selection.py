@@ -111,11 +111,6 @@ class FittedValue:
                 "none with a next observation or a termination, expected some. Hold out more, or "
                 "set select to loss or last."
             )
-        if policy.initial_state(1) is not None:
-            raise ConfigInvalid(
-                "training: select 'fqe': found a policy that remembers, expected one whose value "
-                "is a function of an observation. Set select to loss, last or environment."
-            )
         self._fitted(policy, FQEConfig(updates=1, table_cells=0))
 
     def __call__(self, policy: Policy) -> float:

@@ -68,7 +68,6 @@ _ROWS: Final[tuple[Row, ...]] = (
         "Now",
         (
             _stat(WORKERS),
-            _stat(WORKER_STARTS),
             Panel(
                 "Version served",
                 (_one(POLICY, "{{policy}}:{{version}} ({{reference}}) " + _AT),),
@@ -117,6 +116,7 @@ _ROWS: Final[tuple[Row, ...]] = (
                 REFUSED_CONNECTIONS.text,
                 "ops",
             ),
+            Panel("Workers started", (_one(WORKER_STARTS, _AT),), WORKER_STARTS.text),
         ),
     ),
     (

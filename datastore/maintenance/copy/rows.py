@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Final
 
 from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.query.scanning import fetched, located, rows_of, scanning
+from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
 from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP
 from replaylake.datastore.table.shard import verify_shard
 from replaylake.datastore.table.table import TableSnapshot

@@ -14,7 +14,7 @@ from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance.delete import feedback_of, select_episodes
 from replaylake.datastore.maintenance.received import select_received
-from replaylake.datastore.query.scanning import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.sessions.decisions import DECISION_ID
 from replaylake.datastore.storage import Blob

@@ -19,7 +19,7 @@ from replaylake.datastore.errors import ConfigInvalid, NotFound, ShardCorrupt, S
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.maintenance import compact as compact_module
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.query.scanning import fingerprint
+from replaylake.datastore.query.table_files import fingerprint
 from replaylake.datastore.spaces import Box, Discrete
 from replaylake.datastore.table.table import Table, TableSnapshot
 

@@ -1,4 +1,4 @@
-"""Scanning: what our own code asks DuckDB of a table's files: where rows are, and whether all are.
+"""Table files: what our own code asks DuckDB of them: where rows are, and whether all are there.
 
 Few columns of many files are read faster by DuckDB than shard by shard, in memory that does not
 grow with the table.
