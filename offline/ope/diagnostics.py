@@ -20,7 +20,8 @@ class WeightDiagnostics:
 
     Sizes are effective numbers of episodes (Kish). max_weight_share is the largest weight's share
     of their sum. mean_weight is 1 on average where propensities are right and support is full;
-    mean_weight_z is its distance in standard errors. carrying is the effective number of episodes
+    mean_weight_z is its distance in standard errors, none below mean_rounding: by how much float32
+    log-probs can have moved the mean (Weights.rounding). carrying is the effective number of episodes
     by |weight x return|: how many the value rests on, few where rewards are rare. matching is the
     share of steps whose logged action the policy could have taken.
     """
@@ -32,6 +33,7 @@ class WeightDiagnostics:
     max_weight_share: float
     mean_weight: float
     mean_weight_z: float
+    mean_rounding: float
     carrying: float
     matching: float
 
@@ -94,7 +96,7 @@ def diagnose(episodes: LoggedEpisodes) -> Diagnostics:
 def _weights(weights: Weights) -> WeightDiagnostics:
     episodes, final = weights.episodes, weights.final
     total, mean = float(final.sum()), float(final.mean())
-    error = float(final.std(ddof=1)) / math.sqrt(len(final)) if len(final) > 1 else 0.0
+    rounding = float((final * weights.final_rounding).mean())
     worst = int(np.argmin(weights.per_step))
     return WeightDiagnostics(
         effective_sample_size=weights.whole_episodes.effective_sample_size,
@@ -103,11 +105,26 @@ def _weights(weights: Weights) -> WeightDiagnostics:
         max_weight=weights.whole_episodes.max_weight,
         max_weight_share=weights.whole_episodes.max_weight / total if total else 0.0,
         mean_weight=mean,
-        # Weights that are all alike tell nothing of their spread: 1 each where the policies agree.
-        mean_weight_z=(mean - 1) / error if error > 1e-9 * mean else 0.0,
+        mean_weight_z=(mean - 1) / _standard_error(final, rounding),
+        mean_rounding=rounding,
         carrying=summary(np.abs(final * episodes.returns)).effective_sample_size,
         matching=float((weights.ratios > 0).mean()),
     )
+
+
+def _standard_error(final: Array, rounding: float) -> float:
+    """Return the standard error of the mean of weights [E], no less than what rounding moved it.
+
+    Weights that are all c but for rounding show nothing of their spread. If their mean is 1, then c
+    has a probability of at most 1 / c (Markov's inequality), and reaches it where all others are 0:
+    the variance is c - 1. That is what a greedy policy leaves in a log that seldom explores. Below
+    1 there is no such bound; the same distance is taken for as telling.
+    """
+    num, mean = len(final), float(final.mean())
+    error = float(final.std(ddof=1)) / math.sqrt(num) if num > 1 else 0.0
+    if error <= rounding:
+        error = math.sqrt(abs(mean - 1) / num)
+    return max(error, rounding)
 
 
 def _overlap(episodes: LoggedEpisodes) -> float | None:

@@ -49,7 +49,10 @@ def doubly_robust(inputs: Inputs) -> Statistic:
     episodes, weights = inputs.episodes, inputs.weights
     q, v = inputs.model
     rows = weights.previous * v + weights.cumulative * (episodes.rewards - q)
-    return mean_of(episodes.sum_by_episode(episodes.discounts * rows), weights.worst_step)
+    values = episodes.sum_by_episode(episodes.discounts * rows)
+    # Ordered by weight, as wdr has it: what one that is rounded moves.
+    moved = float((weights.rounding * np.abs(_corrections(inputs))).sum()) / episodes.num_episodes
+    return mean_of(values, weights.worst_step, rounding=moved)
 
 
 def weighted_doubly_robust(inputs: Inputs) -> Statistic:
@@ -61,16 +64,27 @@ def weighted_doubly_robust(inputs: Inputs) -> Statistic:
     """
     episodes, weights = inputs.episodes, inputs.weights
     weights.check_any()
+    numerators = _corrections(inputs)
+    if episodes.is_one_step:
+        corrected = ratio_of(
+            numerators, weights.final, weights.whole_episodes, rounding=weights.rounding
+        )
+    else:
+        corrected = ratio_per_step(
+            episodes, numerators, weights.cumulative, weights.worst_step, weights.rounding
+        )
+    return total_of(corrected, direct_method(inputs))
+
+
+def _corrections(inputs: Inputs) -> Array:
+    """Return gamma^t rho_0:t (r_t - q_t + gamma v_t+1), v_t+1 = 0 past the last step: [M]."""
+    episodes = inputs.episodes
     q, v = inputs.model
     following = np.append(v[1:], 0.0)
     following[episodes.offsets[1:] - 1] = 0.0
     errors = episodes.rewards - q + episodes.discount * following
-    numerators = episodes.discounts * weights.cumulative * errors
-    if episodes.is_one_step:
-        corrected = ratio_of(numerators, weights.final, weights.whole_episodes)
-    else:
-        corrected = ratio_per_step(episodes, numerators, weights.cumulative, weights.worst_step)
-    return total_of(corrected, direct_method(inputs))
+    corrections: Array = episodes.discounts * inputs.weights.cumulative * errors
+    return corrections
 
 
 def switch(inputs: Inputs) -> Statistic:
@@ -95,4 +109,6 @@ def shrunk(inputs: Inputs) -> Statistic:
 
 def _corrected_by(inputs: Inputs, applied: Array) -> Statistic:
     q, v = inputs.model
-    return mean_of(v + applied * (inputs.episodes.rewards - q), summary(applied))
+    corrections = applied * (inputs.episodes.rewards - q)
+    moved = float((inputs.weights.rounding * np.abs(corrections)).mean())
+    return mean_of(v + corrections, summary(applied), rounding=moved)

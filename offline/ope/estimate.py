@@ -11,7 +11,7 @@ import numpy as np
 
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
 from replaylake.offline.ope.estimators import ESTIMATORS, Estimator, for_logs
-from replaylake.offline.ope.intervals import METHODS, Interval, all_intervals
+from replaylake.offline.ope.intervals import METHODS, Interval, all_intervals, widen_to_rounding
 from replaylake.offline.ope.logged import LoggedEpisodes
 from replaylake.offline.ope.refusal import NotEstimable
 from replaylake.offline.ope.statistic import (
@@ -96,9 +96,9 @@ def estimate(
     found = all_intervals([log, *statistics.values(), *differences], level, seed)
     of_log, of_values, of_differences = found[0], found[1:split], found[split:]
     estimates = tuple(
-        _estimate(ESTIMATORS[name], episodes, statistic, values, log.value, paired, interval)
-        for (name, statistic), values, paired in zip(
-            statistics.items(), of_values, of_differences, strict=True
+        _estimate(ESTIMATORS[name], episodes, statistic, values, paired, intervals, interval, level)
+        for (name, statistic), values, paired, intervals in zip(
+            statistics.items(), of_values, differences, of_differences, strict=True
         )
     )
     return Estimates(estimates, refused, log.value, _choose(of_log, "bootstrap"))
@@ -155,6 +155,7 @@ def compare(
         interval = _choose(intervals, "bootstrap" if ESTIMATORS[name].uses_weights else "student_t")
         if interval.low == interval.high != 0 and np.ptp(first.returns) > 0:
             interval = intervals["empirical_bernstein"]
+        interval = widen_to_rounding(intervals, statistic, level)[interval.method]
         values = of_first[name].value, of_second[name].value, statistic.value
         differences.append(Difference(name, *values, interval.low, interval.high, interval.method))
     return tuple(differences), {**also_refused, **refused}
@@ -220,9 +221,10 @@ def _estimate(
     episodes: LoggedEpisodes,
     statistic: Statistic,
     intervals: Mapping[str, Interval],
-    log_mean: float,
+    difference: Statistic,
     differences: Mapping[str, Interval],
     method: str | None,
+    level: float,
 ) -> Estimate:
     wanted = method or ("bootstrap" if estimator.uses_weights else "student_t")
     headline, paired = _choose(intervals, wanted), _choose(differences, wanted)
@@ -230,6 +232,9 @@ def _estimate(
         # Not one episode that counts has a reward, though some in the log have: no certainty.
         method = "empirical_bernstein"
         headline, paired = intervals[method], differences[method]
+    intervals = widen_to_rounding(intervals, statistic, level)
+    differences = widen_to_rounding(differences, difference, level)
+    headline, paired = intervals[headline.method], differences[paired.method]
     size, largest = float(episodes.num_episodes), None
     if statistic.spread is not None:
         size, largest = statistic.spread.effective_sample_size, statistic.spread.max_weight
@@ -239,7 +244,7 @@ def _estimate(
         value=statistic.value,
         ci_low=headline.low,
         ci_high=headline.high,
-        difference=statistic.value - log_mean,
+        difference=difference.value,
         difference_low=paired.low,
         difference_high=paired.high,
         effective_sample_size=size,

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from replaylake.datastore.spaces import Array
 from replaylake.offline.ope.logged import LoggedEpisodes
 from replaylake.offline.ope.statistic import Bounds, Statistic, mean_of, ratio_of, ratio_per_step
-from replaylake.offline.ope.weights import Inputs, largest_ratio, summary
+from replaylake.offline.ope.weights import Inputs, Weights, largest_ratio, summary
 
 
 def whole_episode(inputs: Inputs) -> Statistic:
@@ -26,7 +27,8 @@ def whole_episode(inputs: Inputs) -> Statistic:
     known = largest_ratio(episodes)
     cap = weights.whole_episodes.max_weight if known is None else known
     bounds = _bounds(episodes, cap, known is not None)
-    return mean_of(weights.final * episodes.returns, weights.whole_episodes, bounds)
+    weighted = weights.final * episodes.returns
+    return mean_of(weighted, weights.whole_episodes, bounds, _rounding(weights, weighted))
 
 
 def clipped(inputs: Inputs) -> Statistic:
@@ -39,7 +41,8 @@ def clipped(inputs: Inputs) -> Statistic:
     weights.check_any()
     applied = np.minimum(weights.final, inputs.clip)
     bounds = _bounds(episodes, inputs.clip, known_cap=True)
-    return mean_of(applied * episodes.returns, summary(applied), bounds)
+    weighted = applied * episodes.returns
+    return mean_of(weighted, summary(applied), bounds, _rounding(weights, weighted))
 
 
 def weighted(inputs: Inputs) -> Statistic:
@@ -52,7 +55,9 @@ def weighted(inputs: Inputs) -> Statistic:
     episodes, weights = inputs.episodes, inputs.weights
     weights.check_any()
     spread, returns = weights.whole_episodes, episodes.returns
-    ratio = ratio_of(weights.final * returns, weights.final, spread)
+    ratio = ratio_of(
+        weights.final * returns, weights.final, spread, rounding=weights.final_rounding
+    )
     # An episode contributes value + w (G - value) / mean w.
     cap = spread.max_weight / float(weights.final.mean())
     low = ratio.value + cap * (float(returns.min()) - ratio.value)
@@ -70,7 +75,8 @@ def per_decision(inputs: Inputs) -> Statistic:
     weights.check_any()
     rewards = episodes.discounts * weights.cumulative * episodes.rewards
     bounds = _bounds(episodes, weights.worst_step.max_weight, known_cap=False)
-    return mean_of(episodes.sum_by_episode(rewards), weights.worst_step, bounds)
+    moved = float((weights.rounding * np.abs(rewards)).sum()) / episodes.num_episodes
+    return mean_of(episodes.sum_by_episode(rewards), weights.worst_step, bounds, moved)
 
 
 def weighted_per_decision(inputs: Inputs) -> Statistic:
@@ -82,7 +88,14 @@ def weighted_per_decision(inputs: Inputs) -> Statistic:
     episodes, weights = inputs.episodes, inputs.weights
     weights.check_any()
     rewards = episodes.discounts * weights.cumulative * episodes.rewards
-    return ratio_per_step(episodes, rewards, weights.cumulative, weights.worst_step)
+    return ratio_per_step(
+        episodes, rewards, weights.cumulative, weights.worst_step, weights.rounding
+    )
+
+
+def _rounding(weights: Weights, weighted: Array) -> float:
+    """Return by how much float32 log-probs can have moved the mean of weighted values [E]."""
+    return float((weights.final_rounding * np.abs(weighted)).mean())
 
 
 def _bounds(episodes: LoggedEpisodes, cap: float, known_cap: bool) -> Bounds:

@@ -9,8 +9,8 @@ and 93.9% at a nominal 95%, 1,500 repeats).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -108,6 +108,23 @@ def all_intervals(
         for statistic, drawn in zip(statistics, bootstrap(statistics, level, seed), strict=True)
     ]
     return [{interval.method: interval for interval in intervals} for intervals in found]
+
+
+def widen_to_rounding(
+    intervals: Mapping[str, Interval], statistic: Statistic, level: float
+) -> dict[str, Interval]:
+    """Return intervals as if no standard error were smaller than the statistic's rounding.
+
+    Where a policy is evaluated on its own log the resampled differences are nothing but rounding,
+    the same in each: an interval of them would find a difference.
+    """
+    num = len(statistic.influence)
+    half = statistic.rounding * student_t_quantile((1 + level) / 2, num - 1)
+    low, high = statistic.value - half, statistic.value + half
+    return {
+        method: replace(one, low=min(one.low, low), high=max(one.high, high))
+        for method, one in intervals.items()
+    }
 
 
 def _standard_error(influence: Array) -> float:

@@ -29,6 +29,8 @@ class Statistic:
                 its mean is about 0 and var(influence) / E the value's variance
     spread      of the weights as the estimator applied them; None: it uses none
     bounds      of value + influence, whatever episodes are drawn; None: those of the values seen
+    rounding    by how much float32 log-probs can have moved the value, to first order: the same
+                for all episodes, so that no number of them averages it out (see Weights.rounding)
 
     Influences here are the jackknife's: a ratio's episode with share h of the weight has the
     linearisation's divided by 1 - h. Plain linearisation calls an estimate that rests on a single
@@ -40,15 +42,17 @@ class Statistic:
     influence: Array
     spread: WeightSummary | None = None
     bounds: Bounds | None = None
+    rounding: float = 0.0
 
 
 def mean_of(
     values: Array,
     spread: WeightSummary | None = None,
     bounds: Bounds | None = None,
+    rounding: float = 0.0,
 ) -> Statistic:
     """The mean of values [E]. Raises: NotEstimable for a single episode."""
-    return ratio_of(values, np.ones(len(values)), spread, bounds)
+    return replace(ratio_of(values, np.ones(len(values)), spread, bounds), rounding=rounding)
 
 
 def ratio_of(
@@ -56,8 +60,9 @@ def ratio_of(
     weights: Array,
     spread: WeightSummary | None = None,
     bounds: Bounds | None = None,
+    rounding: Array | float = 0.0,
 ) -> Statistic:
-    """Sum of numerators [E] / sum of weights [E].
+    """Sum of numerators [E] / sum of weights [E], each weight known to the share `rounding` [E].
 
     Raises: NotEstimable where all weights are 0, or all but one.
     """
@@ -68,7 +73,9 @@ def ratio_of(
     if left_out.min() <= 1e-12 * mean:
         raise NotEstimable("a single episode carries all the weight: nothing tells its error")
     ratio = float(numerators.mean()) / mean
-    return Statistic(ratio, (numerators - ratio * weights) / left_out, spread, bounds)
+    errors = numerators - ratio * weights
+    moved = float(np.mean(rounding * np.abs(errors))) / mean
+    return Statistic(ratio, errors / left_out, spread, bounds, moved)
 
 
 def clustered(statistic: Statistic, clusters: Array | None) -> Statistic:
@@ -89,7 +96,12 @@ def clustered(statistic: Statistic, clusters: Array | None) -> Statistic:
 def total_of(first: Statistic, second: Statistic) -> Statistic:
     """The sum of two statistics of the same episodes."""
     spread = first.spread or second.spread
-    return Statistic(first.value + second.value, first.influence + second.influence, spread)
+    return Statistic(
+        first.value + second.value,
+        first.influence + second.influence,
+        spread,
+        rounding=first.rounding + second.rounding,
+    )
 
 
 def difference_of(first: Statistic, second: Statistic) -> Statistic:
@@ -101,16 +113,27 @@ def difference_of(first: Statistic, second: Statistic) -> Statistic:
             first.bounds.high - second.bounds.low,
             known=first.bounds.known and second.bounds.known,
         )
-    return Statistic(first.value - second.value, first.influence - second.influence, None, bounds)
+    return Statistic(
+        first.value - second.value,
+        first.influence - second.influence,
+        None,
+        bounds,
+        first.rounding + second.rounding,
+    )
 
 
 def ratio_per_step(
-    episodes: LoggedEpisodes, numerators: Array, weights: Array, spread: WeightSummary
+    episodes: LoggedEpisodes,
+    numerators: Array,
+    weights: Array,
+    spread: WeightSummary,
+    rounding: Array,
 ) -> Statistic:
     """The sum over steps of (sum of numerators at the step) / (sum of weights at the step).
 
-    numerators [M] and weights [M], the latter products that an ended episode keeps. Its influence
-    past its end is plainly linearised. Cost: a few passes over M.
+    numerators [M] and weights [M], the latter products that an ended episode keeps, each known to
+    the share `rounding` [M]. Its influence past its end is plainly linearised. Cost: a few passes
+    over M.
     Some episode has weight at every step. Raises: NotEstimable where a single one has.
     """
     horizon = int(episodes.lengths.max())
@@ -122,8 +145,11 @@ def ratio_per_step(
     if len(alone):
         step = steps[alone].min()
         raise NotEstimable(f"at step {step} a single episode carries all the weight")
-    influence = episodes.sum_by_episode((numerators - ratios[steps] * weights) / left_out)
+    errors, lasts = numerators - ratios[steps] * weights, episodes.offsets[1:] - 1
+    influence = episodes.sum_by_episode(errors / left_out)
     # Past its end an episode's last weight still lowers every later ratio.
     later = np.append((ratios / means)[::-1].cumsum()[::-1], 0.0)[episodes.lengths]
-    influence -= weights[episodes.offsets[1:] - 1] * later
-    return Statistic(float(ratios.sum()), influence, spread)
+    influence -= weights[lasts] * later
+    moved = float((rounding * np.abs(errors) / means[steps]).sum())
+    moved += float((rounding * weights)[lasts] @ np.abs(later))
+    return Statistic(float(ratios.sum()), influence, spread, rounding=moved / episodes.num_episodes)

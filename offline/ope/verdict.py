@@ -115,7 +115,8 @@ def _unchecked(estimates: Estimates, diagnostics: Diagnostics) -> str:
 
 def _few(estimates: Estimates, diagnostics: Diagnostics) -> str:
     weights = diagnostics.weights
-    if weights is None or weights.worst_step_size >= FEW_EFFECTIVE:
+    # Of 100 episodes whose weights are 1 but for rounding, 99.9999999 are effective.
+    if weights is None or round(weights.worst_step_size, 1) >= FEW_EFFECTIVE:
         return ""
     return _size_text(diagnostics, FEW_EFFECTIVE)
 
@@ -140,7 +141,7 @@ def _mean_weight(estimates: Estimates, diagnostics: Diagnostics) -> str:
     if weights is None or abs(weights.mean_weight_z) <= MEAN_WEIGHT_Z:
         return ""
     return (
-        f"The mean importance weight is {weights.mean_weight:.3f}, "
+        f"The mean importance weight is {weights.mean_weight:.6g}, "
         f"{abs(weights.mean_weight_z):.1f} standard errors from 1: propensities are wrong, or the "
         "policy does what the log lacks."
     )
@@ -173,9 +174,8 @@ def _wide(estimates: Estimates, diagnostics: Diagnostics) -> str:
 def _disagreement(estimates: Estimates, diagnostics: Diagnostics) -> str:
     for first, second in itertools.combinations(estimates.estimates, 2):
         gap = max(first.ci_low - second.ci_high, second.ci_low - first.ci_high)
-        # Values that do not vary have intervals of no width, equal but for rounding: propensities
-        # are logged as float32.
-        if gap > 1e-5 * max(abs(first.value), abs(second.value)):
+        # Intervals are as wide as float32 log-probs make them; sums of float64 are off by less.
+        if gap > 1e-12 * max(abs(first.value), abs(second.value)):
             return (
                 f"Estimators disagree: {first.estimator} says {_range(first)}, "
                 f"{second.estimator} {_range(second)}."

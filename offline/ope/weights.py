@@ -14,6 +14,8 @@ from replaylake.offline.ope.refusal import NotEstimable
 
 # Squares of weights, and sums of them over 1e50 episodes, still are finite float64.
 MAX_WEIGHT: Final = 1e120
+# A float32 is off by at most this share of the number that was rounded to it.
+_UNIT_ROUNDOFF: Final = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,38 @@ class Weights:
         previous[1:] = self.cumulative[:-1]
         previous[self.episodes.offsets[:-1]] = 1.0
         return previous
+
+    @cached_property
+    def rounding(self) -> Array:
+        """By what share float32 log-probs can have moved each cumulative weight, float64 [M].
+
+        Rounding to float32 moves a number by at most u = 2^-24 of itself. Once for a probability
+        computed in float32, which moves its logarithm by u, and once for that logarithm as it is
+        stored, which moves it by u |ln p|; both for the log's and for the policy's:
+
+            |error of ln rho_0:t| <= sum over the steps up to t of u (2 + |ln mu_t| + |ln pi_t|)
+
+        The errors are added, not their squares: a policy that says the same again and again is
+        rounded the same way each time. Source: Higham 2002, "Accuracy and Stability of Numerical
+        Algorithms", sections 2.2 and 3.1.
+        """
+        behavior, target = self.episodes.behavior_probs, self.episodes.target_probs
+        assert behavior is not None, "there are weights"
+        assert target is not None
+        # A weight of 0 stays one, however it was rounded.
+        possible = np.where(target > 0, target, 1.0)
+        errors = rounding_of(behavior) + rounding_of(possible)
+        if self.episodes.is_one_step:
+            return np.asarray(errors)
+        sums = np.append(0.0, errors.cumsum())
+        before = np.repeat(sums[self.episodes.offsets[:-1]], self.episodes.lengths)
+        return np.asarray(sums[1:] - before)
+
+    @cached_property
+    def final_rounding(self) -> Array:
+        """The rounding of each whole episode's weight, float64 [E]."""
+        last: Array = self.rounding[self.episodes.offsets[1:] - 1]
+        return last
 
     def check_any(self) -> None:
         """Raise NotEstimable at a step where no episode has any weight: 0 would be the answer."""
@@ -133,6 +167,12 @@ def importance_weights(episodes: LoggedEpisodes) -> Weights:
             f"{MAX_WEIGHT:.0e}"
         )
     return Weights(episodes, ratios, cumulative)
+
+
+def rounding_of(probs: Array) -> Array:
+    """Return u (1 + |ln p|) of probabilities above 0: by what share float32 can have moved each."""
+    shares: Array = _UNIT_ROUNDOFF * (1 + np.abs(np.log(probs)))
+    return shares
 
 
 def _products(episodes: LoggedEpisodes, ratios: Array) -> Array:

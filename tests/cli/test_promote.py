@@ -11,7 +11,7 @@ import pytest
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.lake import Lake, open_lake
 from replaylake.datastore.policies.manifest import GRAPH, MANIFEST, manifest_bytes
-from replaylake.datastore.policies.package import save_package
+from replaylake.datastore.policies.package import load_policy, save_package
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.sessions.decisions import decisions_encoder, ensure_feedback_tables
 from replaylake.datastore.spaces import Box, Discrete
@@ -306,3 +306,58 @@ def test_lineage_from_an_episode(run: Any, opened: Lake, tmp_path: Path) -> None
         assert shown.code == 0, shown.err
     assert "dataset log@1, followed from version 0 on" in shown.out
     assert "champion moved to 1 at " in run("lineage", "--policy", "q:1").out
+
+
+class FirstStep(torch.nn.Module):
+    """Logits that matter at the first step, which is seen as (1, 0), and else are the same."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        self.first = torch.tensor([-first, first])
+        self.later = torch.tensor([0.3, -0.4])
+
+    def forward(self, observations: Any) -> Any:
+        return (observations[:, :1] * self.first + observations[:, 1:] * self.later,)
+
+
+def test_on_the_champions_own_log_of_hundreds_of_steps(
+    run: Any, lake: Path, tmp_path: Path
+) -> None:
+    """p:1 wrote it, as it is served; p:2 takes action 1 first, which earns 10, more often."""
+    opened = open_lake(lake, create=True)
+    spec = PolicySpec(Box((2,)), Discrete(2), "categorical")
+    for number, first in enumerate((0.1, 0.9, -0.7)):
+        package = tmp_path / f"package-{number}"
+        onnx = export_onnx(PolicyGraph(FirstStep(first), spec))
+        save_package(package, onnx=onnx, spec=spec, manifest={}, learner_weights=None)
+        opened.registry.register("p", package, run_id="r", lineage={"datasets": []})
+    policy = load_policy(opened.registry.resolve("p:1").path)
+    rng = np.random.default_rng(0)
+    opened.dataset("own").create(spec.observation_space, spec.action_space)
+    episodes = []
+    for i in range(200):
+        seen = np.tile(np.array([0, 1], np.float32), (int(rng.integers(200, 300)), 1))
+        seen[0] = 1, 0
+        act = policy.act(seen, rng=rng, deterministic=False)
+        episodes.append(
+            Episode(
+                f"e/{i:04d}",
+                observations=seen,
+                actions=act.actions,
+                rewards=10.0 * act.actions * seen[:, 0] + 0.1 * rng.standard_normal(len(seen)),
+                terminated=True,
+                behavior_log_probs=act.log_probs,
+            )
+        )
+    opened.dataset("own").append(episodes)
+    own = ("own", "--explore", "temperature=1", "--estimator", "is", "--estimator", "wpdis")
+    found = run("ope", *own, "--policy", "p:1")
+    assert (found.code, found.out.splitlines()[-1].partition(":")[0]) == (0, "supported"), found.out
+    opened.registry.set_alias("p", "champion", 1)
+    gate = ("--to", "champion", "--gate", "--dataset", *own)
+    worse = run("promote", "p:3", *gate)
+    assert worse.code == 3
+    assert "champion: supported" in worse.out
+    better = run("promote", "p:2", *gate)
+    assert better.code == 0, better.out
+    assert opened.registry.alias_version("p", "champion") == 2

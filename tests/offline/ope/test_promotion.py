@@ -274,3 +274,69 @@ def test_every_estimator_that_was_asked_has_to_find_it(lake, register_table):
     assert not found.passed
     (reason,) = found.reasons
     assert reason.startswith("wpdis cannot compare it with the champion: for episodes of several")
+
+
+# Logits [S, A]: what is done first, in state 0, earns 10 for action 1; the rest is alike.
+LONG_CHAMPION = np.array([[0.1, -0.2], [0.3, -0.4]])
+BOLDER, SHYER = (LONG_CHAMPION + [[-shift, shift], [0, 0]] for shift in (0.8, -0.8))
+AS_DRAWN = Exploration(temperature=1.0)
+
+
+@pytest.fixture
+def own_log(tmp_path, register_table):
+    """Episodes of about 200 steps by p:1 as it is served, with float32 log-probs."""
+    lake = open_lake(tmp_path / "own", create=True)
+    champion = register_table(lake, "p", LONG_CHAMPION, head="categorical")
+    logits = LONG_CHAMPION.astype(np.float32).astype(np.float64)
+    probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    rng = np.random.default_rng(5)
+    lake.dataset("long").create(Discrete(2), Discrete(2))
+    episodes = []
+    for i in range(300):
+        states = np.append(0, np.ones(rng.integers(150, 250), np.int64))
+        actions = (rng.random(len(states)) < probs[states, 1]).astype(np.int64)
+        episodes.append(
+            Episode(
+                f"e/{i:05d}",
+                observations=states,
+                actions=actions,
+                rewards=np.where(
+                    states == 0, 10.0 * actions, 0.1 * rng.standard_normal(len(states))
+                ),
+                terminated=True,
+                behavior_log_probs=np.log(probs[states, actions]).astype(np.float32),
+            )
+        )
+    lake.dataset("long").append(episodes)
+    return lake, champion
+
+
+@pytest.mark.parametrize("estimators", [None, ("is", "wpdis")])
+def test_on_the_champions_own_log_the_better_one_passes(own_log, register_table, estimators):
+    lake, champion = own_log
+    asked = Question("long", "p", exploration=AS_DRAWN, estimators=estimators)
+    better = register_table(lake, "p", BOLDER, head="categorical")
+    found = gate(lake, better, champion, asked)
+    assert found.champion.verdict == "supported", found.champion.judged.reason
+    assert found.passed, found.reasons
+    # 10 times softmax: sigmoid(-0.3 + 1.6) - sigmoid(-0.3).
+    for one in found.comparisons:
+        assert one.low < 10 * (0.7858 - 0.4256) < one.high, one
+    worse = register_table(lake, "p", SHYER, head="categorical")
+    found = gate(lake, worse, champion, asked)
+    assert found.champion.verdict == "supported"
+    assert not found.passed
+    assert "its lower end is not above 0" in found.reasons[-1]
+
+
+def test_on_its_own_log_a_champion_does_not_beat_its_log_or_itself(own_log, register_table):
+    """Rounded log-probs move each weight alike: the resampled differences would not hold 0."""
+    lake, champion = own_log
+    asked = Question("long", "p", exploration=AS_DRAWN, estimators=("is", "pdis", "wpdis"))
+    again = register_table(lake, "p", LONG_CHAMPION, head="categorical")
+    for against in (None, champion):
+        found = gate(lake, again, against, asked)
+        for one in found.comparisons:
+            assert one.low < 0 < one.high, one
+            assert one.high - one.low < 0.01
+        assert (found.candidate.verdict, found.passed) == ("supported", False)
