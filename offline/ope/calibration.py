@@ -11,6 +11,7 @@ import numpy as np
 
 from replaylake.datastore.spaces import Array
 from replaylake.offline.ope.logged import LoggedEpisodes
+from replaylake.offline.ope.weights import rounding_of
 
 # Finer where probabilities of many actions crowd.
 _EDGES: Final = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
@@ -38,7 +39,8 @@ class Calibration:
     p_value: of seeing action counts as far off as these, were the propensities right. worst_action
     is the one furthest off, logged `observed` times where `expected` was right. inverse_mean is the
     mean of 1 / p, whose expectation is the number of possible actions, inverse_expected; inverse_z
-    their distance in standard errors. bins and error (the mean distance between predicted and
+    their distance in standard errors. Without whole distributions it is not known where an action
+    is possible, so that inverse_expected is the most it can be, and inverse_z at least 0. bins and error (the mean distance between predicted and
     observed over all pairs) need whole distributions: () and None without.
     """
 
@@ -70,7 +72,10 @@ def calibration(episodes: LoggedEpisodes) -> Calibration | None:
         worst = _by_count(distribution, actions)
         support = (distribution > 0).sum(axis=1).astype(np.float64)
         bins = reliability(distribution, actions)
-    inverse_z = _z(1 / probs - support)
+    rounding = float((rounding_of(probs) / probs).mean())
+    inverse_z = _z(1 / probs - support, rounding)
+    if distribution is None:
+        inverse_z = max(inverse_z, 0.0)
     return Calibration(
         *worst,
         inverse_mean=float((1 / probs).mean()),
@@ -134,30 +139,35 @@ def _by_count(distribution: Array, actions: Array) -> tuple[float, int, float, f
 def _by_inverse_probability(probs: Array, actions: Array) -> tuple[float, int, float, float]:
     """Return (p, worst action, observed, expected) from logged actions' probabilities alone.
 
-    The sum of 1 / p over the rows of one action is expected to be M, whichever action it is; the
-    largest distance counts, times the number of actions (Bonferroni).
+    The sum of 1 / p over the rows of one action is expected to be the number of rows in which it is
+    possible, at most M; the largest excess counts, times the number of actions (Bonferroni). Less
+    than M tells nothing: where masks or a policy that is nearly sure rule an action out, it is M in
+    rows that are not there, or that come once in a million. The variance is that of the sum where
+    the propensities are right (Horvitz & Thompson 1952, section 3.2).
     """
     num = len(actions)
     inverse = 1 / probs
     sums = np.bincount(actions, inverse)
-    squares = np.bincount(actions, inverse**2)
+    variances = np.bincount(actions, inverse * (inverse - 1))
+    rounding = np.bincount(actions, inverse * rounding_of(probs))
     counts = np.bincount(actions)
     known = counts >= _FEWEST_INVERSE
     if not known.any():
         return 1.0, int(np.argmax(counts)), float(counts.max()), float(counts.max())
-    deviations = np.sqrt(np.maximum(squares - sums**2 / num, 1e-12))
-    scores = np.where(known, np.abs(sums - num) / deviations, -1.0)
+    deviations = np.maximum(np.sqrt(np.maximum(variances, 0)), rounding)
+    scores = np.full(len(sums), -np.inf)
+    np.divide(sums - num, deviations, out=scores, where=known)
     worst = int(np.argmax(scores))
-    p_value = min(1.0, 2 * NormalDist().cdf(-float(scores[worst])) * int(known.sum()))
+    p_value = min(1.0, NormalDist().cdf(-float(scores[worst])) * int(known.sum()))
     # As many as would give the right sum, at the mean of 1 / p that the action has.
     return p_value, worst, float(counts[worst]), float(num * counts[worst] / sums[worst])
 
 
-def _z(values: Array) -> float:
-    """Return the mean of values in its standard errors; 0 where they do not vary."""
+def _z(values: Array, rounding: float) -> float:
+    """Return the mean of values in its standard errors, none below what rounding moved it."""
     error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     mean = float(values.mean())
-    return mean / error if error > 1e-12 * max(1.0, abs(mean)) else 0.0
+    return mean / max(error, rounding)
 
 
 def _chi_square_tail(value: float, degrees: int) -> float:

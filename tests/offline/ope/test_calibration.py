@@ -83,3 +83,28 @@ def test_nothing_to_check_without_actions_or_propensities():
     assert calibration(one_step(np.zeros(2), actions=np.zeros(2, int))) is None
     unknown = one_step(np.zeros(2), actions=np.zeros(2, int), behavior_probs=np.array([1, np.nan]))
     assert calibration(unknown) is None
+
+
+def test_what_a_mask_or_a_sure_policy_rules_out_is_not_missing():
+    """Action 2 is possible in one row of ten: its 1 / p sum to a tenth of the rows."""
+    rng = np.random.default_rng(4)
+    num = 5000
+    allowed = rng.random(num) < 0.1
+    every = np.where(allowed[:, None], [0.25, 0.25, 0.5], [0.5, 0.5, 0.0])
+    actions = (rng.random(num)[:, None] > every.cumsum(1)).sum(1).clip(0, 2)
+    probs = every[np.arange(num), actions]
+    found = calibration(one_step(np.zeros(num), behavior_probs=probs, actions=actions))
+    assert found.p_value > 0.001
+    assert found.inverse_z == 0
+    # Nearly sure of one action in each half of the rows: of the other 1 / p is never seen.
+    sure = np.full(num, 1 - 1e-9)
+    halves = (np.arange(num) % 2).astype(int)
+    assert calibration(one_step(np.zeros(num), behavior_probs=sure, actions=halves)).p_value == 1
+
+
+def test_an_action_that_explores_less_than_it_could_is_no_misfit():
+    """0.5 of 500 rows are expected to explore, and none does: by chance in 6 of 10 logs."""
+    log = one_step(np.zeros(500), behavior_probs=np.full(500, 0.999), actions=np.zeros(500, int))
+    found = calibration(log)
+    # An excess of 500 (1 / 0.999 - 1) where the variance is about as much: 0.71 deviations.
+    assert found.p_value == pytest.approx(0.24, abs=0.01)
