@@ -50,8 +50,9 @@ def _forest(axes: Any, found: PolicyReport) -> None:
     axes.axvline(found.estimates.log_mean, color=_LOG, linewidth=1.2)
     names = []
     for place, one in enumerate(found.estimates.estimates):
-        axes.plot([one.ci_low, one.ci_high], [place, place], color=_VALUE, linewidth=1.6)
-        # Hollow where a model alone speaks: its interval does not hold the model's own error.
+        if one.ci_low is not None:
+            axes.plot([one.ci_low, one.ci_high], [place, place], color=_VALUE, linewidth=1.6)
+        # Hollow where a model alone speaks, which has no interval.
         inside = _VALUE if one.max_weight is not None else "white"
         axes.plot([one.value], [place], "o", color=_VALUE, markerfacecolor=inside, markersize=4.5)
         names.append(one.estimator)
@@ -59,7 +60,9 @@ def _forest(axes: Any, found: PolicyReport) -> None:
     axes.invert_yaxis()
     percent = f"{found.question.level:.0%}"
     fitted = "; propensities fitted" if found.diagnostics.behavior_fitted else ""
-    axes.set_xlabel(f"value, {percent} interval{fitted}; hollow: model alone; grey: the log's mean")
+    axes.set_xlabel(
+        f"value, {percent} interval{fitted}; hollow: model alone, no interval; grey: the log's mean"
+    )
     calm(axes)
 
 

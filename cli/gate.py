@@ -38,6 +38,7 @@ def gate_lines(gate: Gate | Unanswered) -> Iterator[str]:
         yield f"  left out: {said}"
     for note in (*report.notes, *(gate.champion.notes if gate.champion is not None else ())):
         yield f"  note: {note}"
+    is_lacking = any(one.no_interval for one in gate.comparisons)
     rows = [
         {
             "estimator": one.estimator,
@@ -46,6 +47,7 @@ def gate_lines(gate: Gate | Unanswered) -> Iterator[str]:
             "difference": _rounded(one.difference),
             "from": _rounded(one.low),
             "to": _rounded(one.high),
+            **({"interval": "no interval" if one.no_interval else ""} if is_lacking else {}),
         }
         for one in gate.comparisons
     ]
@@ -61,6 +63,6 @@ def gate_lines(gate: Gate | Unanswered) -> Iterator[str]:
         yield f"{'passed' if gate.passed else 'refused'}: {reason}"
 
 
-def _rounded(value: float) -> float:
+def _rounded(value: float | None) -> float | None:
     """Return four significant digits, for a table whose columns align."""
-    return float(f"{value:.4g}")
+    return None if value is None else float(f"{value:.4g}")

@@ -270,6 +270,7 @@ def _propensities(found: PolicyReport) -> str:
 
 def _table(found: PolicyReport) -> list[str]:
     is_fitted = found.diagnostics.behavior_fitted
+    is_lacking = any(one.no_interval for one in found.estimates.estimates)
     rows = [
         {
             "estimator": one.estimator,
@@ -280,7 +281,8 @@ def _table(found: PolicyReport) -> list[str]:
             "from": _rounded(one.difference_low),
             "to": _rounded(one.difference_high),
             "effective episodes": _rounded(one.effective_sample_size),
-            "max weight": None if one.max_weight is None else _rounded(one.max_weight),
+            "max weight": _rounded(one.max_weight),
+            **({"interval": "no interval" if one.no_interval else ""} if is_lacking else {}),
             **({"propensities": one.propensities} if is_fitted else {}),
         }
         for one in found.estimates.estimates
@@ -303,6 +305,6 @@ def _diagnostics(found: PolicyReport) -> Iterator[str]:
         yield f"probability of actions that were never logged: {seen.unsupported_mass:.2%}"
 
 
-def _rounded(value: float) -> float:
+def _rounded(value: float | None) -> float | None:
     """Return so many significant digits, for a table whose columns align."""
-    return float(f"{value:.{_DIGITS}g}")
+    return None if value is None else float(f"{value:.{_DIGITS}g}")

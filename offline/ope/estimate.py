@@ -34,7 +34,8 @@ class Estimate:
     """What one estimator says the policy is worth, in units of the discounted return.
 
     value has the interval ci_low .. ci_high by the method `interval`; difference is value minus the
-    log's own mean return, paired by episode. effective_sample_size is Kish's, of the weights as
+    log's own mean return, paired by episode. All ends and the method are None where there is no
+    interval, and no_interval says why. effective_sample_size is Kish's, of the weights as
     applied (per-step ones: at the worst step), and the number of episodes where there are none;
     max_weight is the largest applied, None where there are none. intervals and differences hold
     every method's interval, by method. propensities: `logged` or `fitted` ones made its weights,
@@ -43,19 +44,20 @@ class Estimate:
 
     estimator: str
     value: float
-    ci_low: float
-    ci_high: float
+    ci_low: float | None
+    ci_high: float | None
     difference: float
-    difference_low: float
-    difference_high: float
+    difference_low: float | None
+    difference_high: float | None
     effective_sample_size: float
     max_weight: float | None
     assumptions: str
     paper: str
-    interval: str
+    interval: str | None
     propensities: str | None
-    intervals: Mapping[str, Interval] = field(repr=False)
-    differences: Mapping[str, Interval] = field(repr=False)
+    no_interval: str = ""
+    intervals: Mapping[str, Interval] = field(default_factory=dict, repr=False)
+    differences: Mapping[str, Interval] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ def estimate(
 
     clip is the largest weight that clipped estimators apply; by default sqrt(E), at which what is
     clipped off vanishes as the log grows (Ionides 2008). interval: a method of intervals.METHODS
-    for ci_low .. ci_high; by default the studentised bootstrap, or Student's t for a model
-    alone, and empirical Bernstein where the first has no finite limit.
+    for ci_low .. ci_high; by default the studentised bootstrap, and empirical Bernstein where that
+    has no finite limit. A model alone has none.
     Cost: a few passes over the steps, and 2,000 resamples of the episodes.
     Raises: ConfigInvalid on a name, level, clip or interval that there is not; EmptyReplay for a
     single episode.
@@ -108,16 +110,18 @@ def estimate(
 class Difference:
     """What one estimator says two policies are worth, and their difference with its interval.
 
-    difference is first - second, paired by episode: low .. high by the method `interval`.
+    difference is first - second, paired by episode: low .. high by the method `interval`; all three
+    None where there is no interval, and no_interval says why.
     """
 
     estimator: str
     first: float
     second: float
     difference: float
-    low: float
-    high: float
-    interval: str
+    low: float | None
+    high: float | None
+    interval: str | None
+    no_interval: str = ""
 
 
 def compare(
@@ -152,11 +156,14 @@ def compare(
     found = all_intervals(paired, level, seed) if paired else []
     differences = []
     for name, statistic, intervals in zip(both, paired, found, strict=True):
-        interval = _choose(intervals, "bootstrap" if ESTIMATORS[name].uses_weights else "student_t")
+        values = of_first[name].value, of_second[name].value, statistic.value
+        if why := ESTIMATORS[name].no_interval:
+            differences.append(Difference(name, *values, None, None, None, why))
+            continue
+        interval = _choose(intervals, "bootstrap")
         if interval.low == interval.high != 0 and np.ptp(first.returns) > 0:
             interval = intervals["empirical_bernstein"]
         interval = widen_to_rounding(intervals, statistic, level)[interval.method]
-        values = of_first[name].value, of_second[name].value, statistic.value
         differences.append(Difference(name, *values, interval.low, interval.high, interval.method))
     return tuple(differences), {**also_refused, **refused}
 
@@ -226,15 +233,18 @@ def _estimate(
     method: str | None,
     level: float,
 ) -> Estimate:
-    wanted = method or ("bootstrap" if estimator.uses_weights else "student_t")
-    headline, paired = _choose(intervals, wanted), _choose(differences, wanted)
-    if headline.low == headline.high and np.ptp(episodes.returns) > 0:
-        # Not one episode that counts has a reward, though some in the log have: no certainty.
-        method = "empirical_bernstein"
-        headline, paired = intervals[method], differences[method]
-    intervals = widen_to_rounding(intervals, statistic, level)
-    differences = widen_to_rounding(differences, difference, level)
-    headline, paired = intervals[headline.method], differences[paired.method]
+    headline = paired = None
+    if estimator.no_interval:
+        intervals, differences = {}, {}
+    else:
+        wanted = method or "bootstrap"
+        headline, paired = _choose(intervals, wanted), _choose(differences, wanted)
+        if headline.low == headline.high and np.ptp(episodes.returns) > 0:
+            # Not one episode that counts has a reward, though some in the log have: no certainty.
+            headline, paired = (some["empirical_bernstein"] for some in (intervals, differences))
+        intervals = widen_to_rounding(intervals, statistic, level)
+        differences = widen_to_rounding(differences, difference, level)
+        headline, paired = intervals[headline.method], differences[paired.method]
     size, largest = float(episodes.num_episodes), None
     if statistic.spread is not None:
         size, largest = statistic.spread.effective_sample_size, statistic.spread.max_weight
@@ -242,17 +252,18 @@ def _estimate(
     return Estimate(
         estimator=estimator.name,
         value=statistic.value,
-        ci_low=headline.low,
-        ci_high=headline.high,
+        ci_low=None if headline is None else headline.low,
+        ci_high=None if headline is None else headline.high,
         difference=difference.value,
-        difference_low=paired.low,
-        difference_high=paired.high,
+        difference_low=None if paired is None else paired.low,
+        difference_high=None if paired is None else paired.high,
         effective_sample_size=size,
         max_weight=largest,
         assumptions=fitted + estimator.assumptions,
         paper=estimator.paper,
-        interval=headline.method,
+        interval=None if headline is None else headline.method,
         propensities=_propensities(estimator, episodes),
+        no_interval=estimator.no_interval,
         intervals=intervals,
         differences=differences,
     )

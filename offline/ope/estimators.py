@@ -17,7 +17,12 @@ _RATIOS: Final = (
     "behavior probabilities are right, and above 0 wherever the policy's are; nothing unlogged "
     "drove both action and reward"
 )
-_MODEL: Final = "the model of values is right; its error is not in the interval"
+_MODEL: Final = "the model of values is right"
+# Resampling v(s_0) tells how first observations vary, not how far the model is off: at a nominal
+# 95% it held the truth in 41% of 500 simulated logs.
+_MODEL_ALONE: Final = (
+    "no interval: resampling the episodes does not tell how far their model is off"
+)
 _EITHER: Final = (
     "behavior probabilities are right (then any model will do), or the model is; and above 0 "
     "wherever the policy's are"
@@ -30,7 +35,8 @@ class Estimator:
 
     one_step: for one-step logs (True), for longer episodes (False), for both (None). twin: its name
     on the other kind of log. is_offered: asked for by name only, where False. model: the one that
-    it needs, of `ours` and `d3rlpy`. function raises NotEstimable where it has nothing to say.
+    it needs, of `ours` and `d3rlpy`. no_interval: why its value has none; empty where it has one.
+    function raises NotEstimable where it has nothing to say.
     """
 
     name: str
@@ -42,6 +48,7 @@ class Estimator:
     uses_weights: bool = True
     is_offered: bool = True
     model: str = ""
+    no_interval: str = ""
 
 
 _OneStep = partial(Estimator, one_step=True)
@@ -83,12 +90,14 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
         _Both("dr", assumptions=_EITHER, paper="Dudik, Langford & Li 2011; Jiang & Li 2016",
               function=doubly_robust.doubly_robust, model=OURS),
         _OneStep("dm", assumptions=_MODEL, paper="Dudik, Langford & Li 2011", twin="fqe",
-                 function=doubly_robust.direct_method, uses_weights=False, model=OURS),
+                 function=doubly_robust.direct_method, uses_weights=False, model=OURS,
+                 no_interval=_MODEL_ALONE),
         _Longer("fqe", assumptions=_MODEL, paper=_FQE_PAPER, twin="dm",
-                function=doubly_robust.direct_method, uses_weights=False, model=OURS),
+                function=doubly_robust.direct_method, uses_weights=False, model=OURS,
+                no_interval=_MODEL_ALONE),
         _Longer("fqe_d3rlpy", assumptions=_MODEL, paper=_FQE_PAPER, twin="dm",
                 function=doubly_robust.direct_method_d3rlpy, uses_weights=False, model=D3RLPY,
-                is_offered=False),
+                is_offered=False, no_interval=_MODEL_ALONE),
     )
 }  # fmt: skip
 

@@ -139,6 +139,10 @@ def evaluate_on(
     episodes = _logged_episodes(steps, question, target, behavior, values, by_d3rlpy)
     listener.stage("estimating")
     estimates = _estimates(episodes, question, values, why_not)
+    without = [one for one in estimates.estimates if one.no_interval]
+    if without:
+        names = ", ".join(one.estimator for one in without)
+        notes = (*notes, f"{names}: {without[0].no_interval}")
     diagnostics = diagnose(episodes)
     judged = judge(estimates, diagnostics, trained_on=trained_on)
     if doubts and judged.verdict == SUPPORTED:

@@ -10,8 +10,10 @@ Sampling").
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from operator import itemgetter
 from typing import Any, Final, Literal
 
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
@@ -37,15 +39,19 @@ _LOG: Final = "the log's mean"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one estimator says: candidate - against, with the interval low .. high."""
+    """What one estimator says: candidate - against, with the interval low .. high.
+
+    Its ends and method are None where it has none, and no_interval says why.
+    """
 
     estimator: str
     candidate: float
     against: float
     difference: float
-    low: float
-    high: float
-    interval: str
+    low: float | None
+    high: float | None
+    interval: str | None
+    no_interval: str = ""
 
 
 @dataclass(frozen=True)
@@ -243,6 +249,7 @@ def _compared(
                 one.difference_low,
                 one.difference_high,
                 one.interval,
+                one.no_interval,
             )
             for one in estimates.estimates
         ]
@@ -255,11 +262,7 @@ def _compared(
         seed=asked.seed,
         clip=asked.clip,
     )
-    found = [
-        Comparison(o.estimator, o.first, o.second, o.difference, o.low, o.high, o.interval)
-        for o in differences
-    ]
-    return tuple(found), refused
+    return tuple(Comparison(*astuple(one)) for one in differences), refused
 
 
 def _unsupported(reports: list[PolicyReport]) -> Iterator[str]:
@@ -278,22 +281,32 @@ def _not_better(
         # One that says nothing does not say that the candidate is better.
         for name, reason in refused.items():
             yield f"{name} cannot compare it with {against}: {reason.rstrip('.')}."
+    for one in comparisons:
+        if one.low is None:
+            yield (
+                f"{one.estimator} puts the difference from {against} at {one.difference:.4g}, with "
+                f"{one.no_interval}. Ask estimators that have one."
+            )
     # Written so that an interval that is not a number does not pass.
-    failing = [one for one in comparisons if not one.low > margin]
-    worst = min(failing, key=lambda one: one.low, default=None)
+    failing = [
+        (one.low, one) for one in comparisons if one.low is not None and not one.low > margin
+    ]
+    low, worst = min(failing, key=itemgetter(0), default=(math.nan, None))
     if worst is not None:
         yield (
             f"{worst.estimator} puts the difference from {against} at {worst.difference:.4g} "
-            f"({worst.low:.4g} to {worst.high:.4g}): its lower end is not above {margin:g}."
+            f"({low:.4g} to {worst.high:.4g}): its lower end is not above {margin:g}."
         )
 
 
 def _better(comparisons: tuple[Comparison, ...], margin: float, against: str) -> str:
-    worst = min(comparisons, key=lambda one: one.low)
+    low, worst = min(
+        ((one.low, one) for one in comparisons if one.low is not None), key=itemgetter(0)
+    )
     all_of = "" if len(comparisons) == 1 else f" of {len(comparisons)} estimators the least:"
     return (
         f"Better than {against}:{all_of} {worst.estimator} puts the difference at "
-        f"{worst.difference:.4g} ({worst.low:.4g} to {worst.high:.4g}), above {margin:g}."
+        f"{worst.difference:.4g} ({low:.4g} to {worst.high:.4g}), above {margin:g}."
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from replaylake.offline.ope.diagnostics import Diagnostics
 from replaylake.offline.ope.estimate import Estimate, Estimates
 from replaylake.offline.ope.estimators import ESTIMATORS
+from replaylake.offline.ope.intervals import Interval
 
 SUPPORTED: Final = "supported"
 WEAK: Final = "weak"
@@ -159,45 +160,46 @@ def _calibration(estimates: Estimates, diagnostics: Diagnostics) -> str:
 
 
 def _wide(estimates: Estimates, diagnostics: Diagnostics) -> str:
-    narrowest = _narrowest(estimates.estimates)
-    if narrowest is None:
-        return ""
-    width = narrowest.ci_high - narrowest.ci_low
-    if width <= WIDEST_IN_STDS * diagnostics.log_std:
+    widths = {one.estimator: end.high - end.low for one, end in _with_intervals(estimates)}
+    narrowest = min(widths, key=widths.__getitem__, default=None)
+    if narrowest is None or widths[narrowest] <= WIDEST_IN_STDS * diagnostics.log_std:
         return ""
     return (
-        f"The narrowest interval, {narrowest.estimator}'s, is {width:.4g} wide; returns in the log "
+        f"The narrowest interval, {narrowest}'s, is {widths[narrowest]:.4g} wide; returns in the log "
         f"have a standard deviation of {diagnostics.log_std:.4g}."
     )
 
 
 def _disagreement(estimates: Estimates, diagnostics: Diagnostics) -> str:
-    for first, second in itertools.combinations(estimates.estimates, 2):
-        gap = max(first.ci_low - second.ci_high, second.ci_low - first.ci_high)
+    for (first, one), (second, other) in itertools.combinations(_with_intervals(estimates), 2):
+        gap = max(one.low - other.high, other.low - one.high)
         # Intervals are as wide as float32 log-probs make them; sums of float64 are off by less.
         if gap > 1e-12 * max(abs(first.value), abs(second.value)):
             return (
-                f"Estimators disagree: {first.estimator} says {_range(first)}, "
-                f"{second.estimator} {_range(second)}."
+                f"Estimators disagree: {first.estimator} says {_range(first, one)}, "
+                f"{second.estimator} {_range(second, other)}."
             )
     return ""
 
 
-def _range(estimate: Estimate) -> str:
-    return f"{estimate.value:.4g} ({estimate.ci_low:.4g} to {estimate.ci_high:.4g})"
+def _range(estimate: Estimate, interval: Interval) -> str:
+    return f"{estimate.value:.4g} ({interval.low:.4g} to {interval.high:.4g})"
 
 
-def _narrowest(estimates: Sequence[Estimate]) -> Estimate | None:
-    """The estimate with weights whose interval is narrowest; None where none is."""
-    weighted = [e for e in estimates if ESTIMATORS[e.estimator].uses_weights]
-    return min(weighted, key=lambda e: e.ci_high - e.ci_low, default=None)
+def _with_intervals(estimates: Estimates) -> list[tuple[Estimate, Interval]]:
+    """Return the estimates that have an interval, with it; a model alone has none to compare."""
+    return [
+        (one, one.intervals[one.interval])
+        for one in estimates.estimates
+        if one.interval is not None
+    ]
 
 
 def _support(estimates: Estimates, diagnostics: Diagnostics) -> str:
     weights = diagnostics.weights
     assert weights is not None, "without weights nothing checks the model: weak"
     fitted = " Propensities were fitted, not logged." if diagnostics.behavior_fitted else ""
-    agree = ", and the estimators agree" if len(estimates.estimates) > 1 else ""
+    agree = ", and the estimators agree" if len(_with_intervals(estimates)) > 1 else ""
     return (
         f"An effective {weights.worst_step_size:,.0f} of {diagnostics.num_episodes:,} episodes "
         f"count, the largest weight is {weights.max_weight_share:.1%} of all, the mean weight "

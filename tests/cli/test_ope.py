@@ -251,3 +251,21 @@ def test_the_documented_way_from_a_csv_to_a_verdict(
         if words[0] == "ope":
             verdicts.append(ran.out.splitlines()[-1].split(":")[0])
     assert verdicts == ["supported", "supported", "weak", "supported"]
+
+
+def test_a_model_alone_is_shown_without_an_interval(run: Any, lake: Path, tmp_path: Path) -> None:
+    bandit(lake)
+    asked = ("ope", "log", "--policy", "random", "--estimator", "snips", "--estimator", "dm")
+    picture = tmp_path / "alone.png"
+    ran = run(*asked, "--plot", picture)
+    assert ran.code == 0, ran.err
+    assert picture.stat().st_size > 1000
+    lines = ran.out.splitlines()
+    assert re.match(r"dm +0\.\d+ +-?0?\.?\S+ +400 +no interval$", lines[-3]), lines
+    assert any(line.startswith("  note: dm: no interval: resampling") for line in lines)
+    snips, dm = run(*asked, "--json").json["estimates"]
+    assert snips["no_interval"] == ""
+    assert snips["ci_low"] < snips["ci_high"]
+    absent = ("ci_low", "ci_high", "difference_low", "difference_high", "interval")
+    assert [dm[name] for name in absent] == [None] * 5
+    assert (dm["intervals"], dm["differences"]) == ({}, {})

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.offline.ope.estimate import estimate
+from replaylake.offline.ope.estimate import compare, estimate
 from replaylake.offline.ope.estimators import ESTIMATORS, for_logs
 from replaylake.offline.ope.logged import LoggedEpisodes, one_step
 
@@ -40,17 +40,35 @@ def test_all_that_suit_a_log(longest, names):
     assert set(by_name(found)) == names == set(for_logs(longest == 1))
     assert found.refused == {}
     assert found.log_mean == log.returns.mean()
+    alone = by_name(found)["dm" if longest == 1 else "fqe"]
     for one in found.estimates:
-        assert one.ci_low < one.value < one.ci_high
-        assert one.difference_low < one.difference < one.difference_high
         assert one.difference == pytest.approx(one.value - found.log_mean)
         assert one.assumptions
         assert one.paper
-        assert set(one.intervals) == {"bootstrap", "student_t", "empirical_bernstein"}
-        assert one.interval == ("student_t" if one.estimator in ("dm", "fqe") else "bootstrap")
-    alone = by_name(found)["dm" if longest == 1 else "fqe"]
+        if one is not alone:
+            assert one.ci_low < one.value < one.ci_high
+            assert one.difference_low < one.difference < one.difference_high
+            assert set(one.intervals) == {"bootstrap", "student_t", "empirical_bernstein"}
+            assert (one.interval, one.no_interval) == ("bootstrap", "")
     assert alone.max_weight is None
     assert alone.effective_sample_size == 200
+
+
+@pytest.mark.parametrize("method", [None, "student_t", "empirical_bernstein"])
+@pytest.mark.parametrize(("longest", "name"), [(1, "dm"), (5, "fqe"), (5, "fqe_d3rlpy")])
+def test_a_model_alone_has_no_interval(longest, name, method):
+    log = log_of(longest=longest)
+    log = dataclasses.replace(log, v_d3rlpy=log.v_target)
+    (one,) = estimate(log, [name], interval=method).estimates
+    assert one.value == log.v_target[log.offsets[:-1]].mean()
+    assert one.difference == one.value - log.returns.mean()
+    ends = one.ci_low, one.ci_high, one.difference_low, one.difference_high, one.interval
+    assert ends == (None,) * 5
+    assert (one.intervals, one.differences) == ({}, {})
+    assert "does not tell how far their model is off" in one.no_interval
+    ((paired,), _) = compare(log, log, [name])
+    assert (paired.low, paired.high, paired.interval) == (None,) * 3
+    assert paired.no_interval == one.no_interval
 
 
 def test_an_estimator_of_the_other_kind_of_log_is_refused_with_its_twin():
@@ -186,7 +204,7 @@ def test_agents_of_one_episode_are_not_independent(longest):
     once, naive = by_name(estimate(log)), by_name(estimate(twice))
     clusters = np.tile(np.arange(num), 2)
     held = by_name(estimate(dataclasses.replace(twice, clusters=clusters)))
-    for name in ("snips", "ips", "dr") if longest == 1 else ("wis", "pdis", "fqe"):
+    for name in ("snips", "ips", "dr") if longest == 1 else ("wis", "pdis", "dr"):
         widths = [one[name].ci_high - one[name].ci_low for one in (once, naive, held)]
         assert widths[1] < 0.8 * widths[0]
         assert widths[2] == pytest.approx(widths[0], rel=0.1)

@@ -90,7 +90,10 @@ def test_a_worse_one_and_the_same_one_do_not(lake, register_table):
     assert "its lower end is not above 0" in reason
     same = ask(lake, register_table(lake, "p", GOOD), champion)
     assert not same.passed
-    assert {(one.difference, one.low, one.high) for one in same.comparisons} == {(0.0, 0.0, 0.0)}
+    for one in same.comparisons:
+        # Nothing but what float32 log-probs carry.
+        assert one.difference == 0
+        assert -1e-6 < one.low < 0 < one.high < 1e-6
     # One that may be a little worse may be the same.
     assert ask(lake, champion, champion, margin=-0.01).passed
 
@@ -212,6 +215,23 @@ def test_by_default_two_kinds_of_estimators_have_to_agree(lake, register_table):
     assert found.passed
     # 0.95 takes the better action against 0.05.
     assert found.comparisons[1].difference == pytest.approx(0.9, abs=0.1)
+
+
+@pytest.mark.parametrize("against", [True, False])
+def test_an_estimator_without_an_interval_lets_nothing_pass(lake, register_table, against):
+    champion, candidate = register_table(lake, "p", BAD), register_table(lake, "p", GOOD)
+    quick = FQEConfig(updates=150, hidden_sizes=(16,), learning_rate=1e-2)
+    question = Question("log", str(candidate), estimators=("snips", "dm"), reward_model=quick)
+    found = ask(lake, candidate, champion if against else None, question=question)
+    snips, dm = found.comparisons
+    assert snips.low > 0
+    assert dm.difference > 0
+    assert (dm.low, dm.high, dm.interval) == (None, None, None)
+    assert not found.passed
+    (reason,) = found.reasons
+    assert reason.startswith("dm puts the difference from the ")
+    assert "with no interval: " in reason
+    assert json.loads(json.dumps(found.record()))["comparisons"][1]["low"] is None
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, -1.0])

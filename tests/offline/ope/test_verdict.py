@@ -130,10 +130,17 @@ def test_nothing_to_go_by_is_not_supported():
 
 def test_estimators_that_disagree_are_weak():
     log = bandit(greedy=0.1)
-    log = dataclasses.replace(log, q_logged=np.full(4000, 0.9), v_target=np.full(4000, 0.9))
-    found = judged(log, ["ips", "dm"])
+    found = verdict(estimate(log, ["ips", "clipped_ips"], clip=0.5), diagnose(log))
     assert found.verdict == "weak"
     assert "Estimators disagree: ips says" in found.reason
+
+
+def test_a_model_alone_without_an_interval_does_not_disagree():
+    log = bandit(greedy=0.1)
+    log = dataclasses.replace(log, q_logged=np.full(4000, 0.9), v_target=np.full(4000, 0.9))
+    assert judged(log, ["ips", "dm"]).verdict == "supported"
+    assert "agree" not in judged(log, ["ips", "dm"]).reason
+    assert "Only a model of values" in judged(log, ["dm"]).reason
 
 
 def test_an_interval_as_wide_as_the_log_is_weak():
