@@ -40,8 +40,9 @@ class Calibration:
     is the one furthest off, logged `observed` times where `expected` was right. inverse_mean is the
     mean of 1 / p, whose expectation is the number of possible actions, inverse_expected; inverse_z
     their distance in standard errors. Without whole distributions it is not known where an action
-    is possible, so that inverse_expected is the most it can be, and inverse_z at least 0. bins and error (the mean distance between predicted and
-    observed over all pairs) need whole distributions: () and None without.
+    is possible, so that inverse_expected is the most it can be, and inverse_z at least 0. bins and
+    error (the mean distance between predicted and observed over all pairs) need whole
+    distributions: () and None without.
     """
 
     p_value: float

@@ -21,9 +21,9 @@ class WeightDiagnostics:
     Sizes are effective numbers of episodes (Kish). max_weight_share is the largest weight's share
     of their sum. mean_weight is 1 on average where propensities are right and support is full;
     mean_weight_z is its distance in standard errors, none below mean_rounding: by how much float32
-    log-probs can have moved the mean (Weights.rounding). carrying is the effective number of episodes
-    by |weight x return|: how many the value rests on, few where rewards are rare. matching is the
-    share of steps whose logged action the policy could have taken.
+    log-probs can have moved the mean (Weights.rounding). carrying is the effective number of
+    episodes by |weight x return|: how many the value rests on, few where rewards are rare. matching
+    is the share of steps whose logged action the policy could have taken.
     """
 
     effective_sample_size: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from replaylake.offline.ope.direct import (
     predict_values,
     predict_values_by_d3rlpy,
 )
-from replaylake.offline.ope.estimate import Estimates, estimate
+from replaylake.offline.ope.estimate import Estimate, Estimates, estimate
 from replaylake.offline.ope.estimators import ESTIMATORS, OURS
 from replaylake.offline.ope.logged import LoggedEpisodes
 from replaylake.offline.ope.probabilities import (
@@ -57,6 +57,13 @@ _NO_BOUND: Final = (
     "with gamma 1 and episodes that were cut off (truncated), values have no bound; give "
     "--gamma 0.99 or so"
 )
+# Below this share of a first reward, what comes behind a cut changes no value by much.
+_SMALL_SHARE: Final = 0.01
+_LIMIT_IGNORED: Final = (
+    "dr, wdr: their model values what would have come after the cut, too, and cannot stand in for "
+    "wrong propensities; where those are right, dr and wdr value what was logged"
+)
+_MODEL_GOES_ON: Final = "of episodes that were cut off the model is not right, however well fitted"
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +145,11 @@ def evaluate_on(
     by_d3rlpy, why_not = _values_by_d3rlpy(asked, steps, question, listener)
     episodes = _logged_episodes(steps, question, target, behavior, values, by_d3rlpy)
     listener.stage("estimating")
-    estimates = _estimates(episodes, question, values, why_not)
+    cut_off = _CutOff(steps, question.discount)
+    estimates = _estimates(episodes, question, values, why_not, cut_off)
+    if not episodes.is_one_step:
+        # What follows a single decision is in no estimate: its model is one of the reward.
+        notes = (*notes, *cut_off.notes(_names(estimates)))
     without = [one for one in estimates.estimates if one.no_interval]
     if without:
         names = ", ".join(one.estimator for one in without)
@@ -202,6 +213,7 @@ def _values(
     if policy is None:
         return None, "none: of the policy only the probability of the logged action is known"
     given: dict[str, Any] = {"seed": question.seed, "on_progress": listener.progress}
+    is_listed = has_table(steps.spec, question.fqe)
     try:
         if steps.num_steps == steps.num_episodes:
             listener.stage("fitting a model of the reward")
@@ -212,7 +224,7 @@ def _values(
             return None, f"none: {_ELSEWHERE}"
         elif asked.remembers:
             return None, f"none: {_REMEMBERS}"
-        elif _has_no_bound(steps, question) and not has_table(steps.spec, question.fqe):
+        elif _CutOff(steps, question.discount).is_whole and not is_listed:
             return None, f"none: {_NO_BOUND}"
         else:
             listener.stage("fitted Q evaluation")
@@ -225,8 +237,55 @@ def _values(
     return found, found.model
 
 
-def _has_no_bound(steps: LoggedSteps, question: Question) -> bool:
-    return question.discount == 1 and not bool(steps.terminated.all())
+class _CutOff:
+    """Episodes that did not end by themselves: by a time limit, mostly.
+
+    What is logged of them is all that importance sampling values, and doubly robust estimators
+    with it: whatever their model says, its expectations cancel step by step up to the last one. A
+    model fitted by bootstrapping does not know the limit, which observations do not tell: it values
+    a world that goes on.
+    """
+
+    def __init__(self, steps: LoggedSteps, discount: float) -> None:
+        cut = ~steps.terminated
+        self._num, self._num_episodes, self._discount = int(cut.sum()), len(cut), discount
+        # How much of a reward behind the cut counts, on average over all episodes.
+        self._share = float((discount ** steps.lengths[cut]).sum()) / len(cut)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what would have come after counts in full."""
+        return self._num > 0 and self._discount == 1
+
+    def why_no_fqe(self) -> str:
+        return (
+            f"{self._number} and with gamma 1 fitted Q evaluation values a world without that "
+            "limit, not what was logged; dr and wpdis value the latter, and --gamma 0.99 or so "
+            "bounds what comes after"
+        )
+
+    def notes(self, names: set[str]) -> Iterator[str]:
+        """Yield what a reader of these estimators has to know."""
+        if self._share < _SMALL_SHARE:
+            return
+        if alone := sorted({"fqe", _FQE_D3RLPY} & names):
+            yield (
+                f"{', '.join(alone)}: {self._number} and rewards after the cut would count "
+                f"{self._share:.2g} of a first one, averaged over all episodes: these are the "
+                "value without the limit, where importance sampling values what was logged"
+            )
+        if {"dr", "wdr"} & names:
+            yield _LIMIT_IGNORED
+
+    def qualify(self, one: Estimate) -> Estimate:
+        """Return the estimate with what is assumed where episodes were cut off."""
+        if self._share < _SMALL_SHARE or one.estimator not in ("dr", "wdr"):
+            return one
+        return replace(one, assumptions=f"{one.assumptions}; {_MODEL_GOES_ON}")
+
+    @property
+    def _number(self) -> str:
+        return f"{self._num:,} of {self._num_episodes:,} episodes were cut off (truncated),"
 
 
 def _values_by_d3rlpy(
@@ -239,8 +298,9 @@ def _values_by_d3rlpy(
         return None, _ELSEWHERE
     if asked.remembers:
         return None, _REMEMBERS
-    if _has_no_bound(steps, question):
-        return None, _NO_BOUND
+    cut_off = _CutOff(steps, question.discount)
+    if cut_off.is_whole:
+        return None, cut_off.why_no_fqe()
     listener.stage("fitted Q evaluation by d3rlpy")
     try:
         found = predict_values_by_d3rlpy(
@@ -284,9 +344,11 @@ def _estimates(
     question: Question,
     values: PredictedValues | None,
     why_not_d3rlpy: str,
+    cut_off: _CutOff,
 ) -> Estimates:
-    """Estimate, but for the direct method where its model would say the log's mean of any policy.
+    """Estimate, but for the direct method where its model does not value the policy on this log.
 
+    It would say the log's mean of any policy, or values a world without the log's time limit.
     Doubly robust estimators lose nothing by such a model.
     """
     found = estimate(
@@ -294,11 +356,15 @@ def _estimates(
     )
     if why_not_d3rlpy:
         found = replace(found, refused={**found.refused, _FQE_D3RLPY: why_not_d3rlpy})
-    if values is None or not values.is_empty or "dm" not in _names(found):
-        return found
-    refused = {"dm": "its model found nothing that tells one action from another"}
-    kept = tuple(one for one in found.estimates if one.estimator not in refused)
-    return replace(found, estimates=kept, refused={**found.refused, **refused})
+    refused = {}
+    if values is not None and values.is_empty and "dm" in _names(found):
+        refused["dm"] = "its model found nothing that tells one action from another"
+    if not episodes.is_one_step and cut_off.is_whole and "fqe" in _names(found):
+        refused["fqe"] = cut_off.why_no_fqe()
+    kept = [one for one in found.estimates if one.estimator not in refused]
+    if not episodes.is_one_step:
+        kept = [cut_off.qualify(one) for one in kept]
+    return replace(found, estimates=tuple(kept), refused={**found.refused, **refused})
 
 
 def _names(found: Estimates) -> set[str]:

@@ -165,8 +165,8 @@ def _wide(estimates: Estimates, diagnostics: Diagnostics) -> str:
     if narrowest is None or widths[narrowest] <= WIDEST_IN_STDS * diagnostics.log_std:
         return ""
     return (
-        f"The narrowest interval, {narrowest}'s, is {widths[narrowest]:.4g} wide; returns in the log "
-        f"have a standard deviation of {diagnostics.log_std:.4g}."
+        f"The narrowest interval, {narrowest}'s, is {widths[narrowest]:.4g} wide; returns in the "
+        f"log have a standard deviation of {diagnostics.log_std:.4g}."
     )
 
 

@@ -76,7 +76,7 @@ OWN = np.array([[0.6, 0.3, 0.1], [1 / 7, 2 / 7, 4 / 7]])
 
 
 def float32_log(said, *, drawn=OWN, target=OWN, num=300, length=300):
-    """Episodes of `drawn`, about `length` steps; their log-probs are those of `said`, as float32."""
+    """Episodes of `drawn`, of about `length` steps, with the log-probs of `said` as float32."""
     rng = np.random.default_rng(3)
     offsets = np.append(0, rng.integers(length - 50, length + 50, num).cumsum())
     states = rng.integers(0, 2, offsets[-1])
@@ -139,7 +139,7 @@ def test_log_probs_that_are_all_off_alike_are_seen():
 
 
 def test_a_greedy_policy_in_a_log_that_seldom_explores_is_no_error():
-    """100 rows of 0.999 for what the policy always does: 0.1 that explore are expected, not seen."""
+    """100 rows of 0.999 for what the policy always does: 0.1 of them should have explored."""
     log = one_step(np.ones(100), behavior_probs=np.full(100, 0.999), target_probs=np.ones(100))
     weights = diagnose(log).weights
     assert weights.mean_weight == pytest.approx(1 / 0.999)

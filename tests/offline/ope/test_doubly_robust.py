@@ -116,3 +116,52 @@ def test_no_model_is_refused():
     for estimator, _ in ONE_STEP:
         with pytest.raises(NotEstimable, match="no model of values was fitted"):
             estimator(Inputs(one_step_log(q_logged=None), clip=2.0))
+
+
+# Two states and actions: an episode ends by itself with probability 0.05 after each step, and is
+# cut off after 20.
+LIMIT, STOP = 20, 0.05
+MOVES = np.array([[[0.8, 0.2], [0.3, 0.7]], [[0.6, 0.4], [0.1, 0.9]]])
+REWARDS = np.array([[0.0, 0.2], [0.5, 1.0]])
+BEHAVIOR, TARGET = np.array([[0.6, 0.4], [0.5, 0.5]]), np.array([[0.55, 0.45], [0.4, 0.6]])
+
+
+def cut_off_log(rng, q, v, num=50):
+    states, actions = np.zeros((num, LIMIT), int), np.zeros((num, LIMIT), int)
+    for t in range(LIMIT):
+        s, a = states[:, t], (rng.random(num) < BEHAVIOR[states[:, t], 1]).astype(int)
+        actions[:, t] = a
+        if t + 1 < LIMIT:
+            states[:, t + 1] = rng.random(num) < MOVES[s, a, 1]
+    stops = rng.random((num, LIMIT)) < STOP
+    stops[:, -1] = True
+    lengths = stops.argmax(1) + 1
+    logged = np.arange(LIMIT) < lengths[:, None]
+    s, a = states[logged], actions[logged]
+    return LoggedEpisodes(
+        np.append(0, lengths.cumsum()),
+        REWARDS[s, a] + 0.1 * rng.standard_normal(len(s)),
+        behavior_probs=BEHAVIOR[s, a],
+        target_probs=TARGET[s, a],
+        q_logged=q[s, a],
+        v_target=v[s],
+    )
+
+
+def test_a_model_that_ignores_a_time_limit_cancels_out_of_dr_and_not_of_fqe():
+    """Their mean over 400 logs is the value of 20 steps; the exact model's that without a limit."""
+    finite, endless = np.zeros(2), np.zeros(2)
+    for t in range(2000):
+        endless = (TARGET * (REWARDS + (1 - STOP) * MOVES @ endless)).sum(1)
+        if t < LIMIT:
+            finite = (TARGET * (REWARDS + (1 - STOP) * MOVES @ finite)).sum(1)
+    q = REWARDS + (1 - STOP) * MOVES @ endless
+    assert endless[0] > 1.4 * finite[0]
+    rng = np.random.default_rng(1)
+    logs = [cut_off_log(rng, q, endless) for _ in range(400)]
+    for estimator in (doubly_robust.doubly_robust, doubly_robust.weighted_doubly_robust):
+        values = np.array([estimator(Inputs(log, 7.0)).value for log in logs])
+        error = values.std(ddof=1) / np.sqrt(len(values))
+        assert abs(values.mean() - finite[0]) < 3 * error, estimator.__name__
+        assert 3 * error < 0.1 * (endless[0] - finite[0])
+    assert doubly_robust.direct_method(Inputs(logs[0], 7.0)).value == pytest.approx(endless[0])

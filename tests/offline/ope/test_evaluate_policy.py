@@ -470,3 +470,57 @@ def test_agents_of_an_episode_count_together(lake):
     (found,) = evaluate_policy(lake, both).estimates.estimates
     (alone,) = evaluate_policy(lake, replace(both, where="agent_id = 'a'")).estimates.estimates
     assert found.ci_high - found.ci_low == pytest.approx(alone.ci_high - alone.ci_low, rel=0.1)
+
+
+def with_time_limit(lake, num=300, limit=10):
+    """Each step earns 1 for action 1; an episode goes on for ever, but for a limit of 10 steps."""
+    rng = np.random.default_rng(6)
+    lake.dataset("cut").create(Discrete(2), Discrete(2))
+    lake.dataset("cut").append(
+        Episode(
+            f"e/{i:04d}",
+            observations=np.arange(limit) % 2,
+            actions=(actions := rng.integers(0, 2, limit)),
+            rewards=actions.astype(float),
+            # One in ten ends by itself, so that a value without the limit is finite.
+            terminated=i % 10 == 0,
+            truncated=i % 10 != 0,
+            final_observation=np.array(limit % 2),
+            behavior_log_probs=np.full(limit, np.log(0.5), np.float32),
+        )
+        for i in range(num)
+    )
+
+
+def test_with_gamma_1_a_time_limit_leaves_fqe_out(lake):
+    """Ten steps of 1/2 are worth 5; without the limit about ten times as many are taken."""
+    with_time_limit(lake)
+    report = evaluate_policy(lake, Question("cut", "random"))
+    found = {one.estimator: one for one in report.estimates.estimates}
+    assert set(found) == {"is", "wis", "clipped_is", "pdis", "wpdis", "dr", "wdr"}
+    assert report.estimates.refused["fqe"].startswith(
+        "270 of 300 episodes were cut off (truncated), and with gamma 1 fitted Q evaluation values "
+    )
+    assert "solved exactly" in report.model
+    for one in found.values():
+        assert one.ci_low < 5 < one.ci_high, one
+    for name in ("dr", "wdr"):
+        assert found[name].assumptions.endswith("the model is not right, however well fitted")
+    assert any(note.startswith("dr, wdr: their model values") for note in report.notes)
+    alone = evaluate_policy(lake, Question("cut", "random", estimators=("fqe",)))
+    assert (alone.verdict, alone.estimates.estimates) == ("not supported", ())
+    assert "270 of 300 episodes were cut off" in alone.judged.reason
+
+
+def test_with_a_discount_a_time_limit_is_noted_where_it_matters(lake):
+    with_time_limit(lake)
+    notes = {}
+    for gamma in (0.9, 0.5):
+        report = evaluate_policy(lake, Question("cut", "random", discount=gamma))
+        assert "fqe" in {one.estimator for one in report.estimates.estimates}
+        notes[gamma] = [note for note in report.notes if "270 of 300" in note]
+    # 0.9 of the episodes, at 0.9^10; at 0.5^10 it is 0.0009.
+    (note,) = notes[0.9]
+    assert note.startswith("fqe: 270 of 300 episodes were cut off (truncated), and rewards after ")
+    assert "would count 0.31 of a first one" in note
+    assert notes[0.5] == []

@@ -298,7 +298,8 @@ def test_every_estimator_that_was_asked_has_to_find_it(lake, register_table):
 
 # Logits [S, A]: what is done first, in state 0, earns 10 for action 1; the rest is alike.
 LONG_CHAMPION = np.array([[0.1, -0.2], [0.3, -0.4]])
-BOLDER, SHYER = (LONG_CHAMPION + [[-shift, shift], [0, 0]] for shift in (0.8, -0.8))
+TOWARDS_IT = np.array([[-0.8, 0.8], [0.0, 0.0]])
+BOLDER, SHYER = LONG_CHAMPION + TOWARDS_IT, LONG_CHAMPION - TOWARDS_IT
 AS_DRAWN = Exploration(temperature=1.0)
 
 
