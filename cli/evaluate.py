@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from replaylake.offline.video import Video
 
 RANDOM = "random"
+_STORED = "reward"
 # By its label: a policy, and what the answer says of it.
 _Acting = Mapping[str, tuple["Policy", dict[str, Any]]]
 
@@ -119,7 +120,7 @@ def evaluate(
 
         draw_returns(plot, returns, env)
         report.say(f"wrote {plot}")
-    report.answer(body, lines)
+    report.answer(body, [*lines, *_other_rewards(acting)])
 
 
 def policy_text(named: Mapping[str, Any]) -> str:
@@ -149,6 +150,7 @@ def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake:
     from replaylake.datastore.policies.package import load_policy
     from replaylake.datastore.policies.uniform import UniformPolicy
     from replaylake.offline.environments.ids import spaces_of
+    from replaylake.offline.ope.training_set import training_set
 
     found: dict[str, tuple[Policy, dict[str, Any]]] = {}
     versions: list[tuple[Any, Any]] = []
@@ -156,10 +158,14 @@ def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake:
     for text in texts:
         if text == RANDOM:
             named = {"policy": RANDOM, "version": None, "selected_by": "reserved name"}
+            named["training_reward"] = None
             policy: Policy = UniformPolicy(*spaces_of(env, env_args))
         else:
-            ref = open_lake(lake).registry.resolve(text)
+            opened = open_lake(lake)
+            ref = opened.registry.resolve(text)
             named = {"policy": ref.name, "version": ref.version, "selected_by": ref.selected_by}
+            rewards = training_set(opened, ref).rewards()
+            named["training_reward"] = " and ".join(rewards) or None
             policy = load_policy(ref.path)
         label = policy_text(named)
         if any((named["policy"], named["version"]) == known for known in versions):
@@ -169,6 +175,16 @@ def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake:
         versions.append((named["policy"], named["version"]))
         found[label] = policy, named
     return found
+
+
+def _other_rewards(acting: _Acting) -> Iterator[str]:
+    """Say of which policies the environment's reward is not the one that they learned from."""
+    for label, (_, named) in acting.items():
+        if named["training_reward"] not in (None, _STORED):
+            yield (
+                f"note: {label} was trained with the reward {named['training_reward']}; returns "
+                "here are of the environment's own"
+            )
 
 
 def _film(path: Path, env: str, env_args: Mapping[str, Any]) -> Video:

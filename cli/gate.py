@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from replaylake.cli.ope import reward_text
 from replaylake.cli.report import count, table_lines
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ def gate_lines(gate: Gate | Unanswered) -> Iterator[str]:
         f"{candidate} against {against}, acting {report.policy['acts']}, on "
         f"{report.dataset}@{report.version}, {numbers}"
     )
+    yield f"  reward: {reward_text(report)}"
+    if gate.champion is not None and gate.champion.reward.training != report.reward.training:
+        yield f"  reward of the champion: {reward_text(gate.champion)}"
     if report.left_out:
         said = ", ".join(f"{num:,} {reason}" for reason, num in report.left_out.items())
         yield f"  left out: {said}"

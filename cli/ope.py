@@ -76,7 +76,12 @@ def ope(
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option("--reward", metavar="SQL", help="Reward, as an expression over steps."),
+        typer.Option(
+            "--reward",
+            metavar="SQL",
+            help="Reward, as an expression over steps. By default the one that the policy was "
+            "trained with.",
+        ),
     ] = None,
     behavior_prob: Annotated[
         str | None,
@@ -214,6 +219,7 @@ def _lines(found: PolicyReport) -> Iterator[str]:
     if found.left_out:
         said = ", ".join(f"{num:,} {reason}" for reason, num in found.left_out.items())
         yield f"  left out: {said}"
+    yield f"  reward: {reward_text(found)}"
     yield f"  propensities: {_propensities(found)}"
     yield f"  model of values: {found.model}"
     yield from (f"  note: {note}" for note in found.notes)
@@ -229,6 +235,22 @@ def _lines(found: PolicyReport) -> Iterator[str]:
         yield f"no {', '.join(name for name in refused if refused[name] == why)}: {why}"
     yield from _diagnostics(found)
     yield f"{found.verdict}: {found.judged.reason}"
+
+
+def reward_text(found: PolicyReport) -> str:
+    """Return which reward and discount the returns are of, and what the policy was trained with."""
+    reward, gamma = found.reward, found.question.discount
+    text = "as stored" if reward.is_stored else reward.expression
+    if reward.source == "asked":
+        text += ", as asked"
+    if reward.training is not None:
+        same = reward.training == reward.expression
+        text += f"; the policy was trained with {'it' if same else reward.training}"
+    elif found.policy.get("policy_version") is not None:
+        text += "; the policy's lineage names none that it was trained with"
+    trained = found.training_discount
+    was = "" if trained in (None, gamma) else f", {trained:g} in training"
+    return f"{text}; gamma {gamma:g}{was}"
 
 
 def _policy(found: PolicyReport) -> str:

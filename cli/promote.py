@@ -89,7 +89,8 @@ def promote(
             "--reward",
             metavar="SQL",
             rich_help_panel=_GATE,
-            help="Reward, as an expression over steps.",
+            help="Reward, as an expression over steps. By default the one that both were trained "
+            "with.",
         ),
     ] = None,
     gamma: Annotated[

@@ -324,9 +324,17 @@ def _summary(result: TrainResult) -> Iterator[str]:
         yield (
             f"evaluated in {done.env_id}, on other seeds: mean return "
             f"{number_text(done.mean_return)} over {count(len(done.returns), 'episode')}"
-            f"{interval_text(done.ci_low, done.ci_high)}"
+            f"{interval_text(done.ci_low, done.ci_high)}{_of_reward(result)}"
         )
     yield f"saved policy {result.policy}"
+
+
+def _of_reward(result: TrainResult) -> str:
+    """Say of returns in an environment that they are not of what was learned from."""
+    learned = {str(one["reward"]) for one in result.datasets} - {"None", "reward"}
+    if not learned:
+        return ""
+    return f", of the environment's own reward: trained with {', '.join(sorted(learned))}"
 
 
 _MEASURES: Final = {

@@ -64,6 +64,22 @@ def canonical_expression(expression: str) -> str:
     return str(spelt).removeprefix(_PREFIX)
 
 
+def canonical_reward(reward: str | None) -> str:
+    """Return a reward expression in DuckDB's own spelling; None is the stored column, `reward`.
+
+    Two that are equal reward alike. Raises: as canonical_expression.
+    """
+    spelt = schema.REWARD if reward is None else canonical_expression(reward)
+    # Names of columns have no case.
+    return schema.REWARD if spelt.lower() == schema.REWARD else spelt
+
+
+def check_reward(snapshot: TableSnapshot, reward: str) -> None:
+    """Bind a reward expression to a snapshot's columns. Raises: QueryFailed. Cost: reads no row."""
+    with reproducible_views(snapshot) as connection:
+        execute(connection, f"SELECT CAST(({reward}) AS DOUBLE) AS reward FROM steps LIMIT 0")
+
+
 def selected_episodes(snapshot: TableSnapshot, where: str) -> pa.Table:
     """Return episode_id and agent_id of the episodes that a WHERE over `episodes` selects.
 

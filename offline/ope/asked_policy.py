@@ -9,15 +9,23 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.compatibility import compatible, encoding_difference
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalid, QueryFailed, SchemaMismatch
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.logged_steps import LoggedSteps
 from replaylake.datastore.policies.package import load_policy
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.datastore.schema import DatasetSpec
+from replaylake.datastore.query.expressions import canonical_reward, check_reward
+from replaylake.datastore.schema import REWARD, DatasetSpec
+from replaylake.datastore.snapshot import Snapshot
 from replaylake.datastore.spaces import Dict, Space, Tuple, Values, children, describe, value_dtype
-from replaylake.offline.ope.question import Question
+from replaylake.offline.ope.question import (
+    ASKED,
+    STORED,
+    TRAINING,
+    EvaluatedReward,
+    Question,
+)
 from replaylake.offline.ope.target_policy import TargetPolicy
 from replaylake.offline.ope.training_set import TrainingSet, training_set
 
@@ -30,13 +38,15 @@ _ON_HELD_OUT: Final = ("fqe", "loss")
 class AskedPolicy:
     """Who is evaluated. target: None where SQL says what it does.
 
-    named: how a report names it. training: what it was trained on. notes: what is not known of it.
+    named: how a report names it. training: what it was trained on, and discount with which gamma,
+    None if unknown. notes: what is not known of it.
     """
 
     target: TargetPolicy | None
     named: Mapping[str, Any]
     training: TrainingSet
     notes: tuple[str, ...] = ()
+    discount: float | None = None
 
     @property
     def remembers(self) -> bool:
@@ -91,7 +101,41 @@ def ask_for(lake: Lake, question: Question, spec: DatasetSpec) -> AskedPolicy:
             f"{ref} is the best of {num} checkpoints by {chosen['measure']} on the held-out "
             "episodes: estimates on them may be a little too high"
         )
-    return AskedPolicy(target, named, training, tuple(notes))
+    discount = (policy.manifest.body.get("config") or {}).get("discount")
+    return AskedPolicy(target, named, training, tuple(notes), discount)
+
+
+def evaluated_reward(asked: AskedPolicy, question: Question, snapshot: Snapshot) -> EvaluatedReward:
+    """Return which reward a policy is evaluated by: what is asked for, else its training's.
+
+    A cost that a policy learned to keep low by `reward="-reward"` would else be judged as a return.
+    Raises: QueryRefused; QueryFailed where the snapshot lacks a column of the training's;
+    ConfigInvalid where it was trained with several and none is asked for.
+    """
+    found = asked.training.rewards()
+    training = " and ".join(found) or None
+    if question.reward is not None:
+        return EvaluatedReward(canonical_reward(question.reward), ASKED, training)
+    if len(found) > 1:
+        raise ConfigInvalid(
+            f"{_name(asked)}: was trained with different rewards, {training}; expected to "
+            "be told which of them it is evaluated by. Name one with --reward."
+        )
+    if training is None:
+        return EvaluatedReward(REWARD, STORED, None)
+    try:
+        check_reward(snapshot.table, training)
+    except QueryFailed as error:
+        raise QueryFailed(
+            f"{_name(asked)}: was trained with the reward {training}, which is no number of the "
+            f"steps of {snapshot.dataset}@{snapshot.version}: {error} Name another with --reward; "
+            f"--reward {REWARD} is the stored one."
+        ) from error
+    return EvaluatedReward(training, TRAINING, training)
+
+
+def _name(asked: AskedPolicy) -> str:
+    return f"{asked.named['policy']}:{asked.named['policy_version']}"
 
 
 def _check_spaces(name: str, policy: PolicySpec, dataset: DatasetSpec) -> None:

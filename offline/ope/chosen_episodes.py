@@ -13,29 +13,35 @@ from replaylake.datastore.holdout import Holdout
 from replaylake.datastore.logged_steps import LoggedSteps, read_logged_steps
 from replaylake.datastore.snapshot import Snapshot
 from replaylake.offline.ope.probabilities import BEHAVIOR, TARGET
-from replaylake.offline.ope.question import Listener, Question
+from replaylake.offline.ope.question import EvaluatedReward, Listener, Question
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
     """The episodes that a question is asked of, as far as they can tell of anything.
 
-    left_out: how many more were selected, by why they do not count.
+    reward: what the rewards of `steps` are. left_out: how many more were selected, by why they do
+    not count.
     """
 
     snapshot: Snapshot
+    reward: EvaluatedReward
     holdout: Holdout | None
     steps: LoggedSteps
     left_out: Mapping[str, int]
 
 
 def choose_episodes(
-    snapshot: Snapshot, question: Question, holdout: Holdout | None, listener: Listener
+    snapshot: Snapshot,
+    question: Question,
+    reward: EvaluatedReward,
+    holdout: Holdout | None,
+    listener: Listener,
 ) -> Chosen:
-    """Read the episodes that a question is asked of. Raises: as evaluate_policy."""
+    """Read the episodes that a question is asked of, with `reward`. Raises: as evaluate_policy."""
     listener.stage("reading the steps")
-    steps, left_out = _usable(_read(snapshot, question, holdout), question)
-    return Chosen(snapshot, holdout, steps, left_out)
+    steps, left_out = _usable(_read(snapshot, question, reward, holdout), question)
+    return Chosen(snapshot, reward, holdout, steps, left_out)
 
 
 def with_first_steps(chosen: Chosen) -> Chosen:
@@ -64,14 +70,17 @@ def with_first_steps(chosen: Chosen) -> Chosen:
     return replace(chosen, steps=steps.only(~late), left_out=left_out)
 
 
-def _read(snapshot: Snapshot, question: Question, holdout: Holdout | None) -> LoggedSteps:
+def _read(
+    snapshot: Snapshot, question: Question, reward: EvaluatedReward, holdout: Holdout | None
+) -> LoggedSteps:
     where = question.where
     if holdout is not None:
         holdout.check(snapshot, where)
         where = holdout.within(where, True)
     asked = {TARGET: question.target_prob, BEHAVIOR: question.behavior_prob}
     columns = {name: sql for name, sql in asked.items() if sql is not None}
-    steps = read_logged_steps(snapshot, where, reward=question.reward, columns=columns)
+    expression = None if reward.is_stored else reward.expression
+    steps = read_logged_steps(snapshot, where, reward=expression, columns=columns)
     if not steps.num_episodes:
         raise EmptyReplay(
             f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found no episode "

@@ -17,7 +17,7 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.logged_steps import LoggedSteps
 from replaylake.datastore.spaces import Array, Discrete
-from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for
+from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for, evaluated_reward
 from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes, with_first_steps
 from replaylake.offline.ope.diagnostics import diagnose
 from replaylake.offline.ope.direct import (
@@ -88,8 +88,9 @@ def evaluate_policy(
     Episodes that were not seen to end, lack a reward or a step are left out and counted, and, where
     the policy remembers, those that lack their beginning. So are those that the policy was trained
     on, unless nothing else is left: then they are evaluated, and the verdict is `not supported`.
-    Where behavior probabilities are missing they are fitted. Deterministic on the CPU: the same
-    question gives the same answer.
+    Where behavior probabilities are missing they are fitted. The reward is the question's, else
+    that of the policy's training, else the stored one; the report says which. Deterministic on the
+    CPU: the same question gives the same answer.
 
     Raises: NotFound, NameRefused, QueryRefused, QueryFailed, ConfigInvalid; EmptyReplay where no
     episode is left, or one; SchemaMismatch for a policy of other spaces, or a holdout by a time
@@ -101,7 +102,8 @@ def evaluate_policy(
     snapshot = lake.snapshot(question.dataset)
     asked = ask_for(lake, question, snapshot.spec)
     holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
-    chosen = choose_episodes(snapshot, question, holdout, listener)
+    reward = evaluated_reward(asked, question, snapshot)
+    chosen = choose_episodes(snapshot, question, reward, holdout, listener)
     if asked.remembers:
         chosen = with_first_steps(chosen)
     return evaluate_on(lake, asked, question, chosen, listener).report
@@ -163,6 +165,8 @@ def evaluate_on(
         version=snapshot.version,
         policy=asked.named,
         question=question,
+        reward=chosen.reward,
+        training_discount=asked.discount,
         holdout=None if chosen.holdout is None else chosen.holdout.to_json(),
         num_episodes=steps.num_episodes,
         num_steps=steps.num_steps,

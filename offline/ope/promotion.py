@@ -19,12 +19,13 @@ from typing import Any, Final, Literal
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.policies.registry import PolicyRef
+from replaylake.datastore.schema import REWARD
 from replaylake.datastore.spaces import Discrete
-from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for
+from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for, evaluated_reward
 from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes, with_first_steps
 from replaylake.offline.ope.estimate import compare
 from replaylake.offline.ope.evaluate_policy import Evaluation, evaluate_on
-from replaylake.offline.ope.question import Listener, PolicyReport, Question
+from replaylake.offline.ope.question import EvaluatedReward, Listener, PolicyReport, Question
 
 # 95% two-sided intervals, as `ope` has them: their lower ends hold in 97.5 of 100 logs.
 DEFAULT_ALPHA: Final = 0.025
@@ -83,6 +84,8 @@ class Gate:
             "passed": self.passed,
             "reasons": list(self.reasons),
             **_asked(asked, self.alpha, self.margin),
+            "reward": report.reward.expression,
+            "reward_source": report.reward.source,
             "version": report.version,
             "acts": report.policy["acts"],
             "num_episodes": report.num_episodes,
@@ -103,7 +106,10 @@ class Gate:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """A gate that found no episodes to compare on, or one: it does not pass, and says why."""
+    """A gate that found nothing to compare: it does not pass, and says why.
+
+    No episodes or one, or two policies that were trained with different rewards.
+    """
 
     reason: str
     question: Question
@@ -156,8 +162,10 @@ def gate(
         candidate: who would be promoted.
         champion: who is there now; None: the candidate is compared with the log's own mean.
         question: dataset, episodes, reward, estimators and how both are to act; which policy it
-            names does not matter. Without estimators: snips or wpdis, and dr; the first
-            alone where a policy remembers and no model can be fitted.
+            names does not matter. Without a reward it is the one that both were trained with, and
+            where they were trained with different ones the gate does not pass. Without estimators:
+            snips or wpdis, and dr; the first alone where a policy remembers and no model can be
+            fitted.
         alpha: the chance at which a candidate that is no better may pass, in (0, 0.25].
         margin: by how much it has to be better, in units of the return; below 0: may be worse.
         listener: told how far it is.
@@ -173,7 +181,7 @@ def gate(
     question = replace(question, policy=str(candidate), level=1 - 2 * alpha)
     try:
         ours, theirs = _evaluated(lake, question, champion, listener or Listener())
-    except EmptyReplay as error:
+    except (EmptyReplay, _DifferentRewards) as error:
         return Unanswered(str(error), question, alpha, margin)
     comparisons, refused = _compared(ours, theirs)
     reports = [ours.report] if theirs is None else [ours.report, theirs.report]
@@ -194,6 +202,10 @@ def gate(
     )
 
 
+class _DifferentRewards(Exception):
+    """Candidate and champion were trained with different rewards, and none was asked for."""
+
+
 def _evaluated(
     lake: Lake, question: Question, champion: PolicyRef | None, listener: Listener
 ) -> tuple[Evaluation, Evaluation | None]:
@@ -201,10 +213,18 @@ def _evaluated(
     snapshot = lake.snapshot(question.dataset)
     asked = ask_for(lake, question, snapshot.spec)
     holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
-    chosen = choose_episodes(snapshot, question, holdout, listener)
-    other = None
+    other, reward = None, evaluated_reward(asked, question, snapshot)
+    against = reward
     if champion is not None:
         other = ask_for(lake, replace(question, policy=str(champion)), snapshot.spec)
+        against = evaluated_reward(other, question, snapshot)
+    if reward.expression != against.expression:
+        raise _DifferentRewards(
+            f"{question.policy} {_judged_by(reward)}, {_CHAMPION} {champion} "
+            f"{_judged_by(against)}: returns of different rewards have no difference. Name the "
+            f"reward that counts with --reward; --reward {REWARD} is the stored one."
+        )
+    chosen = choose_episodes(snapshot, question, reward, holdout, listener)
     both = [one for one in (asked, other) if one is not None]
     if any(one.remembers for one in both):
         chosen = with_first_steps(chosen)
@@ -213,13 +233,19 @@ def _evaluated(
     if other is None:
         return evaluate_on(lake, asked, question, chosen, listener), None
     of_champion = replace(question, policy=str(champion))
-    theirs = evaluate_on(lake, other, of_champion, chosen, listener)
+    theirs = evaluate_on(lake, other, of_champion, replace(chosen, reward=against), listener)
     fewer = replace(chosen, steps=theirs.steps, left_out=_of_champion(theirs.report.left_out))
     ours = evaluate_on(lake, asked, question, fewer, listener)
     if ours.steps.num_episodes < theirs.steps.num_episodes:
-        fewer = replace(chosen, steps=ours.steps, left_out=ours.report.left_out)
+        fewer = replace(chosen, reward=against, steps=ours.steps, left_out=ours.report.left_out)
         theirs = evaluate_on(lake, other, of_champion, fewer, listener, theirs.doubts)
     return ours, theirs
+
+
+def _judged_by(reward: EvaluatedReward) -> str:
+    if reward.training is None:
+        return "would be judged by the stored reward, as its lineage names none"
+    return f"was trained with the reward {reward.training}"
 
 
 def _usual(chosen: Chosen, both: Sequence[AskedPolicy]) -> tuple[str, ...]:
@@ -321,4 +347,5 @@ def _named(report: PolicyReport) -> dict[str, Any]:
         "verdict": report.verdict,
         "reason": report.judged.reason,
         "trained_on": report.trained_on,
+        "training_reward": report.reward.training,
     }

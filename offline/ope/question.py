@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
 
+from replaylake.datastore import schema
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.holdout import Holdout
 from replaylake.datastore.policies.exploration import Exploration
@@ -22,6 +23,10 @@ from replaylake.offline.options import near_matches
 
 OnProgress = Callable[[int, int], None]
 
+ASKED: Final = "asked"
+TRAINING: Final = "training"
+STORED: Final = "stored"
+
 
 @dataclass(frozen=True)
 class Question:
@@ -31,7 +36,9 @@ class Question:
     target_prob: SQL over `steps` for the target policy's probability of the logged action, or for a
     list of the probabilities of all Discrete actions. behavior_prob: SQL of the same kind for the
     behavior policy, in place of exp(behavior_log_prob). where: condition over `episodes`. reward:
-    SQL over `steps`. discount: gamma; at 1 the value is the mean return, as `evaluate` has it.
+    SQL over `steps`; None: the one that the policy was trained with, or else the stored one
+    (`reward` asks for that). discount: gamma; at 1 the value is the mean return, as `evaluate` has
+    it, whatever the policy was trained with.
     holdout: which episodes to evaluate on; by default those that the policy's training held out,
     or else those that it was not trained on. exploration: how the policy acts; by default it takes
     its mode, as `serve` and `evaluate` do. estimators: by name; None takes all that suit. clip: the
@@ -89,6 +96,25 @@ class Question:
 
 
 @dataclass(frozen=True)
+class EvaluatedReward:
+    """Which reward the returns of an evaluation are of, and why that one.
+
+    expression: SQL over `steps`, `reward` being the stored one. source: the question, the policy's
+    training, or neither of them. training: what the policy was trained with, None where that is
+    not known.
+    """
+
+    expression: str
+    source: Literal["asked", "training", "stored"]
+    training: str | None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is the column `reward` as it is."""
+        return self.expression == schema.REWARD
+
+
+@dataclass(frozen=True)
 class Listener:
     """Who is told how far it is: of each stage by its name, and of what is counted in it."""
 
@@ -100,9 +126,11 @@ class Listener:
 class PolicyReport:
     """What a log says of a policy.
 
-    policy: name, version, what chose it and how it acts; or the SQL of its probabilities. evaluated
-    on num_episodes episodes and num_steps steps; left_out: how many more were selected, by the
-    reason why they do not count. trained_on: how many of those evaluated were in its training set.
+    policy: name, version, what chose it and how it acts; or the SQL of its probabilities. reward:
+    what its returns are of. training_discount: gamma of its training, None if unknown. It was
+    evaluated on num_episodes episodes and num_steps steps; left_out: how many more were selected,
+    by the reason why they do not count. trained_on: how many of those evaluated were in its
+    training set.
     propensities: where behavior probabilities are from, and of fitted ones how well they fit.
     model: what predicted values, or why nothing did. weights float64 [num_episodes], or None.
     """
@@ -111,6 +139,8 @@ class PolicyReport:
     version: int
     policy: Mapping[str, Any]
     question: Question
+    reward: EvaluatedReward
+    training_discount: float | None
     holdout: Mapping[str, Any] | None
     num_episodes: int
     num_steps: int
@@ -138,8 +168,11 @@ class PolicyReport:
             "version": self.version,
             **self.policy,
             "where": asked.where,
-            "reward": asked.reward,
+            "reward": self.reward.expression,
+            "reward_source": self.reward.source,
+            "training_reward": self.reward.training,
             "gamma": asked.discount,
+            "training_gamma": self.training_discount,
             "holdout": self.holdout,
             "seed": asked.seed,
             "num_episodes": self.num_episodes,

@@ -16,7 +16,11 @@ from replaylake.datastore.holdout import Holdout
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.logged_steps import LoggedSteps
 from replaylake.datastore.policies.registry import PolicyRef
-from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
+from replaylake.datastore.query.expressions import (
+    canonical_expression,
+    canonical_reward,
+    selected_episodes,
+)
 from replaylake.datastore.snapshot import Snapshot
 
 
@@ -24,13 +28,23 @@ from replaylake.datastore.snapshot import Snapshot
 class TrainingSet:
     """What a policy's lineage says that it was trained on.
 
-    selections: one a dataset, with its version and `where`. holdout: what was kept from it, or
-    None. unknown: why it cannot be said what else the policy learned from; empty where it can.
+    selections: one a dataset, with its version, `where` and `reward`. holdout: what was kept from
+    it, or None. unknown: why it cannot be said what else the policy learned from; empty where it
+    can.
     """
 
     selections: tuple[Mapping[str, Any], ...] = ()
     holdout: Holdout | None = None
     unknown: str = ""
+
+    def rewards(self) -> tuple[str, ...]:
+        """Return the distinct reward expressions that it was trained with, canonical_reward's.
+
+        Empty where no dataset is named; lineage from before expressions were kept says the stored
+        reward.
+        """
+        found = [canonical_reward(selection.get("reward")) for selection in self.selections]
+        return tuple(dict.fromkeys(found))
 
     def of_dataset(self, name: str) -> tuple[Mapping[str, Any], ...]:
         """Return the selections of one dataset."""

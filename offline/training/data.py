@@ -29,7 +29,11 @@ from replaylake.offline.algorithms.catalog import (
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.evaluate import check_spaces
 from replaylake.offline.training.config import OWN_OPTIONS, TrainRequest
-from replaylake.offline.training.selection import MeasureName, measure_name
+from replaylake.offline.training.selection import (
+    MeasureName,
+    has_own_reward,
+    measure_name,
+)
 
 OnReading = Callable[[int, int], None]
 _ROWS_AT_ONCE: Final = 1 << 16
@@ -107,7 +111,7 @@ def open_data(
         held_out=views[1] if len(views) > 1 else None,
         algorithm=algorithm,
         measure=measure,
-        remarks=tuple(_remarks(view)) if algorithm.uses_rewards else (),
+        remarks=(*_remarks(view), *_of_reward(request, measure)) if algorithm.uses_rewards else (),
     )
 
 
@@ -196,6 +200,22 @@ def _remarks(view: ReplayView) -> Sequence[str]:
             "terminations if the task has an end"
         )
     return remarks
+
+
+def _of_reward(request: TrainRequest, measure: MeasureName) -> Sequence[str]:
+    """Say of an environment that its reward is not the one that is learned from."""
+    if request.env_id is None or not has_own_reward(request):
+        return ()
+    if measure == "environment":
+        return (
+            f"the policy is chosen by the reward of {request.env_id}, and learns from "
+            f"{request.reward}",
+        )
+    chosen = "the last one is taken" if measure == "last" else f"it is chosen by {measure}"
+    return (
+        f"the policy learns from {request.reward}, which {request.env_id} does not reward: {chosen}"
+        "; select = 'environment' chooses by the environment's own reward",
+    )
 
 
 def _any_terminates(packed: Packed) -> bool:

@@ -1,6 +1,7 @@
 """Selection: which of a run's policies is registered: the best one by a measure, not the last.
 
-environment   mean return of some episodes, on seeds that the closing evaluation does not use
+environment   mean return of some episodes, on seeds that the closing evaluation does not use; of
+              the environment's own reward, so by default not where --reward gives another
 fqe           value of the held-out episodes' first states, by fitted Q evaluation
 loss          held-out negative log-likelihood of the logged actions; of a Box's the mean squared
               error of the most likely one
@@ -22,8 +23,10 @@ import numpy as np
 from replaylake.datastore.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, TrainingFailed
 from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.query.expressions import canonical_reward
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
+from replaylake.datastore.schema import REWARD
 from replaylake.datastore.spaces import Array, Box
 from replaylake.offline.evaluate import evaluate
 from replaylake.offline.ope.fqe import fitted_q_evaluation
@@ -169,12 +172,21 @@ def _losses(policy: Policy, batch: Batch[Array]) -> Array:
     return np.asarray(-log_probs)
 
 
+def has_own_reward(request: TrainRequest) -> bool:
+    """Return whether the reward is an expression, and not the one that was logged."""
+    return canonical_reward(request.reward) != REWARD
+
+
 def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
-    """Return what a run is judged by. Raises: ConfigInvalid for what it has not been given."""
+    """Return what a run is judged by. Raises: ConfigInvalid for what it has not been given.
+
+    An environment knows its own reward alone: it chooses the policy of another one only where it
+    is asked to, as the best of a cost's policies would be its worst.
+    """
     config = request.config
     held_out = config.split() is not None
     if config.select == "auto":
-        if request.env_id is not None:
+        if request.env_id is not None and not (uses_rewards and has_own_reward(request)):
             return "environment"
         if not held_out or config.frame_stack > 1:
             return "last"

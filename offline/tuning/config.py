@@ -180,8 +180,8 @@ def measured_by(config: TuneConfig, selection: str) -> tuple[str, Mode]:
         if selection == "last":
             raise ConfigInvalid(
                 f"{_TUNE}: measure: found nothing to compare by, expected an environment (env = "
-                "'CartPole-v1'), held-out episodes (holdout = 0.2), or a metric of the runs "
-                "(measure = 'policy_loss' in [tune])."
+                "'CartPole-v1', and select = 'environment' beside a reward), held-out episodes "
+                "(holdout = 0.2), or a metric of the runs (measure = 'policy_loss' in [tune])."
             )
         measure = f"selection/{selection}"
     return measure, config.mode or ("min" if is_loss(measure) else "max")

@@ -146,6 +146,31 @@ def test_evaluate(run: Any) -> None:
     assert "over 3 episodes, 95% interval" in line
 
 
+def test_another_reward_than_the_environments_is_said(run: Any) -> None:
+    """By default it chooses no policy in the environment, and returns there say whose they are."""
+    ran = run("train", "offline", "cartpole", "--algorithm", "dqn", "--policy", "low",
+              "--updates", "10", "--reward=-reward", "--env", "CartPole-v1",
+              "--set", "evaluation_episodes=2", "--set", "hidden_sizes=[8]")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert (
+        "learns from -reward, which CartPole-v1 does not reward: the last one is taken" in ran.err
+    )
+    assert ", of the environment's own reward: trained with (-(reward))" in ran.out
+    assert (
+        run("policies", "show", "low", "--json").json["manifest"]["selection"]["measure"] == "last"
+    )
+    arguments = ("--env", "CartPole-v1", "--episodes", "2")
+    lines = run("evaluate", "low", *arguments).out.splitlines()
+    assert lines[1] == (
+        "note: low:1 (newest) was trained with the reward (-(reward)); returns here are of the "
+        "environment's own"
+    )
+    both = run("evaluate", "low", "clone", "random", "--compare", *arguments, "--json").json
+    said = [one["training_reward"] for one in both["policies"]]
+    assert said == ["(-(reward))", "reward", None]
+    assert "note: " not in run("evaluate", "clone", *arguments).out
+
+
 def test_random_is_a_policy_without_a_lake(run: Any, tmp_path: Path) -> None:
     ran = run("evaluate", "random", "--env", "CartPole-v1", "--episodes", "20", "--json",
               "--lake", tmp_path / "none")  # fmt: skip

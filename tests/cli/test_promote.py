@@ -172,6 +172,35 @@ def test_a_log_without_episodes_to_compare_on_refuses_too(
     assert run("policies", "history", "p").code == 0
 
 
+def test_what_learned_to_keep_a_cost_low_is_judged_by_that(run: Any, opened: Lake) -> None:
+    """Trained with --reward=-reward, it takes the action that earns nothing, and is the better."""
+    options = ("--reward=-reward", "--holdout", "0.7", "--updates", "200")
+    ran = run("train", "offline", "log", "--algorithm", "ips_bandit", "--policy", "p", *options)
+    assert ran.code == 0, ran.err
+    ran = run("ope", "log", "--policy", "p:3", *CHEAP)
+    assert ran.code == 0, ran.out
+    assert "  reward: (-(reward)); the policy was trained with it; gamma 1, 0.99 in training" in (
+        ran.out.splitlines()
+    )
+    body = run("ope", "log", "--policy", "p:3", *CHEAP, "--json").json
+    assert (body["reward"], body["reward_source"]) == ("(-(reward))", "training")
+    assert (body["gamma"], body["training_gamma"]) == (1.0, 0.99)
+    assert body["estimates"][0]["value"] == pytest.approx(0.0, abs=0.1)
+    assert body["log_mean"] == pytest.approx(-0.5, abs=0.1)
+    asked = run("ope", "log", "--policy", "p:3", *CHEAP, "--reward", "reward").out
+    assert "  reward: as stored, as asked; the policy was trained with (-(reward)); " in asked
+    plain = run("ope", "log", "--policy", "p:2", *CHEAP).out
+    assert "  reward: as stored; the policy's lineage names none that it was trained with" in plain
+    opened.registry.set_alias("p", "champion", 2)
+    refused = run("promote", "p:3", "--to", "champion", *GATE)
+    assert refused.code == 3
+    assert refused.out.startswith("refused: p:3 was trained with the reward (-(reward)), ")
+    named = run("promote", "p:3", "--to", "champion", *GATE, "--reward=-reward")
+    assert named.code == 0, named.out
+    assert "  reward: (-(reward)), as asked; the policy was trained with it; gamma 1" in named.out
+    assert "  reward of the champion: (-(reward)), as asked; the policy's lineage na" in named.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

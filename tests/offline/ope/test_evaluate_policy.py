@@ -524,3 +524,76 @@ def test_with_a_discount_a_time_limit_is_noted_where_it_matters(lake):
     assert note.startswith("fqe: 270 of 300 episodes were cut off (truncated), and rewards after ")
     assert "would count 0.31 of a first one" in note
     assert notes[0.5] == []
+
+
+# Which reward: the one that the policy was trained with, unless another is asked for.
+
+
+def selected(*rewards):
+    """Lineage of a policy that learned from datasets that are not there any more."""
+    return {
+        "datasets": [
+            {"dataset": f"gone{i}", "version": 1, "where": None, "reward": reward}
+            for i, reward in enumerate(rewards)
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("lineage", "asked", "reward", "source", "training", "sign"),
+    [
+        (selected("(-(reward))"), None, "(-(reward))", "training", "(-(reward))", -1),
+        (selected("-reward", "(-(reward))"), None, "(-(reward))", "training", "(-(reward))", -1),
+        (selected("-reward"), "reward", "reward", "asked", "(-(reward))", 1),
+        (selected("-reward"), "- Reward", "(-(Reward))", "asked", "(-(reward))", -1),
+        (selected(None), None, "reward", "training", "reward", 1),
+        (selected(None), "-reward", "(-(reward))", "asked", "reward", -1),
+        ({"datasets": []}, None, "reward", "stored", None, 1),
+        ({"datasets": None}, None, "reward", "stored", None, 1),
+        (
+            selected("-reward", None),
+            "-reward",
+            "(-(reward))",
+            "asked",
+            "(-(reward)) and reward",
+            -1,
+        ),
+        # As lineage was before rewards were expressions.
+        (
+            {"datasets": [{"dataset": "gone", "version": 1}]},
+            None,
+            "reward",
+            "training",
+            "reward",
+            1,
+        ),
+    ],
+)
+def test_the_reward_of_its_training(
+    lake, register_table, lineage, asked, reward, source, training, sign
+):
+    bandit(lake, 300)
+    register_table(lake, "p", ROWS, **lineage)
+    question = Question("log", "p", estimators=CHEAP, unseen=True, reward=asked)
+    body = json.loads(json.dumps(evaluate_policy(lake, question).to_json()))
+    assert (body["reward"], body["reward_source"]) == (reward, source)
+    assert body["training_reward"] == training
+    assert body["log_mean"] == pytest.approx(sign * 0.5, abs=0.1)
+    for one in body["estimates"]:
+        assert one["value"] == pytest.approx(sign * 1.0, abs=0.2)
+
+
+def test_a_reward_of_training_that_the_log_cannot_say_is_refused(lake, register_table):
+    bandit(lake, 50)
+    register_table(lake, "p", ROWS, **selected("paid - refund"))
+    with pytest.raises(QueryFailed, match=r"p:1: was trained with the reward .*paid.*--reward"):
+        evaluate_policy(lake, Question("log", "p", estimators=CHEAP))
+    asked = Question("log", "p", estimators=CHEAP, reward="reward")
+    assert evaluate_policy(lake, asked).reward.source == "asked"
+
+
+def test_one_of_several_rewards_has_to_be_named(lake, register_table):
+    bandit(lake, 50)
+    register_table(lake, "p", ROWS, **selected("-reward", None))
+    with pytest.raises(ConfigInvalid, match=r"p:1: was trained with different rewards, "):
+        evaluate_policy(lake, Question("log", "p", estimators=CHEAP))

@@ -361,3 +361,59 @@ def test_on_its_own_log_a_champion_does_not_beat_its_log_or_itself(own_log, regi
             assert one.low < 0 < one.high, one
             assert one.high - one.low < 0.01
         assert (found.candidate.verdict, found.passed) == ("supported", False)
+
+
+def learned(reward=None):
+    """Lineage of a policy that learned a reward, from episodes that are not evaluated."""
+    return {"datasets": [{"dataset": "gone", "version": 1, "where": None, "reward": reward}]}
+
+
+def word(reward=None):
+    """What is asked where it is known that nobody has seen the episodes."""
+    return Question("log", "p", estimators=CHEAP, unseen=True, reward=reward)
+
+
+def test_a_cost_is_not_judged_as_a_return(lake, register_table):
+    """Trained with reward=-reward, taking action 0 is better: it costs nothing, 1 costs 1."""
+    champion = register_table(lake, "p", GOOD, **learned("(-(reward))"))
+    candidate = register_table(lake, "p", BAD, **learned("-reward"))
+    found = ask(lake, candidate, champion, question=word())
+    assert found.passed
+    for one in found.comparisons:
+        assert one.difference == pytest.approx(1.0, abs=0.15)
+    record = json.loads(json.dumps(found.record()))
+    assert (record["reward"], record["reward_source"]) == ("(-(reward))", "training")
+    assert record["candidate"]["training_reward"] == "(-(reward))"
+    # The other way round it is refused, and under the stored reward it passes, as it was asked for.
+    assert not ask(lake, champion, candidate, question=word()).passed
+    stored = ask(lake, champion, candidate, question=word("reward"))
+    assert stored.passed
+    assert stored.record()["reward_source"] == "asked"
+    assert stored.record()["champion"]["training_reward"] == "(-(reward))"
+
+
+def test_two_that_were_trained_with_different_rewards_are_not_compared(lake, register_table):
+    champion = register_table(lake, "p", BAD, **learned())
+    candidate = register_table(lake, "p", GOOD, **learned("-reward"))
+    for first, second in ((candidate, champion), (champion, candidate)):
+        found = ask(lake, first, second, question=word())
+        assert not found.passed
+        (reason,) = found.record()["reasons"]
+        assert "was trained with the reward (-(reward))" in reason
+        assert "was trained with the reward reward" in reason
+        assert "--reward" in reason
+    assert ask(lake, candidate, champion, question=word("reward")).passed
+    assert not ask(lake, candidate, champion, question=word("-reward")).passed
+    # Without a champion there is the log's mean, of the same reward: action 1 costs more than it.
+    assert not ask(lake, candidate, None, question=word()).passed
+
+
+def test_one_without_lineage_counts_as_trained_with_the_stored_reward(lake, register_table):
+    imported = register_table(lake, "p", BAD, datasets=None)
+    stored = register_table(lake, "p", GOOD, **learned())
+    assert ask(lake, stored, imported, question=word()).passed
+    found = ask(
+        lake, register_table(lake, "p", GOOD, **learned("-reward")), imported, question=word()
+    )
+    assert not found.passed
+    assert "would be judged by the stored reward, as its lineage names none" in found.reason

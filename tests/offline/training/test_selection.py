@@ -77,8 +77,8 @@ def test_its_state_goes_on():
     assert again.is_exhausted
 
 
-def request(env_id=None, **config):
-    return TrainRequest(("line",), "p", TrainConfig(**config), env_id=env_id)
+def request(env_id=None, reward=None, **config):
+    return TrainRequest(("line",), "p", TrainConfig(**config), env_id=env_id, reward=reward)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,12 @@ def request(env_id=None, **config):
         (request(holdout_after="2026-01-01"), False, "loss"),
         (request(env_id="CartPole-v1", select="last"), True, "last"),
         (request(holdout=0.2, select="loss"), True, "loss"),
+        # The environment's reward is another one: a cost's best policy would be its worst.
+        (request(env_id="CartPole-v1", reward="-reward", holdout=0.2), True, "fqe"),
+        (request(env_id="CartPole-v1", reward="-reward"), True, "last"),
+        (request(env_id="CartPole-v1", reward="-reward"), False, "environment"),
+        (request(env_id="CartPole-v1", reward=" Reward "), True, "environment"),
+        (request("CartPole-v1", "-reward", select="environment"), True, "environment"),
     ],
 )
 def test_the_measure_follows_from_what_is_there(asked, uses_rewards, name):
