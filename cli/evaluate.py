@@ -166,7 +166,7 @@ def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake:
             named = {"policy": ref.name, "version": ref.version, "selected_by": ref.selected_by}
             rewards = training_set(opened, ref).rewards()
             named["training_reward"] = " and ".join(rewards) or None
-            policy = load_policy(ref.path)
+            policy = load_policy(ref.path, ref.manifest_sha256)
         label = policy_text(named)
         if any((named["policy"], named["version"]) == known for known in versions):
             raise typer.BadParameter(

@@ -33,7 +33,8 @@ def fsck(
         bool,
         typer.Option(
             "--repair",
-            help="Move what is damaged, doubled or of no version into <dataset>/_quarantine.",
+            help="Move what is damaged, doubled or of no version into <dataset>/_quarantine, and "
+            "record hashes of manifests that have none on record.",
         ),
     ] = False,
     orphan_hours: Annotated[

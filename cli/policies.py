@@ -70,7 +70,7 @@ def show_policy(
         **{key: entry[key] for key in entry if not key.startswith(("created", "deleted"))},
         "created_at": _time(entry["created_ms"]),
         "selected_by": ref.selected_by,
-        "manifest": check_package(ref.path).body,
+        "manifest": check_package(ref.path, ref.manifest_sha256).body,
     }
     report.answer(body, _shown(str(ref), body))
 

@@ -190,6 +190,7 @@ def serve(
         sessionise_every_s=every_s,
         server=server,
         safety=safety,
+        manifest_sha256=ref.manifest_sha256,
     )
     report.say(f"policy {ref} ({ref.selected_by})")
     if check:

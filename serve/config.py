@@ -50,6 +50,8 @@ class ServeConfig:
     remembers, one for all workers, where no dataset is logged to (then it is the lake's); without
     REPLAYLAKE_SERVE_STATE_KEY a new one.
     request_options: whether a request may say how it is explored.
+    manifest_sha256: what a registered policy's package is checked against, also by a worker that is
+    started again; None for a package from outside of a lake.
     """
 
     package: Path
@@ -72,6 +74,7 @@ class ServeConfig:
     safety: Safety = field(default_factory=Safety)
     state_key: str = field(default_factory=state_key, repr=False, compare=False)
     request_options: bool = True
+    manifest_sha256: str | None = None
 
     def __post_init__(self) -> None:
         if self.lake is None and (self.log_to is not None or self.canary):
@@ -122,6 +125,7 @@ class ServeConfig:
             "PACKAGE": str(self.package.resolve()),
             "POLICY": self.policy,
             "VERSION": str(self.version),
+            "MANIFEST_SHA256": self.manifest_sha256,
             "LAKE": None if self.lake is None else absolute_lake(self.lake),
             "LOG_TO": self.log_to,
             "EXPLORE": self.explore,
@@ -179,6 +183,7 @@ class ServeConfig:
                 safety=Safety.from_environment(environment),
                 state_key=read("STATE_KEY") or secrets.token_hex(32),
                 request_options=read("REQUEST_OPTIONS") != "0",
+                manifest_sha256=read("MANIFEST_SHA256"),
             )
         except ValueError as error:
             raise ConfigInvalid(f"REPLAYLAKE_SERVE_*: {error}; expected a number.") from error

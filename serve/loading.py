@@ -57,7 +57,8 @@ def load_serving(config: ServeConfig) -> Serving:
     """
     exploration = parse_exploration(config.explore)
     reference = config.reference or f"{config.policy}:{config.version}"
-    main = load_served(config.package, config.policy, config.version, reference, exploration)
+    package = config.package, config.manifest_sha256
+    main = _load_served(*package, config.policy, config.version, reference, exploration)
     common: dict[str, Any] = {
         "states": StateSigner(config.state_key.encode()),
         "takes_options": config.request_options,
@@ -90,20 +91,29 @@ def load_serving(config: ServeConfig) -> Serving:
     return Serving(router, signer, log, exploration, follower=follower, **common)
 
 
-def load_served(
+def load_registered(
+    ref: PolicyRef, reference: str, exploration: Exploration, beside: PolicySpec
+) -> Served:
+    """Load a version of the lake, check it and warm it up: what it returns can answer.
+
+    beside: the spec of what is served already. Raises: as load_serving.
+    """
+    # The package is whole in memory when this returns, so a copy in the cache may go.
+    package = ref.path, ref.manifest_sha256
+    return _load_served(*package, ref.name, ref.version, reference, exploration, beside)
+
+
+def _load_served(
     package: Path,
+    manifest_sha256: str | None,
     name: str,
     version: int,
     reference: str,
     exploration: Exploration,
     beside: PolicySpec | None = None,
 ) -> Served:
-    """Load a version, check it and warm it up: what it returns can answer.
-
-    beside: the spec of what is served already. Raises: as load_serving.
-    """
     what = f"policy {name}:{version}"
-    policy = load_policy(package)
+    policy = load_policy(package, manifest_sha256)
     about = policy.manifest.body
     _check_named(about, name, version, what)
     check_exploration(exploration, policy.spec)
@@ -137,8 +147,7 @@ def _load_canaries(
 def _load_registered(
     registry: Registry, ref: PolicyRef, reference: str, exploration: Exploration, spec: PolicySpec
 ) -> Served:
-    # The package is whole in memory when this returns, so a copy in the cache may go.
-    served = load_served(ref.path, ref.name, ref.version, reference, exploration, spec)
+    served = load_registered(ref, reference, exploration, spec)
     return replace(served, promotion=_promotion(registry, ref.name, ref.version))
 
 
@@ -178,7 +187,7 @@ def _follower(
 
 def check_servable(config: ServeConfig) -> None:
     """Find out before anything starts what a worker would stumble over. Raises: as load_serving."""
-    spec = check_package(config.package).spec
+    spec = check_package(config.package, config.manifest_sha256).spec
     exploration = parse_exploration(config.explore)
     check_exploration(exploration, spec)
     if config.lake is None:
@@ -186,7 +195,7 @@ def check_servable(config: ServeConfig) -> None:
     check_shareable(config.lake, "serve")
     for canary in parse_canaries(config.canary):
         ref = open_lake(config.lake).registry.resolve(canary.reference)
-        theirs = check_package(ref.path).spec
+        theirs = check_package(ref.path, ref.manifest_sha256).spec
         check_exploration(exploration, theirs)
         check_same_door(theirs, spec, f"--canary {ref}")
     if config.log_to is not None:

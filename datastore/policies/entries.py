@@ -2,7 +2,8 @@
 
 An entry is a key and a JSON text:
 
-    policy/<name>/<version>        a version: its package, run and lineage; never written again
+    policy/<name>/<version>        a version: its package with the sha256 of its manifest, run and
+                                   lineage; never written again, but for a hash that it lacks
     deleted/<name>/<version>       the same of one that was deleted, and who did it
     alias/<name>/<alias>           the version that an alias points at
     promotion/<ulid>               one move of an alias, written in the move's own commit

@@ -38,7 +38,8 @@ class Manifest:
     """What a package says of itself.
 
     spec: spaces and head. body: the whole of manifest.json. sha256: of manifest.json, in hex, which
-    stands for the package, because the manifest holds the hash of every other file.
+    stands for the package, because the manifest holds the hash of every other file. The registry's
+    entry of a version has it, too.
     """
 
     spec: PolicySpec
@@ -46,16 +47,25 @@ class Manifest:
     sha256: str
 
 
-def fetch_package(storage: Storage, folder: str) -> Path:
-    """Return a folder of this machine that holds a package of the lake.
+def fetch_package(storage: Storage, folder: str, manifest_sha256: str | None = None) -> Path:
+    """Return a folder of this machine that holds a package of the lake, its manifest checked.
 
     Where the lake is remote its files are copied, and checked against the manifest as they are.
-    Raises: StorageFailed, PackageInvalid.
+    manifest_sha256: what the registry has; None where it has nothing, and nothing is checked.
+    Raises: StorageFailed, NotFound, PackageInvalid.
     """
     if isinstance(storage, LocalStorage):
-        return storage.local(folder)
+        path = storage.local(folder)
+        if manifest_sha256 is not None:
+            _read_manifest(path, manifest_sha256)
+        return path
+    manifest = Blob(f"{folder}/{MANIFEST}", sha256=manifest_sha256 or "")
     try:
-        (path,) = storage.fetch([Blob(f"{folder}/{MANIFEST}")])
+        (path,) = storage.fetch([manifest])
+        if manifest_sha256 is not None and _sha256(path.read_bytes()) != manifest_sha256:
+            # A copy of this machine's went bad since it was checked; what it was made of need not.
+            storage.forget([manifest.path])
+            (path,) = storage.fetch([manifest])
         storage.fetch([Blob(f"{folder}/{name}", *about) for name, about in _listed(path)])
     except ShardCorrupt as error:
         raise PackageInvalid(f"policy package: {error}") from error
@@ -74,22 +84,17 @@ def _listed(manifest: Path) -> list[tuple[str, tuple[int, str]]]:
         return []
 
 
-def read_checked(directory: Path) -> tuple[Manifest, dict[str, bytes]]:
+def read_checked(
+    directory: Path, manifest_sha256: str | None = None
+) -> tuple[Manifest, dict[str, bytes]]:
     """Return a package's manifest and the bytes of every file that it lists, checked.
 
-    Each file is read once, so that what is used is what was checked. Raises: NotFound,
-    FormatTooNew, PackageInvalid.
+    Each file is read once, so that what is used is what was checked. manifest_sha256: that of a
+    registered version, PolicyRef's; None for a package from outside of a lake, whose manifest
+    nothing vouches for. Raises: NotFound, FormatTooNew, PackageInvalid.
     """
     path = directory / MANIFEST
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise NotFound(
-            f"{directory}: found no {MANIFEST}, expected a policy package. Give the directory that "
-            "`replaylake package` wrote."
-        ) from error
-    except OSError as error:
-        raise PackageInvalid(f"{path}: cannot be read: {error.strerror}.") from error
+    data = _read_manifest(directory, manifest_sha256)
     try:
         body = json.loads(data)
         version = int(body["format_version"])
@@ -106,7 +111,32 @@ def read_checked(directory: Path) -> tuple[Manifest, dict[str, bytes]]:
     if GRAPH not in hashes:
         raise PackageInvalid(f"{path}: found files {sorted(hashes)}, expected {GRAPH} among them.")
     files = {name: _verified(directory, name, sha256) for name, sha256 in hashes.items()}
-    return Manifest(spec, body, hashlib.sha256(data).hexdigest()), files
+    return Manifest(spec, body, _sha256(data)), files
+
+
+def _read_manifest(directory: Path, sha256: str | None) -> bytes:
+    """Return manifest.json, of that hash where one is given. Raises: NotFound, PackageInvalid."""
+    path = directory / MANIFEST
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise NotFound(
+            f"{directory}: found no {MANIFEST}, expected a policy package. Give the directory that "
+            "`replaylake package` wrote."
+        ) from error
+    except OSError as error:
+        raise PackageInvalid(f"{path}: cannot be read: {error.strerror}.") from error
+    if sha256 is not None and (found := _sha256(data)) != sha256:
+        raise PackageInvalid(
+            f"{path}: found sha256 {found[:16]}, expected {sha256[:16]} as it was registered: the "
+            "manifest was altered. Restore it from a copy of the lake, or register the policy "
+            "again."
+        )
+    return data
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _refuse_newer(directory: Path, version: int, body: Mapping[str, Any]) -> None:
@@ -131,7 +161,7 @@ def _verified(directory: Path, name: str, sha256: str) -> bytes:
             f"{directory / name}: {error.strerror}, expected the file that the manifest lists. "
             "Package the policy again."
         ) from error
-    found = hashlib.sha256(data).hexdigest()
+    found = _sha256(data)
     if found != sha256:
         raise PackageInvalid(
             f"{directory / name}: found sha256 {found[:16]}, expected {sha256[:16]} as the "
@@ -154,8 +184,7 @@ def manifest_bytes(
         "policy": _spec_to_json(spec),
         **manifest,
         "files": {
-            name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-            for name, data in files.items()
+            name: {"sha256": _sha256(data), "bytes": len(data)} for name, data in files.items()
         },
     }
     try:

@@ -3,7 +3,7 @@
     policy.onnx           the graph, up to the head's parameters
     manifest.json         format version, spaces, head, algorithm, resolved config, normalisation,
                           data and SQL with a content hash, metrics, evaluation; the sha256 of
-                          every other file
+                          every other file. Its own is in the registry of the lake
     learner.safetensors   for resuming: weights, optimizer and random state (optional)
 
 It is saved, checked and loaded here, and holds no pickle. Checking and acting need numpy and
@@ -145,22 +145,24 @@ def save_package(
         ) from error
 
 
-def check_package(directory: Path) -> Manifest:
+def check_package(directory: Path, manifest_sha256: str | None = None) -> Manifest:
     """Verify the format version and every sha256, and return the manifest.
 
+    manifest_sha256: of a registered version that of its PolicyRef.
     Raises: NotFound if there is no package, FormatTooNew if a newer ReplayLake wrote it,
     PackageInvalid naming the file that is missing, altered or unreadable.
     """
-    return read_checked(Path(directory))[0]
+    return read_checked(Path(directory), manifest_sha256)[0]
 
 
-def load_policy(directory: Path) -> PackagedPolicy:
+def load_policy(directory: Path, manifest_sha256: str | None = None) -> PackagedPolicy:
     """Check a package and return its policy, which acts as the trained learner does.
 
+    manifest_sha256: as check_package.
     Raises: as check_package; PackageInvalid too if the graph does not fit its spec.
     """
     directory = Path(directory)
-    manifest, files = read_checked(directory)
+    manifest, files = read_checked(directory, manifest_sha256)
     return PackagedPolicy(files[GRAPH], manifest, str(directory / GRAPH))
 
 
@@ -169,10 +171,10 @@ def graph_policy(onnx: bytes, spec: PolicySpec, what: str = GRAPH) -> GraphPolic
     return GraphPolicy(spec, GraphSession(onnx, spec, what).run)
 
 
-def load_learner_weights(directory: Path) -> dict[str, Array]:
+def load_learner_weights(directory: Path, manifest_sha256: str | None = None) -> dict[str, Array]:
     """Return the arrays to resume from, checked. Raises: as check_package; NotFound if left out."""
     directory = Path(directory)
-    files = read_checked(directory)[1]
+    files = read_checked(directory, manifest_sha256)[1]
     if LEARNER not in files:
         raise NotFound(
             f"{directory}: found no {LEARNER}, expected one to resume from. Package the policy "

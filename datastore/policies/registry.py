@@ -6,6 +6,7 @@ committed, and the number of one that was deleted is not given again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -51,22 +52,28 @@ _REFERENCE: Final = re.compile(r"([^:@]+)(?::([0-9]+)|@([^:@]+))?")
 
 @dataclass(frozen=True)
 class PolicyRef:
-    """A version of a policy, and what chose it; `folder` is where the lake has the package."""
+    """A version of a policy, and what chose it; `folder` is where the lake has the package.
+
+    manifest_sha256: of the package's manifest.json, in hex, as it was registered; None of versions
+    from before that was recorded. Whoever loads the package later gives it along.
+    """
 
     name: str
     version: int
     folder: str
     selected_by: str
     storage: Storage = field(repr=False, compare=False)
+    manifest_sha256: str | None = field(default=None, repr=False)
 
     @property
     def path(self) -> Path:
         """A local folder that holds the package, to be read and never written.
 
-        The lake's own, or where the lake is remote a copy, checked as it was made. Raises:
-        StorageFailed; NotFound or PackageInvalid if the package is not whole.
+        The lake's own, or where the lake is remote a copy, checked as it was made; its manifest is
+        checked each time. Raises: StorageFailed; NotFound or PackageInvalid if the package is not
+        whole.
         """
-        return fetch_package(self.storage, self.folder)
+        return fetch_package(self.storage, self.folder, self.manifest_sha256)
 
     def __str__(self) -> str:
         return f"{self.name}:{self.version}"
@@ -130,17 +137,20 @@ class Registry:
             "created_ms": now_ms(),
             "lineage": dict(lineage),
         }
-        version = 0
+        version, sha256 = 0, ""
 
         def build(state: LogState) -> Intent:
-            nonlocal version
+            nonlocal version, sha256
             versions = versions_of(state, name)
             # After a lost reply this is called again, with the version committed already.
             mine = [known for known, entry in versions.items() if entry["path"] == folder]
             taken = [*versions, *versions_of(state, name, "deleted")]
             version = mine[0] if mine else max(taken, default=0) + 1
             key = policy_key(name, version)
-            entries: dict[str, str | None] = {key: json.dumps(body)}
+            data = stamped(manifest, name, version)
+            sha256 = hashlib.sha256(data).hexdigest()
+            described = json.dumps({**body, "manifest_sha256": sha256})
+            entries: dict[str, str | None] = {key: described}
             expected: dict[str, str | None] = {key: None}
             if replaces is not None:
                 expected[run_key(run_id)] = run_text(run_id, replaces)
@@ -148,7 +158,7 @@ class Registry:
                 made = {"policy": name, "policy_version": version}
                 entries[run_key(run_id)] = run_text(run_id, {**run, **made})
             # Before the commit, so that whoever sees the version finds it stamped.
-            self._storage.put(f"{folder}/{MANIFEST}", stamped(manifest, name, version))
+            self._storage.put(f"{folder}/{MANIFEST}", data)
             return Intent(
                 f"register/{folder}",
                 0,
@@ -158,7 +168,25 @@ class Registry:
             )
 
         self._commit_run(run_id, build)
-        return PolicyRef(name, version, folder, "version", self._storage)
+        return PolicyRef(name, version, folder, "version", self._storage, sha256)
+
+    def record_manifest(self, ref: PolicyRef, sha256: str) -> None:
+        """Record the sha256 of a version's manifest, where none is: from now on it is checked.
+
+        Raises: NotFound, StorageFailed; CommitConflict where the entry changed meanwhile.
+        """
+        key = policy_key(ref.name, ref.version)
+        state = self._log.newest()
+        before = state.entries.get(key)
+        if before is None:
+            raise NotFound(f"policy {ref}: not in this lake any more.")
+        entries = {key: json.dumps({**json.loads(before), "manifest_sha256": sha256})}
+        producer = f"record-manifest/{new_ulid()}"
+        self._log.commit(
+            lambda state: Intent(
+                producer, 0, "RECORD MANIFEST", entries=entries, expected={key: before}
+            )
+        )
 
     def _put(self, folder: str, files: Mapping[str, bytes]) -> None:
         """Write a package's files; where the store refuses one, the others go again."""
@@ -203,7 +231,9 @@ class Registry:
                 f"policy {text!r}: version {version} is not there, found {min(versions)}.."
                 f"{max(versions)}{was}. `replaylake policies list` names them."
             )
-        return PolicyRef(name, version, versions[version]["path"], selected_by, self._storage)
+        entry = versions[version]
+        sha256 = entry.get("manifest_sha256")
+        return PolicyRef(name, version, entry["path"], selected_by, self._storage, sha256)
 
     def newest(self, name: str) -> PolicyRef:
         """Find the newest version of a policy, wherever its aliases point. Raises: NotFound."""
@@ -230,6 +260,7 @@ class Registry:
             )
         return {
             **row_of(state, name, version, entry),
+            "manifest_sha256": entry.get("manifest_sha256"),
             "lineage": entry["lineage"],
             "notes": [asdict(note) for note in notes_in(state, name, version)],
             "protected": is_protected_in(state, name, version),

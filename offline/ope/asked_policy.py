@@ -83,7 +83,7 @@ def ask_for(lake: Lake, question: Question, spec: DatasetSpec) -> AskedPolicy:
         named = {"policy": RANDOM, "policy_version": None, "acts": "uniform"}
         return AskedPolicy(TargetPolicy(uniform), named, TrainingSet())
     ref = lake.registry.resolve(question.policy)
-    policy = load_policy(ref.path)
+    policy = load_policy(ref.path, ref.manifest_sha256)
     _check_spaces(str(ref), policy.spec, spec)
     target = TargetPolicy(policy, question.exploration)
     training = training_set(lake, ref)

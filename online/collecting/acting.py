@@ -34,6 +34,7 @@ class Acting:
     mode. epsilon: probability of a uniform action instead (Discrete). noise: standard deviation of
     Gaussian noise on a Box's actions, in halves of its range, clipped to its bounds (Lillicrap et
     al. 2016; Fujimoto et al. 2018, section 6.1); such an action has no density.
+    manifest_sha256: what a registered policy's package is checked against wherever it is loaded.
     """
 
     name: str = RANDOM
@@ -42,6 +43,7 @@ class Acting:
     temperature: float = 1.0
     epsilon: float = 0.0
     noise: float = 0.0
+    manifest_sha256: str | None = None
 
     def __post_init__(self) -> None:
         expect(self.temperature >= 0, "acting: temperature", self.temperature, "0 or more")
@@ -53,7 +55,7 @@ class Acting:
         if isinstance(self.source, GraphBytes):
             return graph_policy(self.source.onnx, self.source.spec)
         if isinstance(self.source, Path):
-            return load_policy(self.source)
+            return load_policy(self.source, self.manifest_sha256)
         if self.source is not None:
             return self.source
         return UniformPolicy(

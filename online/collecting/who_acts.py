@@ -52,4 +52,4 @@ def _resolved(lake: Lake, policy: str) -> Acting:
     if policy == RANDOM:
         return Acting()
     ref = lake.registry.resolve(policy)
-    return Acting(ref.name, ref.version, ref.path)
+    return Acting(ref.name, ref.version, ref.path, manifest_sha256=ref.manifest_sha256)

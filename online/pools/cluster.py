@@ -111,7 +111,7 @@ class Cluster:
 def _with_graph(acting: Acting) -> Acting:
     if not isinstance(acting.source, Path):
         return acting
-    manifest, files = read_checked(acting.source)
+    manifest, files = read_checked(acting.source, acting.manifest_sha256)
     return replace(acting, source=GraphBytes(files[GRAPH], manifest.spec))
 
 

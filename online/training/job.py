@@ -192,7 +192,7 @@ def _start(lake: Lake, config: OnlineConfig) -> _Start:
     """Read the policy that is started from. Raises: NotFound, PackageInvalid."""
     assert config.start_from is not None, "asked for where there is one"
     ref = lake.registry.resolve(config.start_from)
-    manifest = check_package(ref.path)
+    manifest = check_package(ref.path, ref.manifest_sha256)
     theirs = manifest.body.get("algorithm")
     if theirs != config.algorithm:
         raise PackageInvalid(
@@ -200,7 +200,7 @@ def _start(lake: Lake, config: OnlineConfig) -> _Start:
             f"as this run's. Train with --algorithm {theirs}, or start from another policy."
         )
     options = manifest.body.get("config", {}).get("options", {})
-    return _Start(load_learner_weights(ref.path), options)
+    return _Start(load_learner_weights(ref.path, ref.manifest_sha256), options)
 
 
 def _mask_size(request: OnlineRequest) -> int | None:

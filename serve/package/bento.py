@@ -109,7 +109,7 @@ def package_bento(policy: PolicyRef, output: Path) -> BentoReceipt:
     ServeFailed if what is installed here cannot be locked, ServeFailed if BentoML refuses.
     """
     output = Path(output).absolute()
-    manifest = check_package(policy.path)
+    manifest = check_package(policy.path, policy.manifest_sha256)
     check_servable(ServeConfig(policy.path, policy.name, policy.version))
     _check_free(output)
     # With obstore, for lakes on object stores, where it is installed.
@@ -144,7 +144,8 @@ def package_bento(policy: PolicyRef, output: Path) -> BentoReceipt:
         (built / _PYTHON / "requirements.lock.txt").write_text(required, encoding="utf-8")
         (built / _DOCKERFILE).write_text(dockerfile(tag), encoding="utf-8")
         _move(built, output)
-    check_package(output / "src" / _PACKAGE)
+    # What was checked is what was copied.
+    check_package(output / "src" / _PACKAGE, manifest.sha256)
     return _receipt(policy, output, manifest.sha256, wheel, pins)
 
 

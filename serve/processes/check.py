@@ -17,7 +17,7 @@ from replaylake.datastore.policies.exploration import parse_exploration
 from replaylake.datastore.policies.package import check_package, load_policy
 from replaylake.datastore.spaces import describe, take
 from replaylake.serve.config import ServeConfig
-from replaylake.serve.loading import check_exploration, load_served
+from replaylake.serve.loading import check_exploration, load_registered
 from replaylake.serve.monitoring.drift import training_moments
 from replaylake.serve.processes.server import check_installed, listener_on, resolve_host
 from replaylake.serve.safety.limits import check_open_to_others
@@ -72,12 +72,12 @@ def _checked(what: str, check: Callable[[ServeConfig], str], config: ServeConfig
 
 
 def _package(config: ServeConfig) -> str:
-    manifest = check_package(config.package)
+    manifest = check_package(config.package, config.manifest_sha256)
     return f"{config.policy}:{config.version}, sha256 {manifest.sha256[:16]}, every file as it says"
 
 
 def _policy(config: ServeConfig) -> str:
-    policy = load_policy(config.package)
+    policy = load_policy(config.package, config.manifest_sha256)
     num = try_policy(policy, parse_exploration(None), f"policy {config.policy}:{config.version}")
     spec = policy.spec
     return (
@@ -88,7 +88,7 @@ def _policy(config: ServeConfig) -> str:
 
 def _exploration(config: ServeConfig) -> str:
     exploration = parse_exploration(config.explore)
-    policy = load_policy(config.package)
+    policy = load_policy(config.package, config.manifest_sha256)
     check_exploration(exploration, policy.spec)
     try_policy(policy, exploration, f"policy {config.policy}:{config.version}")
     if exploration.is_on:
@@ -99,7 +99,7 @@ def _exploration(config: ServeConfig) -> str:
 
 
 def _speed(config: ServeConfig) -> str:
-    policy = load_policy(config.package)
+    policy = load_policy(config.package, config.manifest_sha256)
     values = sample_values(policy.spec.observation_space, 1, np.random.default_rng(0))
     state, times = policy.initial_state(1), []
     for _ in range(_NUM_TIMED):
@@ -110,7 +110,7 @@ def _speed(config: ServeConfig) -> str:
 
 
 def _drift(config: ServeConfig) -> str:
-    manifest = check_package(config.package)
+    manifest = check_package(config.package, config.manifest_sha256)
     moments = training_moments(manifest.body, manifest.spec)
     if moments is None:
         return "not measured: the package does not say what its training observations were"
@@ -133,9 +133,9 @@ def _canary(number: int) -> Callable[[ServeConfig], str]:
         assert config.lake is not None, "the config saw to it"
         canary = parse_canaries(config.canary)[number]
         ref = open_lake(config.lake).registry.resolve(canary.reference)
-        main = check_package(config.package).spec
+        main = check_package(config.package, config.manifest_sha256).spec
         exploration = parse_exploration(config.explore)
-        load_served(ref.path, ref.name, ref.version, canary.reference, exploration, main)
+        load_registered(ref, canary.reference, exploration, main)
         return f"{ref}, {canary.weight:.0%} of the episodes, the same spaces; acts"
 
     return check
@@ -148,7 +148,7 @@ def _log(config: ServeConfig) -> str:
     dataset = open_lake(config.lake).dataset(config.log_to)
     if not dataset.exists():
         return f"{config.log_to} is not there yet: it is made when the server starts"
-    theirs, ours = dataset.spec, check_package(config.package).spec
+    theirs, ours = dataset.spec, check_package(config.package, config.manifest_sha256).spec
     for what in ("observation_space", "action_space"):
         if not compatible(getattr(theirs, what), getattr(ours, what)):
             raise SchemaMismatch(

@@ -172,10 +172,13 @@ def test_a_log_without_episodes_to_compare_on_refuses_too(
     assert run("policies", "history", "p").code == 0
 
 
+@pytest.mark.slow
 def test_what_learned_to_keep_a_cost_low_is_judged_by_that(run: Any, opened: Lake) -> None:
     """Trained with --reward=-reward, it takes the action that earns nothing, and is the better."""
-    options = ("--reward=-reward", "--holdout", "0.7", "--updates", "200")
-    ran = run("train", "offline", "log", "--algorithm", "ips_bandit", "--policy", "p", *options)
+    ran = run("train", "offline", "log", "--algorithm", "ips_bandit", "--policy", "p",
+              "--reward=-reward", "--holdout", "0.7", "--updates", "60",
+              "--set", "select=last", "--set", "hidden_sizes=[8]",
+              "--set", "learning_rate=0.02")  # fmt: skip
     assert ran.code == 0, ran.err
     ran = run("ope", "log", "--policy", "p:3", *CHEAP)
     assert ran.code == 0, ran.out
@@ -199,6 +202,40 @@ def test_what_learned_to_keep_a_cost_low_is_judged_by_that(run: Any, opened: Lak
     assert named.code == 0, named.out
     assert "  reward: (-(reward)), as asked; the policy was trained with it; gamma 1" in named.out
     assert "  reward of the champion: (-(reward)), as asked; the policy's lineage na" in named.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ope", "log", "--policy", "p:2", *CHEAP),
+        ("promote", "p:2", "--to", "champion", *GATE),
+        ("replay-decisions", "p:2", "log"),
+        ("evaluate", "p:2", "--env", "CartPole-v1"),
+        ("rollout", "--env", "CartPole-v1", "--policy", "p:2", "--dataset", "new",
+         "--episodes", "1"),
+        ("train", "online", "--env", "CartPole-v1", "--algorithm", "dqn", "--policy", "q",
+         "--dataset", "new", "--steps", "10", "--start-from", "p:2"),
+        ("policies", "show", "p:2"),
+        ("serve", "p:2", "--check"),
+        ("package", "p:2", "--output", "bento"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)  # fmt: skip
+def test_a_manifest_that_was_altered_is_refused(
+    run: Any, opened: Lake, arguments: tuple[str, ...]
+) -> None:
+    """Actions that start at 5 in place of 0: all of them would be others."""
+    path = opened.registry.resolve("p:2").path / "manifest.json"
+    before = path.read_text()
+    path.write_text(before.replace('"start": 0', '"start": 5'))
+    assert path.read_text() != before
+    ran = run(*arguments)
+    assert ran.code == 1, ran
+    assert f"error: {path}: found sha256 " in ran.err
+    assert "the manifest was altered. Restore it from a copy of the lake" in ran.err
+    assert opened.datasets() == ["log"]
+    assert not Path("bento").exists()
+    assert run("fsck").code == 3
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ from replaylake.datastore.maintenance.fsck.dataset_check import (
 from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding
 from replaylake.datastore.maintenance.fsck.quarantine import Repair
 from replaylake.datastore.names import LAKE_ROOT
+from replaylake.datastore.policies.manifest import MANIFEST, Manifest
 from replaylake.datastore.policies.package import check_package
+from replaylake.datastore.policies.registry import PolicyRef
 from replaylake.datastore.runs.metrics import damaged_pieces
 
 DEFAULT_ORPHAN_AGE_S: Final = 7 * 86_400.0
@@ -78,8 +80,8 @@ def fsck(
         datasets: names; also of datasets whose log cannot be read any more.
         all_versions: look at the shards of every kept version, not of the newest alone.
         repair: take damaged shards, rows that are there twice and old orphans into
-            `<dataset>/_quarantine`, and write damaged checkpoints again. Nothing is deleted for
-            good.
+            `<dataset>/_quarantine`, write damaged checkpoints again, and record the hashes of
+            manifests that have none on record. Nothing is deleted for good.
         orphan_age_s: a file that no version names is an orphan once it is older.
         on_progress: called after each shard.
         now_ms: the time to judge age by; the clock's by default.
@@ -99,7 +101,7 @@ def fsck(
     check = DatasetCheck(lake, all_versions, repair, horizon_ms, on_progress)
     for name in names:
         check.run(name)
-    num_policies = 0 if datasets else _check_lake(lake, check, horizon_ms)
+    num_policies = 0 if datasets else _check_lake(lake, check, horizon_ms, repair=repair)
     return FsckReport(
         datasets=tuple(check.datasets),
         num_policies=num_policies,
@@ -124,7 +126,7 @@ def _all_datasets(lake: Lake) -> list[str]:
     return names
 
 
-def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int) -> int:
+def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int, *, repair: bool) -> int:
     """Check the lake's log, its policies, its runs' metrics and what crashes left.
 
     Returns how many policies there are.
@@ -142,9 +144,30 @@ def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int) -> int:
         return 0
     policies = lake.registry.list()
     for row in policies:
-        name = f"{row['policy']}:{row['version']}"
+        ref = lake.registry.resolve(f"{row['policy']}:{row['version']}")
+        # What the store has is checked, and not a copy of this machine's.
+        storage.forget(f"{ref.folder}/{file}" for file in storage.names(ref.folder))
         try:
-            check_package(lake.registry.resolve(name).path)
+            manifest = check_package(ref.path, ref.manifest_sha256)
         except ReplayLakeError as error:
-            check.add(ERROR, "policy", str(row["path"]), f"policy {name}: {error}")
+            check.add(ERROR, "policy", ref.folder, f"policy {ref}: {error}")
+            continue
+        if ref.manifest_sha256 is None:
+            _check_unrecorded(lake, check, ref, manifest, repair=repair)
     return len(policies)
+
+
+def _check_unrecorded(
+    lake: Lake, check: DatasetCheck, ref: PolicyRef, manifest: Manifest, *, repair: bool
+) -> None:
+    """Note a manifest whose hash is not in the registry; with repair, record the one it has."""
+    path = f"{ref.folder}/{MANIFEST}"
+    message = (
+        f"policy {ref} was registered before the sha256 of manifests was recorded: nothing tells "
+        f"whether its manifest is what it was. Look at it with `replaylake policies show {ref} "
+        "--json`; --repair records the hash that it has now."
+    )
+    check.add(NOTE, "unverified", path, message)
+    if repair:
+        lake.registry.record_manifest(ref, manifest.sha256)
+        check.repairs.append(Repair("recorded", "", path, "", None, 0, None))

@@ -21,9 +21,11 @@ from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, NotFound, ReplayLakeError, ShardCorrupt
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
 from replaylake.datastore.maintenance.fsck.finding import NOTE, Finding, Findings
 from replaylake.datastore.maintenance.fsck.fsck import FsckReport, fsck
+from replaylake.datastore.policies.entries import policy_key
 from replaylake.datastore.query import summaries
 from replaylake.datastore.table.table import WrittenRows
 
@@ -344,6 +346,62 @@ def test_policy_packages(lake: Lake, package: Path) -> None:
     assert said(report) == [("error", "policy")]
     assert "policy p:1: " in report.findings[0].message
     assert report.num_policies == 2
+
+
+def test_a_policys_manifest(lake: Lake, package: Path) -> None:
+    ref = lake.registry.register("p", package, run_id="r", lineage={})
+    path = ref.path / "manifest.json"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"start": 0', b'"start": 5'))
+    assert path.read_bytes() != data
+    report = fsck(lake, repair=True)
+    assert said(report) == [("error", "policy")]
+    assert report.findings[0].path == ref.folder
+    assert "manifest was altered. Restore it from a copy" in report.findings[0].message
+    assert report.repairs == ()
+    path.write_bytes(data)
+    assert fsck(lake).findings == ()
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_any_byte_of_a_manifest(lake: Lake, package: Path) -> None:
+    ref = lake.registry.register("p", package, run_id="r", lineage={})
+    path = ref.path / "manifest.json"
+    for position in range(len(path.read_bytes())):
+        flip(path, position, position % 8)
+        assert said(fsck(lake)) == [("error", "policy")], position
+        flip(path, position, position % 8)
+    assert fsck(lake).findings == ()
+
+
+def test_a_manifest_that_has_no_hash_on_record(lake: Lake, package: Path) -> None:
+    """As of policies that were registered before hashes were recorded."""
+    ref = lake.registry.register("p", package, run_id="r", lineage={})
+    log = CommitLog(lake.storage, "_lake")
+    entry = json.loads(log.newest().entries[policy_key("p", 1)])
+    assert entry.pop("manifest_sha256") == ref.manifest_sha256
+    entries = {policy_key("p", 1): json.dumps(entry)}
+    log.commit(lambda state: Intent("test", 0, "TEST", entries=entries))
+    report = fsck(lake)
+    assert report.is_clean
+    assert said(report) == [("note", "unverified")]
+    (finding,) = report.findings
+    assert finding.path == f"{ref.folder}/manifest.json"
+    assert "policies show p:1 --json`; --repair records the hash" in finding.message
+    (repaired,) = fsck(lake, repair=True).repairs
+    assert (repaired.kind, repaired.path) == ("recorded", finding.path)
+    assert lake.registry.resolve("p").manifest_sha256 == ref.manifest_sha256
+    assert fsck(lake).findings == ()
+
+
+def test_a_remote_policy_is_read_where_it_is(tmp_path: Path, package: Path) -> None:
+    """And not where this machine has a copy of it."""
+    lake = open_lake(f"memory://fsck-{tmp_path.name}", create=True)
+    for number, file in enumerate(("manifest.json", "policy.onnx"), 1):
+        ref = lake.registry.register("p", package, run_id="r", lineage={})
+        data = (ref.path / file).read_bytes()
+        lake.storage.put(f"{ref.folder}/{file}", data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        assert said(fsck(lake)) == [("error", "policy")] * number
 
 
 def test_doubled_decisions(lake: Lake, dataset: Dataset) -> None:

@@ -9,8 +9,11 @@ import pytest
 
 from replaylake.datastore.errors import CommitConflict, NameRefused, NotFound, PackageInvalid
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.log.commit_file import Intent
 from replaylake.datastore.log.commit_log import CommitLog
+from replaylake.datastore.policies.entries import policy_key
 from replaylake.datastore.policies.manifest import GRAPH, LEARNER, MANIFEST, read_checked
+from replaylake.datastore.policies.package import check_package, load_policy
 from replaylake.datastore.policies.registry import PolicyRef, Registry
 from replaylake.datastore.storage import LocalStorage
 
@@ -219,3 +222,92 @@ def test_a_run_that_is_done_does_not_fail_any_more(registry: Registry) -> None:
         registry.record_run("r9", {"status": "failed"}, replaces={"status": "running"})
     (run,) = registry.runs()
     assert run["status"] == "done"
+
+
+def forget_hash(lake: Lake, name: str, version: int) -> None:
+    """Make a version's entry as it was before the sha256 of manifests was recorded."""
+    log = CommitLog(LocalStorage(lake.path), "_lake")
+    entry = json.loads(log.newest().entries[policy_key(name, version)])
+    del entry["manifest_sha256"]
+    entries = {policy_key(name, version): json.dumps(entry)}
+    log.commit(lambda state: Intent(f"test/{name}/{version}", 0, "TEST", entries=entries))
+
+
+def test_a_registered_manifest_is_vouched_for(registry: Registry, package: Path) -> None:
+    """Without that, an action space that starts at 5 in place of 0 changed every action."""
+    ref = register(registry, package)
+    assert ref.manifest_sha256 == read_checked(ref.path)[0].sha256
+    assert registry.resolve("cql").manifest_sha256 == ref.manifest_sha256
+    assert registry.show(ref)["manifest_sha256"] == ref.manifest_sha256
+    path = ref.path / MANIFEST
+    body = json.loads(path.read_bytes())
+    body["policy"]["action_space"]["start"] = 5
+    path.write_bytes(json.dumps(body, indent=2).encode() + b"\n")
+    for damaged in (ref, registry.resolve("cql:1"), registry.newest("cql")):
+        with pytest.raises(PackageInvalid) as refused:
+            _ = damaged.path
+        said = str(refused.value)
+        assert str(path) in said
+        assert f"expected {str(ref.manifest_sha256)[:16]} as it was registered" in said
+        assert "Restore it from a copy of the lake" in said
+    with pytest.raises(PackageInvalid, match="manifest was altered"):
+        load_policy(path.parent, ref.manifest_sha256)
+    path.unlink()
+    with pytest.raises(NotFound, match=r"found no manifest\.json"):
+        _ = ref.path
+
+
+@pytest.mark.slow
+def test_every_bit_of_a_manifest_counts(registry: Registry, package: Path) -> None:
+    ref = register(registry, package)
+    path = ref.path / MANIFEST
+    data = path.read_bytes()
+    for number in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[number // 8] ^= 1 << number % 8
+        path.write_bytes(flipped)
+        with pytest.raises(PackageInvalid, match="manifest was altered"):
+            _ = ref.path
+    path.write_bytes(data)
+    assert ref.path == path.parent
+
+
+def test_a_version_without_a_recorded_hash_still_opens(
+    lake: Lake, registry: Registry, package: Path
+) -> None:
+    register(registry, package)
+    forget_hash(lake, "cql", 1)
+    ref = registry.resolve("cql")
+    assert ref.manifest_sha256 is None
+    assert registry.show(ref)["manifest_sha256"] is None
+    sha256 = check_package(ref.path).sha256
+    registry.record_manifest(ref, sha256)
+    assert registry.resolve("cql").manifest_sha256 == sha256
+    assert registry.show(ref)["lineage"] == {}
+
+
+def test_the_hash_is_of_the_number_that_was_given(lake: Lake, package: Path) -> None:
+    """Of many that register at once, each manifest says its own version, and is hashed so."""
+    registries = [open_lake(lake.path).registry for _ in range(8)]
+    threads = [threading.Thread(target=register, args=(one, package)) for one in registries]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for version in range(1, 9):
+        ref = lake.registry.resolve(f"cql:{version}")
+        assert check_package(ref.path, ref.manifest_sha256).body["version"] == version
+
+
+def test_a_copy_of_a_remote_manifest_is_checked_too(tmp_path: Path, package: Path) -> None:
+    lake = open_lake(f"memory://manifest-{tmp_path.name}", create=True)
+    ref = register(lake.registry, package)
+    path = ref.path / MANIFEST
+    data = path.read_bytes()
+    # A copy of this machine's that went bad is made again; what was damaged at its place is not.
+    path.write_bytes(data.replace(b"cql", b"sql"))
+    assert (ref.path / MANIFEST).read_bytes() == data
+    lake.storage.put(f"{ref.folder}/{MANIFEST}", data.replace(b"cql", b"sql"))
+    lake.storage.forget([f"{ref.folder}/{MANIFEST}"])
+    with pytest.raises(PackageInvalid, match=r"manifest\.json: found .* as committed\. Restore"):
+        _ = ref.path

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
 from replaylake.datastore.holdout import Holdout
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.exploration import Exploration
 from replaylake.datastore.spaces import Discrete
 from replaylake.offline.ope.estimate import compare
+from replaylake.offline.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.ope.fqe_config import FQEConfig
 from replaylake.offline.ope.logged import one_step
 from replaylake.offline.ope.promotion import gate
@@ -417,3 +418,20 @@ def test_one_without_lineage_counts_as_trained_with_the_stored_reward(lake, regi
     )
     assert not found.passed
     assert "would be judged by the stored reward, as its lineage names none" in found.reason
+
+
+def test_a_damaged_manifest_is_neither_evaluated_nor_promoted(lake, register_table):
+    champion, candidate = register_table(lake, "p", BAD), register_table(lake, "p", GOOD)
+    for damaged in (candidate, champion):
+        path = damaged.path / "manifest.json"
+        data = path.read_bytes()
+        for position in range(0, len(data), 40):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << position % 8
+            path.write_bytes(flipped)
+            with pytest.raises(PackageInvalid, match="manifest was altered"):
+                ask(lake, candidate, champion)
+            with pytest.raises(PackageInvalid, match="manifest was altered"):
+                evaluate_policy(lake, Question("log", str(damaged), estimators=CHEAP))
+        path.write_bytes(data)
+    assert ask(lake, candidate, champion).passed

@@ -10,8 +10,8 @@ from replaylake.serve.config import ServeConfig
 from replaylake.serve.package.dockerfile import VARIABLES, dockerfile, readme
 from replaylake.serve.safety.tokens import ROLES, variable_of
 
-# The Bento itself says these.
-SETTLED = {"PACKAGE", "POLICY", "VERSION", "REFERENCE", "SERVER"}
+# The Bento itself says these; `serve` says what hash the registry has.
+SETTLED = {"MANIFEST_SHA256", "PACKAGE", "POLICY", "VERSION", "REFERENCE", "SERVER"}
 
 
 def instructions(text):

@@ -10,12 +10,13 @@ import httpx
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import NotFound, StorageFailed
+from replaylake.datastore.errors import NotFound, PackageInvalid, StorageFailed
 from replaylake.datastore.lake import open_lake
 from replaylake.datastore.policies.package import load_policy, save_package
 from replaylake.datastore.spaces import Box, Discrete
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable, load_serving
+from replaylake.serve.processes.check import check_server
 from replaylake.serve.versions.reload import followed_alias
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
@@ -152,9 +153,46 @@ def test_an_altered_package_and_a_foreign_one_are_refused(kit, lake, register, t
         file.write_bytes((first.path / file.name).read_bytes())
     lake.registry.set_alias("clone", "champion", 3)
     serving.follower.look()
-    assert "says it is clone:1, expected clone:3" in following.refused.reason
+    assert "as it was registered: the manifest was altered" in following.refused.reason
     assert serving.router.one.version == 1
     serving.close()
+    # From outside of a lake nothing vouches for the manifest but what it says.
+    with pytest.raises(PackageInvalid, match=r"says it is clone:1, expected clone:3"):
+        load_serving(ServeConfig(first.path, "clone", 3))
+
+
+def test_a_damaged_manifest_is_neither_loaded_nor_followed(lake, register, caplog):
+    first, second = register(), register()
+    lake.registry.set_alias("clone", "champion", 1)
+    asked = config(lake, first, manifest_sha256=first.manifest_sha256)
+    # A worker that is started again has what the first was told.
+    asked = ServeConfig.from_environment(asked.to_environment())
+    serving = load_serving(asked)
+    path = second.path / "manifest.json"
+    data = path.read_bytes()
+    (following,) = serving.follower.followed
+    for position in range(0, len(data), 40):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        following.refused = None
+        lake.registry.set_alias("clone", "champion", 2)
+        serving.follower.look()
+        assert "manifest was altered" in following.refused.reason
+        assert serving.router.one.version == 1
+        lake.registry.set_alias("clone", "champion", 1)
+    assert "clone@champion: version 2 is refused, version 1 goes on: " in caplog.text
+    serving.close()
+    with pytest.raises(PackageInvalid, match="manifest was altered"):
+        load_serving(config(lake, first, canary=("clone:2=0.1",)))
+    path.write_bytes(data)
+    path = first.path / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"n": 2', b'"n": 3'))
+    for load in (load_serving, check_servable):
+        with pytest.raises(PackageInvalid, match="manifest was altered"):
+            load(asked)
+    (package, *_) = check_server(asked)
+    assert (package.what, package.is_ok) == ("package", False)
 
 
 def test_what_the_head_cannot_explore_is_refused(kit, lake, tmp_path):
