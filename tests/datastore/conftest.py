@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.episode import Episode
@@ -56,3 +58,86 @@ def package(tmp_path: Path) -> Path:
     for name, data in {**files, MANIFEST: manifest_bytes(spec, {"seed": 7}, files)}.items():
         (folder / name).write_bytes(data)
     return folder
+
+
+class _Compact:
+    """Thrift's compact protocol, as much of it as a Parquet page header has."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data, self.at = data, at
+
+    def struct(self) -> dict[int, Any]:
+        fields: dict[int, Any] = {}
+        number = 0
+        while head := self._byte():
+            number = number + (head >> 4) if head >> 4 else self._integer()
+            fields[number] = self._value(head & 15)
+        return fields
+
+    def _value(self, kind: int) -> Any:
+        if kind in (1, 2):
+            return kind == 1
+        if kind in (4, 5, 6):
+            return self._integer()
+        if kind == 8:
+            num = self._varint()
+            self.at += num
+            return self._data[self.at - num : self.at]
+        assert kind == 12, f"a page header has no field of kind {kind}"
+        return self.struct()
+
+    def _byte(self) -> int:
+        self.at += 1
+        return self._data[self.at - 1]
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while (byte := self._byte()) & 0x80:
+            value, shift = value | (byte & 0x7F) << shift, shift + 7
+        return value | byte << shift
+
+    def _integer(self) -> int:
+        value = self._varint()
+        return value >> 1 ^ -(value & 1)
+
+
+def _page_bytes(path: Path) -> bytes:
+    """Decompress every page of a Parquet file: dictionaries and values, whether a row has them.
+
+    Reading by rows shows neither the values of a dictionary that no row has nor statistics.
+    """
+    data, found = path.read_bytes(), []
+    metadata = pq.read_metadata(path)
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            start = column.data_page_offset
+            if column.has_dictionary_page:
+                start = min(start, column.dictionary_page_offset)
+            found += _pages(data, start, start + column.total_compressed_size, column.compression)
+    return b"".join(found)
+
+
+def _pages(data: bytes, start: int, end: int, compression: str) -> list[bytes]:
+    found, at = [], start
+    while at < end:
+        header = _Compact(data, at)
+        fields = header.struct()
+        size, body = fields[2], data[header.at : header.at + fields[3]]
+        at = header.at + fields[3]
+        v2 = fields.get(8, {})
+        levels = v2.get(5, 0) + v2.get(6, 0)  # never compressed
+        if size == levels:
+            body = body[:levels]  # no values: what is there is an empty frame
+        elif compression != "UNCOMPRESSED" and v2.get(7, True):
+            codec = pa.Codec(compression.lower())
+            body = body[:levels] + codec.decompress(body[levels:], size - levels, asbytes=True)
+        assert len(body) == size
+        found.append(body)
+    assert at == end
+    return found
+
+
+@pytest.fixture
+def page_bytes() -> Callable[[Path], bytes]:
+    return _page_bytes

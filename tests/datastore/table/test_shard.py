@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,8 +103,8 @@ def test_a_file_may_weigh_more_than_its_rows_in_memory(
     """A dictionary is there once in memory, and once a row group in the file."""
     monkeypatch.setattr(shard_module, "ROW_GROUP_ROWS", 100)
     rng = np.random.default_rng(0)
-    names = pa.array([rng.bytes(400).hex() for _ in range(1000)])
-    indices = pa.array(np.tile(np.arange(100, dtype=np.int32) * 10, 40))
+    names = pa.array([rng.bytes(400).hex() for _ in range(100)])
+    indices = pa.array(np.tile(np.arange(100, dtype=np.int32), 40))
     rows = pa.table({"name": pa.DictionaryArray.from_arrays(indices, names)})
     entry = write_shard(storage, "t", rows)
     assert entry.size_bytes > rows.nbytes + (1 << 18)
@@ -220,3 +221,70 @@ def test_the_smallest_leaf_tells_where_a_column_is_null(
     assert leaf == "final.at.list.element" or len(null) == 3
     (batch,) = row_group_batches(path, 0, [leaf], 64)
     assert batch["final"].is_null().to_pylist() == [row in null for row in range(3)]
+
+
+def _filtered(column: pa.Array) -> pa.Table:
+    rows = pa.table({"x": column, "n": pa.array(range(len(column)), pa.int64())})
+    return rows.filter(pa.array([False, True, True, True]))
+
+
+_NAMES = pa.array(["erased", "b", None, "c"]).dictionary_encode()
+_OTHERS = pa.array(["erased", "x", "y", "z"]).dictionary_encode()
+_ENDS = pa.array([0, 1, 2, 3, 4], pa.int32())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(_filtered(_NAMES), id="filtered"),
+        pytest.param(_filtered(_OTHERS), id="filtered-without-nulls"),
+        pytest.param(_filtered(_NAMES).slice(1), id="slice"),
+        pytest.param(
+            pa.concat_tables([_filtered(_NAMES), _filtered(_OTHERS)]), id="of-two-dictionaries"
+        ),
+        pytest.param(pa.table({"x": _OTHERS}).take([2, 2, 1]), id="taken"),
+        pytest.param(_filtered(pa.StructArray.from_arrays([_NAMES], ["name"])), id="struct"),
+        pytest.param(
+            _filtered(pa.StructArray.from_arrays([_NAMES], ["name"])).slice(1), id="struct-slice"
+        ),
+        pytest.param(_filtered(pa.ListArray.from_arrays(_ENDS, _NAMES)), id="list"),
+        pytest.param(
+            pa.table({"x": pa.ListArray.from_arrays(_ENDS, _OTHERS)}).slice(1), id="list-slice"
+        ),
+        pytest.param(
+            pa.table({"x": pa.FixedSizeListArray.from_arrays(_OTHERS, 1)}).slice(1),
+            id="fixed-size-list-slice",
+        ),
+        pytest.param(
+            _filtered(
+                pa.MapArray.from_arrays(_ENDS, pa.array(["k"] * 4).dictionary_encode(), _NAMES)
+            ),
+            id="map",
+        ),
+    ],
+)
+def test_a_shard_has_no_value_that_no_row_has(
+    storage: LocalStorage, page_bytes: Callable[[Path], bytes], rows: pa.Table
+) -> None:
+    entry = write_shard(storage, "t", rows)
+    path = storage.local(f"t/{entry.path}")
+    assert read_shard(path, entry).to_pylist() == rows.to_pylist()
+    assert read_shard(path, entry).schema.field("x").type == rows.schema.field("x").type
+    assert b"erased" not in page_bytes(path) + path.read_bytes()
+    column = pq.read_metadata(path).row_group(0).column(0)
+    assert "RLE_DICTIONARY" in column.encodings
+
+
+def test_a_row_group_has_the_values_and_statistics_of_its_own_rows(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_module, "ROW_GROUP_ROWS", 3)
+    names = pa.array(["a", None, "b", "c", None, "d"]).dictionary_encode()
+    entry = write_shard(storage, "t", pa.table({"x": names}))
+    path = storage.local(f"t/{entry.path}")
+    metadata = pq.read_metadata(path)
+    found = [metadata.row_group(number).column(0).statistics for number in range(2)]
+    assert [(one.min, one.max, one.null_count) for one in found] == [("a", "b", 1), ("c", "d", 1)]
+    file = pq.ParquetFile(path, read_dictionary=["x"])
+    second = file.read_row_group(1)["x"].combine_chunks()
+    assert second.dictionary.to_pylist() == ["c", "d"]
