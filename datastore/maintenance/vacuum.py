@@ -29,6 +29,7 @@ from replaylake.datastore.maintenance.kept import (
 )
 from replaylake.datastore.maintenance.retention import MIN_KEEP_S, retention_of
 from replaylake.datastore.names import LAKE_ROOT
+from replaylake.datastore.query import summaries
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
 from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.runs.lease import RunLease
@@ -185,6 +186,9 @@ class _Run:
             delete,
             lambda: kept_since(self._lake, name, kept, self._now_ms),
         )
+        if delete and not self._is_below_link(f"{name}/{summaries.FOLDER}"):
+            # What is derived from a shard leaves with it.
+            summaries.forget_gone(self._storage, name)
         self._views(name, delete)
 
     def _views(self, name: str, delete: bool) -> None:

@@ -37,7 +37,7 @@ from replaylake.datastore.query.statements import execute
 from replaylake.datastore.storage import Storage
 from replaylake.datastore.table.table import TableSnapshot
 
-_FOLDER: Final = "_derived/episodes"
+FOLDER: Final = "_derived/episodes"
 _ABOUT: Final = b"replaylake.summary"
 _SHARD: Final = "shard"
 # Below this many steps a piece, the summary would be about as large as the steps' own columns.
@@ -109,8 +109,19 @@ def refresh(snapshot: TableSnapshot) -> bool:
 
 def forget(storage: Storage, root: str) -> None:
     """Delete a table's summaries, here and in this process's memory. Raises: StorageFailed."""
-    storage.delete([f"{root}/{_FOLDER}/{name}" for name in storage.names(f"{root}/{_FOLDER}")])
+    storage.delete([f"{root}/{FOLDER}/{name}" for name in storage.names(f"{root}/{FOLDER}")])
     _remember(storage, root, None)
+
+
+def forget_gone(storage: Storage, root: str) -> None:
+    """Delete a table's summaries where one may tell of shards that are gone.
+
+    They are made anew from what is there when that pays. Raises: StorageFailed.
+    """
+    names = storage.names(f"{root}/{FOLDER}")
+    summary = _load(storage, root) if len(names) == 1 else None
+    if summary is None or len(_existing(storage, root, summary.shards)) < len(summary.shards):
+        forget(storage, root)
 
 
 def _uncovered(snapshot: TableSnapshot, summary: Summary | None) -> tuple[FileEntry, ...]:
@@ -186,7 +197,7 @@ def _are_distinct(pieces: pa.Table) -> bool:
 
 def _write(storage: Storage, root: str, summary: Summary) -> str:
     """Write a summary in the place of older ones, and return its name."""
-    older = storage.names(f"{root}/{_FOLDER}")
+    older = storage.names(f"{root}/{FOLDER}")
     there = _existing(storage, root, summary.shards)
     kept = [place for place, path in enumerate(summary.shards) if path in there]
     pieces = summary.pieces
@@ -202,11 +213,11 @@ def _write(storage: Storage, root: str, summary: Summary) -> str:
     pq.write_table(table, sink, compression="zstd", compression_level=1)
     data = sink.getvalue().to_pybytes()
     name = f"{new_ulid()}-{hashlib.sha256(data).hexdigest()}.parquet"
-    storage.put(f"{root}/{_FOLDER}/{name}", data)
+    storage.put(f"{root}/{FOLDER}/{name}", data)
     if not there.issuperset(shards) or len(_existing(storage, root, shards)) < len(shards):
-        storage.delete([f"{root}/{_FOLDER}/{name}"])
+        storage.delete([f"{root}/{FOLDER}/{name}"])
         return _last_name(storage, root)
-    storage.delete([f"{root}/{_FOLDER}/{old}" for old in older if old < name])
+    storage.delete([f"{root}/{FOLDER}/{old}" for old in older if old < name])
     return name
 
 
@@ -222,13 +233,13 @@ def _existing(storage: Storage, root: str, shards: Sequence[str]) -> set[str]:
 
 
 def _last_name(storage: Storage, root: str) -> str:
-    names = storage.names(f"{root}/{_FOLDER}")
+    names = storage.names(f"{root}/{FOLDER}")
     return names[-1] if names else ""
 
 
 def _load(storage: Storage, root: str) -> Summary | None:
     """Return the newest summary that can be read; from memory where it was read before."""
-    names = storage.names(f"{root}/{_FOLDER}")
+    names = storage.names(f"{root}/{FOLDER}")
     last = names[-1] if names else ""
     with _lock:
         known = _cache.get((storage.url, root))
@@ -237,7 +248,7 @@ def _load(storage: Storage, root: str) -> Summary | None:
             return known[1]
     for name in reversed(names):
         # Deleted meanwhile, or damaged: it is derived, and the one before may do.
-        if (summary := _read(storage.get(f"{root}/{_FOLDER}/{name}"), name)) is not None:
+        if (summary := _read(storage.get(f"{root}/{FOLDER}/{name}"), name)) is not None:
             _remember(storage, root, (last, summary))
             return summary
     return None
