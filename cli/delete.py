@@ -91,18 +91,31 @@ def _deleted(done: Deleted) -> Iterator[str]:
     left = f"{count(done.steps_left, 'step')} left"
     if done.num_episodes == 0:
         yield f"{done.dataset}: nothing to delete"
+        yield from _undecided(done)
     elif done.dry_run:
         yield f"{done.dataset}: would delete {what}; {left}"
+        yield from _undecided(done)
         yield f"  {NOTHING_CHANGED}"
     else:
         at = "" if done.version is None else f"@{done.version}"
         yield f"{done.dataset}{at}: deleted {what}; {left}"
         yield "  earlier versions keep them until vacuum; --purge takes them out of those too"
+        yield from _undecided(done)
+
+
+def _undecided(done: Deleted | Purged) -> Iterator[str]:
+    if done.num_undecided:
+        yield (
+            f"  {count(done.num_undecided, 'episode')} in quarantine may be meant, too: the "
+            f"condition asks what is not known of them. Look into {done.dataset}.quarantine, and "
+            "name them by episode_id"
+        )
 
 
 def _purged(done: Purged) -> Iterator[str]:
     if done.num_episodes == 0:
         yield f"{done.dataset}: nothing to purge"
+        yield from _undecided(done)
         return
     what = (
         f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')} of the newest "
@@ -122,6 +135,7 @@ def _purged(done: Purged) -> Iterator[str]:
     for policy, num in done.policies.items():
         of = "some, perhaps: its version cannot be read" if num is None else count(num, "episode")
         yield f"  policy {policy} was trained on them: {of}"
+    yield from _undecided(done)
     if done.dry_run:
         yield f"  {NOTHING_CHANGED}"
         return
@@ -130,7 +144,12 @@ def _purged(done: Purged) -> Iterator[str]:
     for path in done.named_in:
         yield f"  an id stands in {path}"
     scanned = f"{count(done.num_scanned, 'file')} scanned"
-    yield f"  {scanned}: none is left" if done.is_proven else f"  {scanned}: not all is gone"
+    if done.is_proven:
+        yield f"  {scanned}: none is left"
+    elif done.left or done.named_in:
+        yield f"  {scanned}: not all is gone"
+    else:
+        yield f"  {scanned}: all that was selected is gone"
 
 
 def _ranges(versions: tuple[tuple[int, int], ...]) -> str:

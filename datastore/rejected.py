@@ -25,6 +25,8 @@ REJECTED_SCHEMA: Final = pa.schema(
         pa.field("checks", pa.list_(pa.string()), nullable=False),
         pa.field("reasons", pa.list_(pa.string()), nullable=False),
         pa.field("row", pa.string()),
+        # JSON of ours to theirs: the columns of `row` that are fields of ours, where that is known.
+        pa.field("mapping", pa.string()),
         pa.field("producer", pa.string(), nullable=False),
         pa.field("ingested_at", TIMESTAMP_TYPE, nullable=False),
     ]

@@ -32,7 +32,11 @@ class LoggedEpisode(Episode):
 
 @dataclass(frozen=True)
 class Rejected:
-    """An episode that did not pass the door; `rows` are its steps as the log has them, if known."""
+    """An episode that did not pass the door.
+
+    `rows` are its steps as the log has them, if known, and `mapping` says which of their columns is
+    which field of ours, by our names.
+    """
 
     source_episode_id: str
     num_steps: int
@@ -40,6 +44,7 @@ class Rejected:
     agent_id: str = ""
     rows: pa.Table | None = field(default=None, compare=False, repr=False)
     places: Places | None = field(default=None, compare=False, repr=False)
+    mapping: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:

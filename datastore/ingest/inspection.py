@@ -21,8 +21,8 @@ from replaylake.datastore.ingest.runs import (
     in_runs,
     one_refusal,
     refused_whole,
-    rows_of_runs,
     whole_of,
+    with_rows,
 )
 from replaylake.datastore.schema import DatasetSpec, arrow_schema
 from replaylake.datastore.table.delta_schema import to_delta
@@ -128,7 +128,7 @@ class Inspection:
             if isinstance(found, Rejected):
                 yield found
             elif said := [self._door.refusal(r) for r in found if _key(r) in self._refused]:
-                yield replace(one_refusal(said, found), rows=rows_of_runs(found))
+                yield with_rows(one_refusal(said, found), found)
             else:
                 yield from map(self._door.fitted, found)
 
@@ -139,7 +139,7 @@ class Inspection:
         for one, runs in rejected:
             self._reject(one)
             if self._kept is not None:
-                self._keep([replace(one, rows=rows_of_runs(runs))])
+                self._keep([with_rows(one, runs)])
         self.num_episodes += num_whole(accepted, self._last)
         if accepted:
             self._last = whole_of(accepted[-1])

@@ -23,7 +23,12 @@ from replaylake.datastore.errors import AlreadyExists
 from replaylake.datastore.formats.checks import Check
 from replaylake.datastore.formats.format import Rejected
 from replaylake.datastore.rejected import REJECTED_SCHEMA
-from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, SOURCE_EPISODE_ID
+from replaylake.datastore.schema import (
+    AGENT_ID,
+    EPISODE_ID,
+    SOURCE_EPISODE_ID,
+    STANDARD_COLUMNS,
+)
 from replaylake.datastore.spaces import Values
 from replaylake.datastore.table.table import WrittenRows
 
@@ -129,6 +134,7 @@ class Quarantine:
             "checks": [checks] * num,
             "reasons": [reasons] * num,
             "row": texts,
+            "mapping": [_mapping(rejected)] * num,
             "producer": [self._producer] * num,
             "ingested_at": [self._now] * num,
         }
@@ -150,6 +156,12 @@ def told(checks: Sequence[Check]) -> dict[str, Any]:
     for entry in entries:
         del entry["place"]
     return {"checks": entries} if entries else {}
+
+
+def _mapping(rejected: Rejected) -> str | None:
+    if rejected.mapping is None:
+        return None
+    return json.dumps({o: t for o, t in rejected.mapping.items() if o in STANDARD_COLUMNS})
 
 
 def rows_of(episode: Episode) -> pa.Table:

@@ -76,10 +76,11 @@ def one_refusal(said: Sequence[Rejected], runs: Sequence[Episode]) -> Rejected:
     )
 
 
-def rows_of_runs(runs: Sequence[Episode]) -> pa.Table:
-    """Return the rows of all runs, as `rows_of` has them."""
+def with_rows(refusal: Rejected, runs: Sequence[Episode]) -> Rejected:
+    """Return a refusal with the rows of all runs, as `rows_of` has them: under our names."""
     tables = [rows_of(run) for run in runs]
-    return pa.concat_tables(tables, promote_options="default") if len(tables) > 1 else tables[0]
+    rows = pa.concat_tables(tables, promote_options="default") if len(tables) > 1 else tables[0]
+    return replace(refusal, rows=rows, mapping={name: name for name in rows.column_names})
 
 
 def _places_of(runs: Sequence[Episode]) -> Places | None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.lake import Lake
@@ -53,7 +54,8 @@ class Deleted:
     version: the commit; None if nothing was there to delete. Counts of the episodes, their steps,
     and the decisions and rewards that they were made of, or that waited to become one of their
     steps; num_rejected: their rows in quarantine; num_received: those that clients sent as
-    episodes. steps_left: what the dataset holds afterwards.
+    episodes. steps_left: what the dataset holds afterwards. num_undecided: episodes in quarantine
+    that stay, as the condition asks what is not known of them.
     """
 
     dataset: str
@@ -66,6 +68,7 @@ class Deleted:
     num_rejected: int
     num_received: int
     steps_left: int
+    num_undecided: int
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -91,8 +94,8 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
         lake: the lake.
         dataset: its name.
         where: an SQL condition over the columns of `episodes`, as for Snapshot.replay. It selects
-            from the quarantine too, of whose episodes the ids and num_steps are known, all else
-            NULL, and from what was received of episodes that have no step in the dataset yet.
+            from the quarantine too, of whose episodes the ids, num_steps, policy and its versions
+            are known, and from what was received of episodes that have no step in the dataset yet.
         dry_run: only count. What waits in the journals of killed servers is then not counted.
 
     What another writer appends to such an episode afterwards comes back: close it before, or delete
@@ -106,17 +109,21 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
     if not dry_run:
         recover_received(handle)
     chosen = [select_episodes(snapshot, condition)]
+    undecided = pa.array([], pa.string())
     if handle.rejected.exists():
-        chosen.append(select_rejected(handle.rejected.snapshot(), condition))
+        rejected = select_rejected(handle.rejected.snapshot(), condition)
+        chosen.append(rejected.selected)
+        undecided = rejected.undecided
     chosen.append(select_waiting(handle, snapshot, condition))
     episodes = pa.chunked_array(chosen, pa.string()).combine_chunks().unique()
+    num_undecided = len(undecided.filter(pc.invert(pc.is_in(undecided, value_set=episodes))))
     if dry_run:
         num_steps = removal(snapshot, EPISODE_ID, episodes).num_rows
         decisions, rewards = count_decisions(handle, feedback_of(handle, snapshot, episodes))
         left = snapshot.num_rows - num_steps
         others = (count_rejected(handle, episodes), count_received(handle, episodes))
         counts = (num_steps, decisions, rewards, *others)
-        return Deleted(dataset, True, None, len(episodes), *counts, left)
+        return Deleted(dataset, True, None, len(episodes), *counts, left, num_undecided)
     done = remove_episodes(handle, episodes, operation="DELETE", producer=f"delete/{new_ulid()}")
     return Deleted(
         dataset,
@@ -129,6 +136,7 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
         done.num_rejected,
         done.num_received,
         handle.table.snapshot().num_rows,
+        num_undecided,
     )
 
 

@@ -2,46 +2,118 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from replaylake.datastore import schema
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.maintenance.removal import count_rows, forget_rows
 from replaylake.datastore.query.episode_views import episodes, groups_of_rows
+from replaylake.datastore.query.expressions import bound_condition
 from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
 from replaylake.datastore.schema import EPISODE_ID
 from replaylake.datastore.table.table import TableSnapshot
 
 _NONE = pa.array([], pa.string())
-# What `episodes` is made of; of a row that is refused, only who and where it is can be trusted.
+# What `episodes` is made of. Of a row that is refused only who and where it is can be trusted, and
+# that is in columns but for the policy, which is where the log has it: under the name that
+# `mapping` has for it, where there is one. Rows that came before there was a `mapping` are asked
+# for our own name, and tell nothing where they lack it.
 _AS_STEPS = f"""
     {schema.EPISODE_ID}, {schema.AGENT_ID}, {schema.SOURCE_EPISODE_ID},
     CAST(row_number AS INTEGER) AS {schema.STEP}, CAST(NULL AS INTEGER) AS {schema.ENV_STEP},
     CAST(NULL AS DOUBLE) AS {schema.REWARD}, CAST(NULL AS BOOLEAN) AS {schema.TERMINATED},
-    CAST(NULL AS BOOLEAN) AS {schema.TRUNCATED}, CAST(NULL AS VARCHAR) AS {schema.POLICY},
-    CAST(NULL AS BIGINT) AS {schema.POLICY_VERSION},
-    CAST(NULL AS TIMESTAMPTZ) AS {schema.TIMESTAMP}
+    CAST(NULL AS BOOLEAN) AS {schema.TRUNCATED}, CAST(NULL AS TIMESTAMPTZ) AS {schema.TIMESTAMP}
 """
+_KNOWN: Final = {
+    schema.EPISODE_ID: "true",
+    schema.AGENT_ID: "true",
+    schema.SOURCE_EPISODE_ID: "true",
+    "num_steps": "true",
+    "policy": f'"{schema.POLICY} is known"',
+    "min_policy_version": f'"{schema.POLICY_VERSION} is known"',
+    "max_policy_version": f'"{schema.POLICY_VERSION} is known"',
+}
 
 
-def select_rejected(snapshot: TableSnapshot, condition: str) -> pa.Array:
-    """Return the ids of the quarantined episodes that a condition over `episodes` selects.
+@dataclass(frozen=True)
+class RejectedEpisodes:
+    """Quarantined episodes by id: `selected`, and those of which it cannot be told: `undecided`."""
 
-    Their ids and num_steps are known, all else is NULL. `condition` is in DuckDB's spelling.
-    Raises: QueryFailed.
+    selected: pa.Array
+    undecided: pa.Array
+
+
+def select_rejected(snapshot: TableSnapshot, condition: str) -> RejectedEpisodes:
+    """Return the quarantined episodes that a condition over `episodes` selects.
+
+    Their ids, num_steps, policy and its versions are known, all else is not. The policy is not
+    where the log did not say which column it is, or where the rows of an episode have several.
+    `condition` is in DuckDB's spelling. Raises: QueryFailed.
     """
     if not (entries := snapshot.files):
-        return _NONE
+        return RejectedEpisodes(_NONE, _NONE)
+    surely, maybe = bound_condition(condition, _KNOWN)
+    names = (schema.POLICY, schema.POLICY_VERSION)
+    logged = ", ".join(
+        f"{_extract_field(snapshot, name, kind)} AS {name}, "
+        f'{_is_field_known(snapshot, name, kind)} AS "{name} is known"'
+        # A row of frames takes long to parse: only where the condition asks.
+        if f'"{name} is known"' in maybe
+        else f'CAST(NULL AS {kind}) AS {name}, false AS "{name} is known"'
+        for name, kind in zip(names, ("VARCHAR", "BIGINT"), strict=True)
+    )
     with fetched(snapshot, entries) as paths, scanning() as connection:
-        rows = f"SELECT {_AS_STEPS} FROM {located(snapshot, paths)}"
+        rows = f"SELECT {_AS_STEPS}, {logged} FROM {located(snapshot, paths)}"
         connection.execute(f"CREATE TEMP TABLE rows AS {rows}")
         # The condition is somebody's text.
         connection.execute("SET enable_external_access = false")
-        view = episodes(groups_of_rows("rows"))
-        found = arrow_of(
-            connection, f"SELECT DISTINCT {EPISODE_ID} AS key FROM ({view}) WHERE ({condition})"
+        key = f"{EPISODE_ID}, {schema.AGENT_ID}"
+        known = ", ".join(
+            f'bool_and("{name} is known") AND count(DISTINCT {name}) <= 1 '
+            f'AND count({name}) IN (0, count(*)) AS "{name} is known"'
+            for name in names
         )
-    return found.column("key").combine_chunks()
+        flags = f"SELECT {key}, {known} FROM rows GROUP BY {key}"
+        view = f"({episodes(groups_of_rows('rows'))}) AS episodes JOIN ({flags}) USING ({key})"
+        found = arrow_of(
+            connection,
+            f"SELECT {EPISODE_ID} AS key, bool_or(coalesce({surely}, false)) AS selected, "
+            f"bool_or(coalesce({maybe}, false)) AS possible FROM {view} GROUP BY key",
+        )
+    keys, selected = found.column("key"), found.column("selected")
+    undecided = pc.and_not(found.column("possible"), selected)
+    parts = (keys.filter(mask).combine_chunks() for mask in (selected, undecided))
+    return RejectedEpisodes(*parts)
+
+
+def _extract_field(snapshot: TableSnapshot, name: str, kind: str) -> str:
+    """Return the value that a row of the log has for a field of ours."""
+    pointer = _point_to_field(snapshot, name)
+    return f'TRY_CAST(json_extract_string("row", {pointer}) AS {kind})'
+
+
+def _is_field_known(snapshot: TableSnapshot, name: str, kind: str) -> str:
+    """Return whether a row of the log says what its field of ours is, be it NULL."""
+    pointer = _point_to_field(snapshot, name)
+    is_there = f'json_type("row", {pointer}) IS NOT NULL'
+    if "mapping" in snapshot.schema.names:
+        is_there = f"(mapping IS NOT NULL OR {is_there})"
+    value = _extract_field(snapshot, name, kind)
+    is_of_kind = f'(json_extract_string("row", {pointer}) IS NULL OR {value} IS NOT NULL)'
+    return f'("row" IS NOT NULL AND {is_there} AND {is_of_kind})'
+
+
+def _point_to_field(snapshot: TableSnapshot, name: str) -> str:
+    """Return the JSON pointer to a field of ours in `row`; NULL if the log has no such column."""
+    if "mapping" not in snapshot.schema.names:
+        return f"'/{name}'"
+    theirs = f"json_extract_string(mapping, '/{name}')"
+    escaped = f"replace(replace({theirs}, '~', '~0'), '/', '~1')"
+    return f"(CASE WHEN mapping IS NULL THEN '/{name}' ELSE '/' || {escaped} END)"
 
 
 def rejected_before(dataset: Dataset, cutoff_us: int) -> pa.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -78,6 +78,46 @@ def check_reward(snapshot: TableSnapshot, reward: str) -> None:
     """Bind a reward expression to a snapshot's columns. Raises: QueryFailed. Cost: reads no row."""
     with reproducible_views(snapshot) as connection:
         execute(connection, f"SELECT CAST(({reward}) AS DOUBLE) AS reward FROM steps LIMIT 0")
+
+
+def bound_condition(condition: str, known: Mapping[str, str]) -> tuple[str, str]:
+    """Return two conditions: one that holds where this one surely does, and one where it may.
+
+    Args:
+        condition: over the columns of `episodes`, in DuckDB's spelling.
+        known: where a column's value is known, as an SQL condition, by the column's name in small
+            letters. The value of a column that is not named here is nowhere known.
+
+    AND, OR and NOT are looked through; what they join is decided where all its columns are known.
+    """
+    with session() as connection:
+        tree = parse(connection, f"{_PREFIX}({condition})")
+        select = tree["statements"][0]["node"]
+
+        def spell(node: Any) -> str:
+            select["where_clause"] = node
+            text = {"j": json.dumps(tree)}
+            spelt = execute(connection, "SELECT json_deserialize_sql($j) AS q", text)["q"][0]
+            return str(spelt.as_py()).removeprefix(_PREFIX)
+
+        def bound(node: Any) -> tuple[str, str]:
+            if node["class"] == "CONJUNCTION":
+                word = " AND " if node["type"] == "CONJUNCTION_AND" else " OR "
+                parts = [bound(child) for child in node["children"]]
+                surely, maybe = (word.join(side) for side in zip(*parts, strict=True))
+                return f"({surely})", f"({maybe})"
+            if node["type"] == "OPERATOR_NOT":
+                surely, maybe = bound(node["children"][0])
+                return f"(NOT {maybe})", f"(NOT {surely})"
+            columns = {n["column_names"][-1].lower() for n in walk(node) if "column_names" in n}
+            where = " AND ".join(known.get(name, "false") for name in sorted(columns)) or "true"
+            text = spell(node)
+            return (
+                f"(CASE WHEN {where} THEN ({text}) ELSE false END)",
+                f"(CASE WHEN {where} THEN ({text}) ELSE true END)",
+            )
+
+        return bound(select["where_clause"])
 
 
 def selected_episodes(snapshot: TableSnapshot, where: str) -> pa.Table:

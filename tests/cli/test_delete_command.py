@@ -60,6 +60,27 @@ def test_a_purge_that_is_not_proven_is_a_no(run: Any, lake: Path) -> None:
     assert any("left: d/shards/" in line for line in done.out.splitlines())
 
 
+def test_what_a_condition_cannot_decide_is_a_no(run: Any, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.csv"
+    bad.write_text("episode_id,step,x,y,action,reward,terminated\nz,0,1,2,0,nan,1\n")
+    assert run("ingest", bad, "--dataset", "d", "--map", "observation=x,y").code == 0
+    where = ("--where", "terminated")
+    told = "1 episode in quarantine may be meant, too"
+    assert told in run("delete", "d", *where).out
+    done = run("delete", "d", *where, "--purge", "--yes")
+    assert done.code == 3
+    assert told in done.out
+    assert "none is left" not in done.out
+    assert done.out.splitlines()[-1].endswith("scanned: all that was selected is gone")
+    again = run("delete", "d", *where, "--purge", "--yes")
+    assert again.code == 3
+    assert again.out.splitlines()[0] == "d: nothing to purge"
+    assert told in again.out
+    body = run("delete", "d", *where, "--purge", "--yes", "--json").json
+    assert (body["num_undecided"], body["is_proven"]) == (1, False)
+    assert run("delete", "d", "--where", "source_episode_id = 'z'", "--purge", "--yes").code == 0
+
+
 def test_what_is_refused(run: Any) -> None:
     assert run("delete", "d", "--yes").code == 2
     run("delete", "d", "--where", "random() < 1", "--yes").failed("random")

@@ -87,6 +87,14 @@ class Layout:
         theirs = self.fields.get(ours)
         return theirs[0] if theirs else None
 
+    def mapping(self) -> dict[str, str]:
+        """Return ours to theirs for each field that is one column of the log."""
+        return {
+            ours: theirs[0]
+            for ours, theirs in self.fields.items()
+            if len(theirs) == 1 and theirs[0] != EPISODE
+        }
+
     def columns(self) -> list[str]:
         """Return every column of theirs that an episode cannot be built without."""
         needed = [

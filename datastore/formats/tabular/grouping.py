@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -52,13 +52,15 @@ def group(
     steps: Steps,
     groups: Groups,
     raw: pa.Table,
+    mapping: Mapping[str, str],
     seen: Survey,
     options: ReadOptions,
     census: Census,
 ) -> Iterator[Episode | Rejected]:
     """Yield the episodes of whole groups, in the order of their first rows.
 
-    `raw` has the rows of `steps` as the log has them, in the same order. With options.gaps `split`
+    `raw` has the rows of `steps` as the log has them, in the same order, and `mapping` says which
+    of their columns are fields of ours. With options.gaps `split`
     each contiguous run of an episode is yielded, under the same id, one after the other.
     """
     order = _sorted_rows(groups.codes, steps.numbers)
@@ -87,6 +89,7 @@ def group(
             agent_id="" if groups.agents is None else groups.agents[found.codes[g]],
             rows=_as_logged(raw, rows, order),
             places=Places(steps.origins[rows], found.locate),
+            mapping=mapping,
         )
 
 

@@ -237,7 +237,8 @@ class TabularReading:
         if self._one_step:
             steps.terminated = np.ones(len(steps), dtype=np.bool_)
         self._head_widths |= steps.head_widths
-        yield from group(steps, groups, table, self._seen, self._options, self._census)
+        mapping = self._layout.mapping()
+        yield from group(steps, groups, table, mapping, self._seen, self._options, self._census)
 
     def _ended(self, table: pa.Table) -> Array:
         names = [self._layout.one("terminated"), self._layout.one("truncated"), self._layout.done]

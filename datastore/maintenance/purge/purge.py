@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.lake import Lake
@@ -52,6 +53,7 @@ from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.schema import EPISODE_ID
 from replaylake.datastore.sessions.decisions import recover_feedback
 from replaylake.datastore.sessions.received import recover_received
+from replaylake.datastore.table.table_snapshot import TableSnapshot
 
 # A live server commits its journal every second, a writer may append to an episode that goes.
 _TRIES: Final = 5
@@ -71,7 +73,8 @@ class Purged:
     of the newest version. versions, tags and policies: as in Purge. left: files with a trace of the
     ids, which purge may not delete or cannot look into. named_in: files outside of the dataset in
     which an id stands, such as the SQL that a policy was trained with. is_proven: neither was
-    found, by a scan of `num_scanned` files.
+    found, by a scan of `num_scanned` files, and nothing is undecided. num_undecided: episodes in
+    quarantine of which the condition asks what is not known of them; they stay.
     """
 
     dataset: str
@@ -89,11 +92,12 @@ class Purged:
     left: tuple[Trace, ...]
     named_in: tuple[str, ...]
     resumed: tuple[str, ...]
+    num_undecided: int
 
     @property
     def is_proven(self) -> bool:
-        """Whether the scan found no id anywhere."""
-        return not self.left and not self.named_in
+        """Whether the scan found no id anywhere, and the condition could be decided everywhere."""
+        return not self.left and not self.named_in and not self.num_undecided
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -109,6 +113,7 @@ class _Work:
     episodes: tuple[str, ...]
     decisions: tuple[str, ...]
     policies: Mapping[str, int | None]
+    num_undecided: int = 0
 
     @property
     def wanted(self) -> Wanted:
@@ -147,9 +152,9 @@ def purge(
     work = run.begin(condition)
     if work is not None:
         results.append(run.finish(work))
-    if not results:
-        return _nothing(dataset, dry_run=False)
-    return replace(results[-1], resumed=tuple(work.id for work in resumed))
+    last = results[-1] if results else _nothing(dataset, dry_run=False)
+    num_undecided = max([run.num_undecided, *(work.num_undecided for work in resumed)])
+    return replace(last, resumed=tuple(work.id for work in resumed), num_undecided=num_undecided)
 
 
 class _Run:
@@ -161,6 +166,7 @@ class _Run:
         self._name = handle.name
         self._files = DatasetFiles(lake, handle)
         self._is_served = handle.decisions.exists() and handle.rewards.exists()
+        self.num_undecided = 0
 
     def unfinished(self) -> Iterator[_Work]:
         """Read the work lists that were left, oldest first."""
@@ -185,7 +191,8 @@ class _Run:
         """Say what would be done."""
         work = self._selected(condition)
         if work is None:
-            return _nothing(self._name, dry_run=True)
+            nothing = _nothing(self._name, dry_run=True)
+            return replace(nothing, num_undecided=self.num_undecided)
         # The shards that are live now are those of an old version once they are written again.
         paths = [
             file.path
@@ -230,8 +237,13 @@ class _Run:
         self._say("selecting episodes in all versions")
         episodes = select_everywhere(self._handle.table, condition)
         if self._handle.rejected.exists():
-            others = select_everywhere(self._handle.rejected, condition, select_rejected)
+            others, undecided = (
+                select_everywhere(self._handle.rejected, condition, select)
+                for select in (_select_rejected, _select_undecided)
+            )
             episodes = pa.chunked_array([episodes, others]).combine_chunks().unique()
+            undecided = undecided.filter(pc.invert(pc.is_in(undecided, value_set=episodes)))
+            self.num_undecided = len(undecided)
         if self._handle.received.exists():
             waiting = waiting_everywhere(self._handle, condition)
             episodes = pa.chunked_array([episodes, waiting]).combine_chunks().unique()
@@ -240,7 +252,7 @@ class _Run:
         decisions = feedback_everywhere(self._handle, episodes)
         policies = trained_on(self._lake, self._name, episodes)
         ids = (tuple(episodes.to_pylist()), tuple(decisions.to_pylist()))
-        return _Work(new_ulid(), _now_ms(), *ids, policies)
+        return _Work(new_ulid(), _now_ms(), *ids, policies, self.num_undecided)
 
     def _recover(self) -> None:
         if self._is_served:
@@ -305,6 +317,14 @@ class _Run:
         return replace(purge, tags=tuple(tags))
 
 
+def _select_rejected(snapshot: TableSnapshot, condition: str) -> pa.Array:
+    return select_rejected(snapshot, condition).selected
+
+
+def _select_undecided(snapshot: TableSnapshot, condition: str) -> pa.Array:
+    return select_rejected(snapshot, condition).undecided
+
+
 def _purged(purge: Purge, work: _Work, num_steps: int) -> Purged:
     return Purged(
         dataset=purge.dataset,
@@ -322,11 +342,12 @@ def _purged(purge: Purge, work: _Work, num_steps: int) -> Purged:
         left=(),
         named_in=(),
         resumed=(),
+        num_undecided=work.num_undecided,
     )
 
 
 def _nothing(dataset: str, *, dry_run: bool) -> Purged:
-    return Purged(dataset, dry_run, None, None, 0, 0, 0, 0, (), (), {}, 0, (), (), ())
+    return Purged(dataset, dry_run, None, None, 0, 0, 0, 0, (), (), {}, 0, (), (), (), 0)
 
 
 def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

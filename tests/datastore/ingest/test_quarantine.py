@@ -13,7 +13,7 @@ import pytest
 from deltalake import DeltaTable
 
 from replaylake.datastore.errors import NotFound, QueryRefused, SourceInvalid
-from replaylake.datastore.formats.format import Finding, Rejected
+from replaylake.datastore.formats.format import Finding, ReadOptions, Rejected
 from replaylake.datastore.ingest.ingest import NothingValid, ingest
 from replaylake.datastore.ingest.inspection import Progress
 from replaylake.datastore.ingest.quarantine import quarantine
@@ -25,6 +25,7 @@ from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.purge.purge import purge
 from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.maintenance.vacuum import vacuum
+from replaylake.datastore.rejected import REJECTED_SCHEMA
 from replaylake.datastore.spaces import Box, Discrete
 
 _HEADER = "episode_id,step,observation,action,reward,terminated,note\n"
@@ -272,6 +273,137 @@ def test_purge_leaves_no_trace_of_a_quarantined_id(lake: Lake, tmp_path: Path) -
     assert not _traces(lake, b"secret-person")
     assert len(_quarantined(lake)) == 3
     assert lake.dataset("log").snapshot().num_steps == 2
+
+
+def _lines(name: str, number: int, **fields: Any) -> list[dict[str, Any]]:
+    """Two steps; that of the number -1 has a reward that is not there."""
+    return [
+        {"episode_id": name, "step": t, "observation": [0.5], "action": 1,
+         "reward": None if number < 0 else 1.0, "terminated": t == 1, **fields}
+        for t in range(2)
+    ]  # fmt: skip
+
+
+def _jsonl(folder: Path, lines: list[dict[str, Any]], name: str = "log.jsonl") -> Path:
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / name
+
+
+@pytest.mark.parametrize("column", ["policy", "model", 'the "best"/~one'])
+def test_a_policy_selects_from_quarantine_whatever_the_log_calls_it(
+    lake: Lake, tmp_path: Path, column: str
+) -> None:
+    lines = [
+        *_lines("good-one", 1, **{column: "anna"}),
+        *_lines("bad-one", -1, **{column: "anna"}),
+        *_lines("bad-two", -1, **{column: "bert"}),
+        *_lines("bad-three", -1, **{column: None}),
+    ]
+    options = ReadOptions({"policy": column} if column != "policy" else {})
+    ingest(lake, [_jsonl(tmp_path, lines)], "log", options=options)
+    assert json.loads(_quarantined(lake)[0]["mapping"])["policy"] == column
+    done = purge(lake, "log", "policy = 'anna'")
+    assert (done.num_episodes, done.num_undecided, done.is_proven) == (2, 0, True)
+    assert not _traces(lake, b"anna")
+    left = {row["source_episode_id"] for row in _quarantined(lake)}
+    assert left == {"bad-two", "bad-three"}
+    assert delete(lake, "log", "policy IS NULL").num_rejected == 2
+
+
+def test_what_the_spaces_refuse_is_selected_by_its_policy(lake: Lake, tmp_path: Path) -> None:
+    lines = _lines("good-one", 1, policy="bert") + _lines("bad-one", 1, policy="anna")
+    lines[-1]["action"] = 9
+    spaces = {"observation_space": Box((1,)), "action_space": Discrete(2)}
+    ingest(lake, [_jsonl(tmp_path, lines)], "log", **spaces)
+    assert len(_quarantined(lake)) == 2
+    assert purge(lake, "log", "policy = 'anna'").is_proven
+    assert _quarantined(lake) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "num_episodes", "num_undecided"),
+    [
+        ('"return" < 1.5', 0, 2),
+        ("policy = 'anna' AND complete", 0, 1),
+        ("policy = 'anna' OR complete", 1, 1),
+        ("NOT (policy = 'anna' OR terminated)", 0, 1),
+        ("policy = 'carl' AND complete", 0, 0),
+        ("source_episode_id = 'bad-one' OR ended_at IS NULL AND false", 1, 0),
+        ("episodes::VARCHAR LIKE '%anna%'", 0, 2),
+    ],
+)
+def test_what_a_condition_cannot_decide_is_told_and_left(
+    lake: Lake, tmp_path: Path, where: str, num_episodes: int, num_undecided: int
+) -> None:
+    good = _lines("good-one", 1, policy="dora")
+    bad = _lines("bad-one", -1, policy="anna") + _lines("bad-two", -1, policy="bert")
+    ingest(lake, [_jsonl(tmp_path, good + bad)], "log")
+    where = f"({where}) AND source_episode_id <> 'good-one'"
+    told = delete(lake, "log", where, dry_run=True)
+    assert (told.num_episodes, told.num_undecided) == (num_episodes, num_undecided)
+    seen = purge(lake, "log", where, dry_run=True)
+    assert (seen.num_episodes, seen.num_undecided) == (num_episodes, num_undecided)
+    done = purge(lake, "log", where)
+    assert (done.num_episodes, done.num_undecided) == (num_episodes, num_undecided)
+    assert done.is_proven == (num_undecided == 0)
+    assert len(_quarantined(lake)) == 4 - 2 * num_episodes
+    again = delete(lake, "log", where)
+    assert (again.num_episodes, again.num_undecided) == (0, num_undecided)
+
+
+def test_an_episode_of_several_policies_is_told(lake: Lake, tmp_path: Path) -> None:
+    """Rows without an episode id lie together, whoever they are of."""
+    first, second = _lines("bad-one", -1)
+    lines = [*_lines("good-one", 1, policy="dora"), {**first, "policy": "anna"}]
+    ingest(lake, [_jsonl(tmp_path, [*lines, {**second, "policy": "bert"}])], "log")
+    for name in ("anna", "bert"):
+        done = purge(lake, "log", f"policy = '{name}'")
+        assert (done.num_episodes, done.num_undecided, done.is_proven) == (0, 1, False)
+    assert len(_quarantined(lake)) == 2
+
+
+def test_a_version_that_is_no_number_is_not_known(lake: Lake, tmp_path: Path) -> None:
+    ingest(lake, [_csv(tmp_path, _rows("a"))], "log")
+    rejected = [
+        Rejected(
+            f"version-{value}",
+            1,
+            (Finding("not_whole", "row 0"),),
+            rows=pa.table({"v": [value]}),
+            mapping={"policy_version": "v"},
+        )
+        for value in ("2", "3", "two")
+    ]
+    quarantine(lake.dataset("log"), rejected, producer="stream/1", sequence=0)
+    done = delete(lake, "log", "min_policy_version = 2")
+    assert (done.num_rejected, done.num_undecided) == (1, 1)
+    left = {row["source_episode_id"] for row in _quarantined(lake)}
+    assert left == {"version-3", "version-two"}
+
+
+def test_rows_from_before_the_mapping_was_kept(lake: Lake, tmp_path: Path) -> None:
+    """Our own name in the row is believed; where it is not there, nothing is known."""
+    ours = _lines("bad-one", -1, policy="anna") + _lines("bad-two", -1, policy="bert")
+    theirs = _lines("bad-three", -1, who="anna") + _lines("bad-four", -1, who="bert")
+    good = _lines("good-one", 1, policy="dora")
+    ingest(lake, [_jsonl(tmp_path, good + ours, "a.jsonl")], "other")
+    options = ReadOptions({"policy": "who"})
+    ingest(lake, [_jsonl(tmp_path, theirs, "b.jsonl")], "other", options=options)
+    ingest(lake, [_jsonl(tmp_path, good, "c.jsonl")], "log")
+    older = pa.schema([field for field in REJECTED_SCHEMA if field.name != "mapping"])
+    rows = lake.dataset("other").rejected.snapshot().read(older.names)
+    table = lake.dataset("log").rejected
+    table.create(older)
+    table.append(pa.Table.from_arrays(rows.columns, schema=older), producer="old", sequence=0)
+    told = delete(lake, "log", "policy = 'anna'", dry_run=True)
+    assert (told.num_rejected, told.num_undecided) == (2, 2)
+    # The next row gives the table its column.
+    ingest(lake, [_jsonl(tmp_path, _lines("bad-five", -1, policy="bert"), "d.jsonl")], "log")
+    assert "mapping" in table.snapshot().schema.names
+    compact(lake, "log", open_s=0)
+    done = purge(lake, "log", "policy = 'anna'")
+    assert (done.num_episodes, done.num_undecided, done.is_proven) == (1, 2, False)
+    assert len(_quarantined(lake)) == 8
 
 
 def _traces(lake: Lake, text: bytes) -> list[Path]:

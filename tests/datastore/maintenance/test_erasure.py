@@ -89,7 +89,7 @@ def _written(subject: Subject) -> Episode:
 
 
 def _lines(subject: Subject) -> list[dict[str, Any]]:
-    """An episode, one whose last step is there twice, and one with an action that the space lacks."""
+    """An episode, one whose last step is there twice, and one with an action of no space."""
     faults = {subject.logged: {}, subject.refused: {"step": 1}, subject.unfit: {"action": 7}}
     return [
         {
@@ -171,7 +171,7 @@ def test_the_texts_are_found_where_they_are(
         assert {text for texts in held.values() for text in texts} == set(subject.texts())
 
 
-@pytest.mark.parametrize("column", ["agent_id"])
+@pytest.mark.parametrize("column", ["agent_id", "policy"])
 def test_purge_leaves_no_byte(
     filled: Lake, subjects: list[Subject], page_bytes: PageBytes, column: str
 ) -> None:
@@ -188,7 +188,7 @@ def test_purge_leaves_no_byte(
         assert {text for texts in held.values() for text in texts} == set(other.texts())
 
 
-@pytest.mark.parametrize("column", ["agent_id"])
+@pytest.mark.parametrize("column", ["agent_id", "policy"])
 def test_delete_and_vacuum_leave_no_byte(
     filled: Lake, subjects: list[Subject], page_bytes: PageBytes, column: str
 ) -> None:

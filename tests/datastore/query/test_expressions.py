@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import duckdb
 import pytest
 
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import QueryFailed, QueryRefused
 from replaylake.datastore.lake import Lake
 from replaylake.datastore.query.expressions import (
+    bound_condition,
     canonical_expression,
     evaluated_rewards,
     selected_episodes,
@@ -54,6 +56,39 @@ def test_what_changes_between_runs(expression: str) -> None:
 def test_what_is_more_than_an_expression(expression: str, message: str) -> None:
     with pytest.raises((QueryRefused, QueryFailed), match=message):
         canonical_expression(expression)
+
+
+@pytest.mark.parametrize(
+    ("condition", "surely", "maybe"),
+    [
+        ("true", True, True),
+        ("num_steps = 3", True, True),
+        ("num_steps = 4", False, False),
+        ("terminated", False, True),
+        ("NOT terminated", False, True),
+        ("terminated IS NULL", False, True),
+        ("num_steps = 3 AND terminated", False, True),
+        ("num_steps = 4 AND terminated", False, False),
+        ("num_steps = 3 OR terminated", True, True),
+        ("NOT (num_steps = 3 OR terminated)", False, False),
+        ("NOT (num_steps = 4 AND terminated) AND NOT NOT num_steps = 3", True, True),
+        ("NUM_STEPS = 3 AND episodes.Terminated", False, True),
+        ("policy = 'a'", None, None),
+        ("policy IS NULL", True, True),
+        ("NOT policy = 'a' AND terminated", False, None),
+        ("CASE WHEN num_steps = 3 THEN terminated ELSE true END", False, True),
+    ],
+)
+def test_a_condition_between_what_is_sure_and_what_may_be(
+    condition: str, surely: bool | None, maybe: bool | None
+) -> None:
+    """Of an episode of 3 steps without a policy, of which the end is not known."""
+    known = {"num_steps": "true", "policy": "has_policy"}
+    row = "(SELECT 3 AS num_steps, NULL::VARCHAR AS policy, true AS has_policy, "
+    row = f"{row} true AS terminated) AS episodes"
+    lower, upper = bound_condition(canonical_expression(condition), known)
+    (found,) = duckdb.execute(f"SELECT {lower}, {upper} FROM {row}").fetchall()
+    assert found == (surely, maybe)
 
 
 def test_a_condition_selects_episodes(snapshot: TableSnapshot) -> None:
