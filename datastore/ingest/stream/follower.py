@@ -18,6 +18,7 @@ from replaylake.datastore.ingest.stream.pieces import Pieces
 from replaylake.datastore.ingest.stream.receipt import Progress, Reason, StreamReceipt
 from replaylake.datastore.ingest.stream.stored_steps import Key, Reached
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.names import new_ulid
 from replaylake.datastore.spaces import Space
 
 # Text of the lines between two flushes, and of those that wait; in memory they are ten times that.
@@ -222,12 +223,16 @@ class Follower:
     def _quarantine(self) -> None:
         if not self._pieces.exists:
             return  # kept until there is a dataset to lie beside
-        rejected = [
-            Rejected(row.episode, 1, (finding,), row.agent, _table_of(row))
-            for row, finding in self._refused
-        ]
-        self._pieces.keep_refused(rejected, quarantine)
+        self._pieces.keep_refused([self._rejected(*one) for one in self._refused], quarantine)
         self._refused = []
+
+    def _rejected(self, row: Row, finding: Finding) -> Rejected:
+        # A line that names no episode gets an id of its own: lines of several people under one id
+        # could only be deleted together.
+        episode = row.episode or f"line-{row.line}/{new_ulid()}"
+        layout = self._grammar.layout
+        mapping = None if layout is None else layout.mapping()
+        return Rejected(episode, 1, (finding,), row.agent, _table_of(row), mapping=mapping)
 
 
 def _pressed(rows: Sequence[Row]) -> float:

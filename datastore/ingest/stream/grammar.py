@@ -121,19 +121,23 @@ class Grammar:
         self.types |= {name: pa.null() for name in new}
 
     def place(self, row: Row) -> Finding | None:
-        """Fill in the row's episode, agent and step, or return what is wrong with those."""
+        """Fill in the row's episode, agent and step, or return what is wrong with those.
+
+        Of a row with a fault, what can be told is filled in: in quarantine it is found by that.
+        """
         layout = self._known
-        if clash := next((name for name in row.values if name in self.clashing), None):
-            message = f"{self.name} line {row.line}, column {clash!r}: {self.clashing[clash]}"
-            return Finding("dtype", message)
         episode = self._id(row, str(layout.one("episode_id")))
-        if isinstance(episode, Finding):
-            return episode
+        row.episode = "" if isinstance(episode, Finding) else episode
         agent: str | Finding = ""
         if (column := layout.one("agent_id")) is not None:
             agent = self._id(row, column)
-        if isinstance(agent, Finding):
-            return agent
+        row.agent = "" if isinstance(agent, Finding) else agent
+        if clash := next((name for name in row.values if name in self.clashing), None):
+            message = f"{self.name} line {row.line}, column {clash!r}: {self.clashing[clash]}"
+            return Finding("dtype", message)
+        for fault in (episode, agent):
+            if isinstance(fault, Finding):
+                return fault
         name = str(layout.one("step"))
         step = row.values.get(name, self.options.fill.get(name))
         if isinstance(step, float) and step.is_integer():
@@ -142,7 +146,7 @@ class Grammar:
             return self.finding("missing" if step is None else "not_whole", row, name, step)
         if not 0 <= step <= MAX_STEP:
             return self.finding("negative_step" if step < 0 else "step", row, name, step)
-        row.episode, row.agent, row.step = episode, agent, step
+        row.step = step
         return None
 
     def _id(self, row: Row, name: str) -> str | Finding:

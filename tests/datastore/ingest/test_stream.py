@@ -23,6 +23,7 @@ from replaylake.datastore.ingest.stream.lines import Line, LineReader
 from replaylake.datastore.ingest.stream.receipt import Progress, StreamReceipt
 from replaylake.datastore.ingest.stream.stream import follow
 from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.maintenance.purge.purge import purge
 from replaylake.datastore.spaces import Box, Discrete
 
 _SPACES = (Box((2,), "float32"), Discrete(5))
@@ -138,6 +139,27 @@ def test_a_step_with_other_content_is_named(lake: Lake, chunks: int) -> None:
     (row,) = _rows(lake, "SELECT * FROM log.quarantine")
     assert (row["episode_id"], row["checks"]) == ("log/a", ["step_twice"])
     assert json.loads(row["row"])["reward"] == 7.0
+
+
+def test_a_bad_line_lies_in_quarantine_under_all_that_it_tells(lake: Lake) -> None:
+    """Else a purge of whom it is of would not find it."""
+    log = _log({"a": 2})
+    no_step = {**_step("secret-person", 0), "step": None, "policy": "anna"}
+    nameless = [
+        {**_step("b", t), "episode_id": None, "policy": p} for t, p in ((0, "anna"), (1, "bert"))
+    ]
+    receipt = _follow(lake, [{**line, "policy": "bert"} for line in log], [no_step, *nameless])
+    assert receipt.lines.rejected == 3
+    rows = _rows(lake, "SELECT * FROM log.quarantine ORDER BY row->>'$.policy', episode_id")
+    first, second, third = [row["source_episode_id"] for row in rows]
+    assert "secret-person" in (first, second)
+    assert third.startswith("line-5/")
+    done = purge(lake, "log", "source_episode_id = 'secret-person'")
+    assert (done.num_episodes, done.is_proven) == (1, True)
+    done = purge(lake, "log", "policy = 'anna'")
+    assert (done.num_episodes, done.is_proven) == (1, True)
+    (row,) = _rows(lake, "SELECT * FROM log.quarantine")
+    assert row["source_episode_id"] == third
 
 
 def test_a_late_step_is_waited_for(lake: Lake) -> None:
