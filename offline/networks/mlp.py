@@ -231,7 +231,11 @@ class _Stacked(_Layered):
             if into:
                 view, of_bias = into[2 * layer : 2 * layer + 2]
                 torch.baddbmm(view, gradient.mT, ctx.inputs[layer], beta=int(adds), out=view)
-                of_bias.copy_(gradient.sum(dim=1).add_(of_bias, alpha=int(adds)))
+                # Not 0 times what is there, as beta is: memory that is fresh may hold NaN.
+                if adds:
+                    of_bias.add_(gradient.sum(dim=1))
+                else:
+                    torch.sum(gradient, dim=1, out=of_bias)
             if layer == 0 and not needs_features:
                 return (None, None, *ctx.made)
             gradient = torch.bmm(gradient, ctx.parameters[2 * layer])

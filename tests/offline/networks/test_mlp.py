@@ -84,6 +84,19 @@ def test_members_start_apart_within_the_bound_of_a_linear_layer():
     assert not torch.equal(first[0], first[1])
 
 
+def test_gradients_of_all_members_at_once_take_nothing_from_what_was_there():
+    torch.manual_seed(0)
+    network = EnsembleMLP(3, [5, 16, 2])
+    features = torch.randn(8, 5)
+    views = network.sink.views = [torch.full_like(p, torch.nan) for p in network.sunk()]
+    network.sink.open()
+    outputs = mlp._Stacked.apply(network.sink, features, *network.sunk())
+    outputs.sum().backward()
+    assert network.sink.close()
+    expected = torch.autograd.grad(network(features).sum(), network.sunk())
+    torch.testing.assert_close(views, list(expected))
+
+
 def test_products_of_all_members_at_once_are_those_of_each():
     # What a GPU computes, here on the CPU.
     torch.manual_seed(0)
