@@ -54,6 +54,9 @@ def test_logged_observations_get_over_http_the_actions_of_the_learner(kit, tmp_p
             acting.log_probs, observations, deterministic=False, temperature=2.0
         )
         stated = np.stack([of_actions(np.full(len(observations), action)) for action in (0, 1)], 1)
+    # Nearer together than float32's rounding, either may be the greater by how a library sums.
+    is_clear = np.abs(stated[:, 1] - stated[:, 0]) > 1e-5
+    assert is_clear.mean() > 0.98
     assert set(expected) == {0, 1}
     assert (expected != untrained).any()
     server = kit.start_server(package=trained.path, policy=trained.name, version=trained.version)
@@ -65,11 +68,13 @@ def test_logged_observations_get_over_http_the_actions_of_the_learner(kit, tmp_p
         server.stop()
     assert len(observations) == 1000
     for answers in singly:
-        assert [answer["action"] for answer in answers] == expected.tolist()
+        found = np.asarray([answer["action"] for answer in answers])
+        assert np.array_equal(found[is_clear], expected[is_clear])
         assert {answer["log_prob"] for answer in answers} == {0.0}
         assert {(answer["policy"], answer["version"]) for answer in answers} == {("clone", 1)}
     for answer in together:
-        assert answer["actions"] == expected.tolist()
+        found = np.asarray(answer["actions"])
+        assert np.array_equal(found[is_clear], expected[is_clear])
     rows = np.arange(len(observations))
     for answers in drawn_singly:
         actions = np.asarray([answer["action"] for answer in answers])

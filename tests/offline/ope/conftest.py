@@ -121,3 +121,22 @@ class FrozenLake:
 @pytest.fixture(scope="session")
 def frozen_lake():
     return FrozenLake()
+
+
+@pytest.fixture
+def assert_same_interval():
+    """Checks two bootstraps of one statistic by the same draws, beside other statistics or alone.
+
+    The resampled means are one matrix product over all statistics, and BLAS orders a sum by the
+    matrices' shapes: a mean over E episodes is off by E / 2^53 of their spread, in units of which
+    an interval is wide about E^-1/2. Another draw would move the ends by some 1e-2 of the width.
+    """
+
+    def check(found, expected):
+        width = expected.high - expected.low
+        assert np.isfinite(width)
+        assert (found.method, found.note) == (expected.method, expected.note)
+        ends = pytest.approx((expected.low, expected.high), rel=0, abs=1e-11 * width)
+        assert (found.low, found.high) == ends
+
+    return check
