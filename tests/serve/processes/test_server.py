@@ -156,7 +156,22 @@ def test_config_survives_the_way_through_the_environment(tmp_path):
         ServeConfig.from_environment({})
 
 
+@pytest.fixture
+def default_signals():
+    """Children take every signal as a terminal's do; under nohup they would ignore SIGHUP."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        # Only what is ignored is inherited; Python's own handlers are not.
+        if handler is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
     "sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=["term", "int", "hup"]
 )

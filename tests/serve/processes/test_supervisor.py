@@ -74,6 +74,28 @@ def test_a_worker_that_is_killed_is_started_again_at_once(tmp_path, kit):
     assert not any(map(kit.is_running, pids()))
 
 
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["terminal", "nohup"])
+def test_a_hangup_ends_it_but_under_nohup(tmp_path, kit, is_ignored):
+    sleeper = """
+        import pathlib, os, time
+        pathlib.Path(str(os.getpid())).touch()
+        time.sleep(60)
+    """
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        process = supervise(tmp_path, sleeper)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    kit.wait_until(lambda: len(list(tmp_path.iterdir())) == 1)
+    process.send_signal(signal.SIGHUP)
+    if is_ignored:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
 def test_a_worker_that_cannot_begin_ends_everything(tmp_path):
     process = supervise(tmp_path, "raise SystemExit(3)", was_ready=False)
     _, said = process.communicate(timeout=20)
