@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,9 @@ _TOKEN: Final = "RAY_AUTH_TOKEN"
 # Ray's proxy for drivers outside of the cluster.
 _CLIENT: Final = "ray://"
 _REACH_S: Final = 10.0
+# A machine that is busy starts Ray, or connects to it, within a minute.
+START_TIMEOUT_S: Final = 300.0
+_POLL_S: Final = 0.1
 # The least that Ray takes; what goes through it here are metrics and weights.
 _OBJECT_STORE_BYTES: Final = 100 << 20
 
@@ -93,6 +97,7 @@ def running_ray(
     address: str | None = None,
     working_folder: Path | None = None,
     failure: type[ReplayLakeError] = TrainingFailed,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[Any]:
     """Yield the module, with a Ray that runs: of this process's own, ended with the block.
 
@@ -106,6 +111,8 @@ def running_ray(
             this machine; this machine is one of its nodes.
         working_folder: a zip file, unpacked on every node as its processes' working folder.
         failure: raised where none starts.
+        start_timeout_s: how long to wait for a cluster to answer; Ray of our own has limits of its
+            own.
 
     Raises: ExtraMissing; `failure`; ConfigInvalid for an address of Ray's client.
     """
@@ -116,7 +123,7 @@ def running_ray(
             if address is None:
                 _start(ray, num_cpus, num_gpus, failure)
             else:
-                _connect(ray, address, working_folder, failure)
+                _connect(ray, address, working_folder, failure, start_timeout_s)
         # It prints whose process died where data goes, stdout, and all of its known causes with it.
         ray._private.worker._worker_logs_enabled = False
     try:
@@ -148,7 +155,11 @@ def _start(ray: Any, num_cpus: int, num_gpus: int, failure: type[ReplayLakeError
 
 
 def _connect(
-    ray: Any, address: str, working_folder: Path | None, failure: type[ReplayLakeError]
+    ray: Any,
+    address: str,
+    working_folder: Path | None,
+    failure: type[ReplayLakeError],
+    timeout_s: float,
 ) -> None:
     if address.startswith(_CLIENT):
         raise ConfigInvalid(
@@ -160,7 +171,9 @@ def _connect(
         host, colon, port = address.rpartition(":")
         if colon:
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-        ray.init(
+        is_connected = _within(
+            timeout_s,
+            ray,
             address=address,
             log_to_driver=False,
             configure_logging=False,
@@ -172,6 +185,42 @@ def _connect(
             "Look at `ray status`, and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is the "
             "cluster's; for one without a token set RAY_AUTH_MODE=disabled."
         ) from error
+    if not is_connected:
+        raise failure(
+            f"Ray at {address}: found no answer in {timeout_s:g} s, expected a cluster of which "
+            "this machine is a node. Look at `ray status`, and at what listens on that port; where "
+            "it only takes longer, raise start_timeout_s."
+        )
+
+
+def _within(timeout_s: float, ray: Any, **options: Any) -> bool:
+    """Connect, and return whether that was done in time. Raises: as ray.init.
+
+    In a thread: where the other side is silent Ray waits in C++ for many minutes, and no signal is
+    heard there. Not for a Ray of our own, whose processes end with the thread that starts them.
+    """
+    errors: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            ray.init(**options)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=connect, name="replaylake-connect", daemon=True)
+    # That it handles no SIGTERM, as this is not the main thread, is what is wanted.
+    logger = logging.getLogger("ray._private.worker")
+    level, until = logger.level, time.monotonic() + timeout_s
+    logger.setLevel(logging.ERROR)
+    try:
+        thread.start()
+        while thread.is_alive() and time.monotonic() < until:
+            thread.join(_POLL_S)
+    finally:
+        logger.setLevel(level)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
 
 
 @contextmanager

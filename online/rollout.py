@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from replaylake.datastore.dataset import Commit
@@ -16,6 +17,8 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.locations import check_shareable
 from replaylake.datastore.names import new_ulid
 from replaylake.offline.evaluate import check_spaces
+from replaylake.offline.local_ray import START_TIMEOUT_S
+from replaylake.offline.training.interruption import interrupted_at_once
 from replaylake.online.collecting.acting import AgentsActing
 from replaylake.online.collecting.returns import Returns
 from replaylake.online.collecting.shipment import Order, Shipment
@@ -24,7 +27,7 @@ from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.collecting.workers import make_worker
 from replaylake.online.pools.cluster import import_ray
 from replaylake.online.pools.local_pool import LocalPool
-from replaylake.online.pools.pool import WorkerPool
+from replaylake.online.pools.pool import ANSWER_TIMEOUT_S, WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
 from replaylake.online.recording.collection import GROUP_INTERVAL_S, collect
 from replaylake.online.recording.destination import prepare
@@ -81,6 +84,8 @@ def rollout(
     num_workers: int = 0,
     worker_cpus: float = 1.0,
     address: str | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+    answer_timeout_s: float = ANSWER_TIMEOUT_S,
     temperature: float = 1.0,
     epsilon: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
@@ -98,6 +103,8 @@ def rollout(
         num_workers: Ray actors; 0 collects in this process and imports no Ray.
         worker_cpus: CPUs of Ray's that each takes up; a fraction, or a whole number.
         address: of a Ray that runs already; None starts one here, if there are workers.
+        start_timeout_s: how long a worker's process may take to start, waiting for CPUs included.
+        answer_timeout_s: how long a worker may be silent, and the store at a commit.
         temperature: of a stochastic head; 0 takes the mode.
         epsilon: probability of a uniform action instead (Discrete).
         on_progress: called with (episodes finished, episodes) after each shipment.
@@ -136,9 +143,29 @@ def rollout(
         "started_ms": round(started * 1000),
     }
     lake.registry.record_run(run_id, {**record, "status": "running"})
-    run = _Run(lake, dataset, run_id, num_episodes, on_progress, on_remark or (lambda remark: None))
+    recorder = Recorder(
+        target,
+        f"rollout/{run_id}",
+        interval_s=GROUP_INTERVAL_S,
+        answer_timeout_s=answer_timeout_s,
+    )
+    remark = on_remark or (lambda remark: None)
+    run = _Run(lake, dataset, run_id, recorder, num_episodes, on_progress, remark)
+    start_pool: Callable[[Sequence[Order]], WorkerPool] = partial(
+        RayPool,
+        interval_s=config.flush_interval_s,
+        cpus_per_worker=worker_cpus,
+        address=address,
+        start_timeout_s=start_timeout_s,
+        answer_timeout_s=answer_timeout_s,
+    )
+    if not num_workers:
+        start_pool = partial(LocalPool, interval_s=config.flush_interval_s)
     try:
-        with closing(_pool(orders, config, num_workers, worker_cpus, address)) as pool:
+        with (
+            interrupted_at_once(),
+            closing(start_pool(orders)) as pool,
+        ):
             run.collect(pool, config.flush_steps)
     except ReplayLakeError as error:
         totals = run.fail(record, error)
@@ -162,16 +189,15 @@ class _Run:
         lake: Lake,
         dataset: str,
         run_id: str,
+        recorder: Recorder,
         num_episodes: int,
         on_progress: Callable[[int, int], None] | None,
         on_remark: Callable[[str], None],
     ) -> None:
         self._lake, self._dataset, self._run_id = lake, dataset, run_id
+        self._recorder = recorder
         self._num_episodes = num_episodes
         self._on_progress, self._on_remark = on_progress, on_remark
-        self._recorder = Recorder(
-            lake.dataset(dataset), f"rollout/{run_id}", interval_s=GROUP_INTERVAL_S
-        )
         self._returns = Returns()
         self._commits: list[Commit] = []
 
@@ -229,19 +255,6 @@ class _Run:
         """Write down how it ended."""
         ended_ms = round(time.time() * 1000)
         self._lake.registry.record_run(self._run_id, {**record, "ended_ms": ended_ms, **ended})
-
-
-def _pool(
-    orders: Sequence[Order],
-    config: RolloutConfig,
-    num_workers: int,
-    worker_cpus: float,
-    address: str | None,
-) -> WorkerPool:
-    interval_s = config.flush_interval_s
-    if not num_workers:
-        return LocalPool(orders, interval_s=interval_s)
-    return RayPool(orders, interval_s=interval_s, cpus_per_worker=worker_cpus, address=address)
 
 
 def fresh_seed() -> int:

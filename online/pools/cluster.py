@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,15 @@ class Cluster:
     """
 
     def __init__(
-        self, stack: ExitStack, order: Order, size: int, cpus: float, address: str | None
+        self,
+        stack: ExitStack,
+        order: Order,
+        size: int,
+        cpus: float,
+        address: str | None,
+        *,
+        start_timeout_s: float,
+        should_end: Callable[[], bool],
     ) -> None:
         """Start Ray where none runs and none is named, or connect; `stack` is what ends it.
 
@@ -48,9 +56,12 @@ class Cluster:
             size: how many workers there are.
             cpus: that each of them takes up.
             address: of a cluster, as running_ray takes it.
+            start_timeout_s: how long a cluster may take to answer.
+            should_end: asked while nodes are waited for.
 
         Raises: ExtraMissing, RolloutFailed, StorageFailed; ConfigInvalid for CPUs that Ray does not
-        give or that the cluster does not have, and for a working folder that is too large.
+        give or that the cluster does not have, and for a working folder that is too large;
+        KeyboardInterrupt where it should end.
         """
         _check_cpus(cpus)
         self._num_wanted = size * cpus
@@ -66,13 +77,15 @@ class Cluster:
                 address=address,
                 working_folder=folder,
                 failure=RolloutFailed,
+                start_timeout_s=start_timeout_s,
             )
         )
         # A Ray of our own runs on this machine, from this process: what that sees, it sees.
-        self.nodes = None if owns_ray else Nodes(self.ray, order.lake, order.dataset)
+        self.nodes = None if owns_ray else Nodes(self.ray, order.lake, order.dataset, should_end)
         if self.nodes is not None and not self.has_room:
+            where = "the cluster" if address is None else address
             raise ConfigInvalid(
-                f"Ray at {address}: found {self.nodes.num_cpus():g} CPUs, expected "
+                f"Ray at {where}: found {self.nodes.num_cpus():g} CPUs, expected "
                 f"{self._num_wanted:g} for {size} workers. Take fewer --workers, or a smaller "
                 "--worker-cpus."
             )

@@ -8,7 +8,8 @@ reads. A lake of the same name on another machine's disk has no such nonce, and 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from replaylake.datastore.version import VERSION
 _FOLDER: Final = "_lake/nodes"
 # A process of Ray starts in a second; on a node that has unpacked nothing yet, in some more.
 _TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,14 @@ class _Sight:
 class Nodes:
     """The nodes of a Ray that were asked, by Ray's id of each.
 
-    blind: those that do not see the lake, with what people call the node and what it found.
+    should_end: asked while they are waited for. seeing: those that see the lake. blind: those that
+    do not see the lake, with what people call the node and what it found.
     """
 
     ray: Any
     lake: str
     dataset: str
+    should_end: Callable[[], bool] = lambda: False
     seeing: set[str] = field(default_factory=set)
     blind: dict[str, str] = field(default_factory=dict)
 
@@ -49,7 +53,8 @@ class Nodes:
         """Ask the nodes that are there and were not asked yet, side by side.
 
         Raises: StorageFailed if the lake cannot be written; RolloutFailed if this process's own
-        node does not see the lake, or for a node without this version of ReplayLake.
+        node does not see the lake, or for a node without this version of ReplayLake;
+        KeyboardInterrupt where it should end.
         """
         new = {
             node["NodeID"]: node
@@ -89,9 +94,7 @@ class Nodes:
                 task.options(scheduling_strategy=on(node)).remote(*arguments, node): node
                 for node in nodes
             }
-            ready, _ = self.ray.wait(
-                list(asked), num_returns=len(asked), timeout=_TIMEOUT_S, fetch_local=False
-            )
+            ready = self._answered(list(asked))
             for reference, node in asked.items():
                 name = f"node {nodes[node]['NodeManagerAddress']} ({node[:8]})"
                 missing: str | None = f"found no answer in {_TIMEOUT_S:.0f} s"
@@ -107,6 +110,19 @@ class Nodes:
         finally:
             answers = [_answer_path(folder, node) for node in nodes]
             handle.storage.delete([_nonce_path(folder), *answers])
+
+    def _answered(self, asked: Sequence[Any]) -> list[Any]:
+        """Wait for all of them, and return those that were answered in time."""
+        until = time.monotonic() + _TIMEOUT_S
+        while True:
+            ready: list[Any]
+            ready, left = self.ray.wait(
+                asked, num_returns=len(asked), timeout=_POLL_S, fetch_local=False
+            )
+            if not left or time.monotonic() > until:
+                return ready
+            if self.should_end():
+                raise KeyboardInterrupt
 
     def _missing(self, reference: Any, name: str) -> str | None:
         exceptions = self.ray.exceptions

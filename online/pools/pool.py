@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from replaylake.online.collecting.acting import AgentsActing
 from replaylake.online.collecting.shipment import Shipment
+
+# What takes longer counts as hung, unless the caller knows better (OnlineConfig.answer_timeout_s):
+# a worker that makes an environment or takes a step, a store that is asked to commit.
+ANSWER_TIMEOUT_S: Final = 600.0
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,19 @@ Ray is imported when the workers are made, because it takes a second and most ru
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final
 
 from replaylake.datastore.errors import ReplayLakeError, RolloutFailed
+from replaylake.offline.local_ray import START_TIMEOUT_S
 from replaylake.online.collecting.acting import AgentsActing
 from replaylake.online.collecting.shipment import Order, Shipment
 from replaylake.online.pools.cluster import Cluster
 from replaylake.online.pools.node_worker import NodeWorker
 from replaylake.online.pools.nodes import here, on
-from replaylake.online.pools.pool import WorkerLost
+from replaylake.online.pools.pool import ANSWER_TIMEOUT_S, WorkerLost
 from replaylake.online.pools.seats import Seat, reason_of
 from replaylake.online.pools.writer_actor import ShipmentWriter
 
@@ -25,15 +26,17 @@ from replaylake.online.pools.writer_actor import ShipmentWriter
 _MOST_DEATHS: Final = 3
 # How often a pool that waits looks whether a new worker has found a node to run on.
 _HOMELESS_S: Final = 5.0
+# How often it looks for processes that take too long to start, or to answer.
+_LATE_S: Final = 1.0
 
 
 class RayPool:
     """A WorkerPool of one actor an order; see WorkerPool.
 
-    A worker whose process or node died is replaced at once. Its numbered episodes that have not
-    ended are begun again; of an endless order the replacement begins with episodes that nobody has
-    begun. On a cluster, what workers collect on nodes that do not see the lake is written by an
-    actor on this process's node; their shipments look no different.
+    A worker whose process or node died, or that does not answer, is replaced at once. Its numbered
+    episodes that have not ended are begun again; of an endless order the replacement begins with
+    episodes that nobody has begun. On a cluster, what workers collect on nodes that do not see the
+    lake is written by an actor on this process's node; their shipments look no different.
     """
 
     def __init__(
@@ -44,6 +47,9 @@ class RayPool:
         with_open: bool = False,
         cpus_per_worker: float = 1.0,
         address: str | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        should_end: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start Ray where none runs, or connect to a cluster; ask its nodes; start the actors.
 
@@ -53,20 +59,34 @@ class RayPool:
             with_open: with the steps so far of open episodes, as pieces.
             cpus_per_worker: CPUs of Ray's that each takes up; a fraction, or a whole number.
             address: of a cluster, as running_ray takes it; None for a Ray of this process's own.
+            start_timeout_s: how long a worker's process may take to start; one that found no CPUs
+                by then ends the run, or, as a replacement, shares those of others.
+            answer_timeout_s: how long a worker may be at what it was asked for; then it is lost.
+            should_end: asked while the pool is made.
 
         Raises: ExtraMissing, RolloutFailed, StorageFailed; ConfigInvalid for CPUs that Ray does not
-        give or that the cluster does not have, and for a working folder that is too large.
+        give or that the cluster does not have, and for a working folder that is too large;
+        KeyboardInterrupt where it should end.
         """
         self._interval_s, self._with_open = interval_s, with_open
         self._cpus = cpus_per_worker
+        self._start_timeout_s, self._answer_timeout_s = start_timeout_s, answer_timeout_s
         self._seats = [Seat(order) for order in orders]
         self._pending: dict[Any, int] = {}
         self._acting: Any = None
         self._writer: Any = None
-        self._looked_at = time.monotonic()
+        self._looked_at = self._checked_at = time.monotonic()
         self._stack = ExitStack()
         try:
-            self._cluster = Cluster(self._stack, orders[0], len(orders), cpus_per_worker, address)
+            self._cluster = Cluster(
+                self._stack,
+                orders[0],
+                len(orders),
+                cpus_per_worker,
+                address,
+                start_timeout_s=start_timeout_s,
+                should_end=should_end,
+            )
             self._ray = self._cluster.ray
             for seat in self._seats:
                 self._seat(seat)
@@ -102,7 +122,8 @@ class RayPool:
     def receive(self, timeout_s: float) -> Shipment | WorkerLost | None:
         """Return the next answer, the one asked for first if there are several; None if none comes.
 
-        Raises: what a worker raised; RolloutFailed where one dies again and again.
+        Raises: what a worker raised; RolloutFailed where one dies again and again, or does not
+        start.
         """
         until = time.monotonic() + timeout_s
         while self._pending:
@@ -110,7 +131,7 @@ class RayPool:
             ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=left)
             if not ready:
                 self._rehouse()
-                return None
+                return self._late()
             if (answer := self._answer(ready[0])) is not None:
                 return answer
         time.sleep(max(0.0, until - time.monotonic()))
@@ -128,18 +149,23 @@ class RayPool:
 
     # Where.
 
-    def _seat(self, seat: Seat, *, is_first: bool = True) -> None:
-        """Start a process for a worker. A replacement takes no CPUs where too few are left."""
-        cluster, seat.num_cpus = self._cluster, self._cpus
+    def _seat(self, seat: Seat, *, is_first: bool = True, shares: bool = False) -> None:
+        """Start a process for a worker.
+
+        A replacement takes no CPUs where too few are left, or where it shares them.
+        """
+        cluster, seat.num_cpus, seat.is_first = self._cluster, self._cpus, is_first
         if not is_first:
             if seat.order.records:
                 cluster.look_at_new_nodes()
-            if not cluster.has_room:
+            if shares or not cluster.has_room:
                 seat.num_cpus = 0.0
         seeing = cluster.seeing
         order = replace(seat.order, acting=cluster.sendable(seat.order.acting))
         actor = self._ray.remote(num_cpus=seat.num_cpus, max_restarts=0)(NodeWorker)
         seat.actor, seat.acting, seat.has_answered = actor.remote(order, seeing), None, False
+        seat.ready = seat.actor.__ray_ready__.remote()
+        seat.seated_at, seat.started_at = time.monotonic(), None
 
     def _rehouse(self) -> None:
         """Start again, without CPUs of its own, what no node has room for since one was lost."""
@@ -157,6 +183,55 @@ class RayPool:
                 self._seat(seat, is_first=False)
                 self._send(worker)
 
+    # Whether it takes too long.
+
+    def _late(self) -> WorkerLost | None:
+        """Replace a worker that does not answer. Raises: RolloutFailed for one without a place."""
+        now = time.monotonic()
+        if now - self._checked_at < _LATE_S:
+            return None
+        self._checked_at = now
+        for reference, worker in list(self._pending.items()):
+            seat = self._seats[worker]
+            if seat.unwritten is None and not self._has_started(seat):
+                if now - seat.seated_at > self._start_timeout_s:
+                    self._share(worker, reference)
+                continue
+            asked_at = max(seat.asked_at, seat.started_at or 0.0)
+            if now - asked_at > self._answer_timeout_s:
+                del self._pending[reference]
+                if seat.unwritten is not None:
+                    self._ray.kill(self._writer_actor())
+                error = TimeoutError(
+                    f"no answer in {self._answer_timeout_s:g} s (answer_timeout_s), in which it "
+                    "makes an environment or takes a step"
+                )
+                if (lost := self._lost(worker, error)) is not None:
+                    return lost
+        return None
+
+    def _has_started(self, seat: Seat) -> bool:
+        if seat.started_at is None:
+            # One that died has something to say, too: what it was asked for says it.
+            ready, _ = self._ray.wait([seat.ready], timeout=0)
+            seat.started_at = time.monotonic() if ready else None
+        return seat.started_at is not None
+
+    def _share(self, worker: int, reference: Any) -> None:
+        """Let a replacement share CPUs. Raises: RolloutFailed where it does, or none was there."""
+        seat = self._seats[worker]
+        if seat.is_first or not seat.num_cpus:
+            free = self._ray.available_resources().get("CPU", 0.0)
+            raise RolloutFailed(
+                f"rollout worker {worker}: found no process in {self._start_timeout_s:g} s; it "
+                f"needs {seat.num_cpus:g} CPUs, of which Ray has {free:g} free now. Wait until "
+                "others are done, take fewer or smaller workers, or raise start_timeout_s."
+            )
+        del self._pending[reference]
+        self._ray.kill(seat.actor)
+        self._seat(seat, is_first=False, shares=True)
+        self._send(worker)
+
     # What is asked, and answered.
 
     def _send(self, worker: int) -> None:
@@ -169,7 +244,7 @@ class RayPool:
             reference = seat.actor.ship.remote(
                 seat.asked, self._interval_s, acting, self._with_open
             )
-        self._pending[reference] = worker
+        self._pending[reference], seat.asked_at = worker, time.monotonic()
 
     def _answer(self, reference: Any) -> Shipment | WorkerLost | None:
         """Take what has come; None where it goes on to the writer."""

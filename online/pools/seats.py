@@ -25,6 +25,8 @@ class Seat:
     order: what that process was made with. ended: numbers of its episodes that ended; num_begun: at
     most so many were begun. owed: steps that were asked for and not handed over. unwritten: a
     shipment that the writer has still to write. deaths: in a row, without a shipment in between.
+    ready: what is answered once the process runs. seated_at, started_at, asked_at: when it was
+    asked for, was found to run, and was asked for what it owes, by the monotonic clock (s).
     """
 
     order: Order
@@ -39,6 +41,11 @@ class Seat:
     unwritten: Any = None
     deaths: int = 0
     has_answered: bool = False
+    is_first: bool = True
+    ready: Any = None
+    seated_at: float = 0.0
+    started_at: float | None = None
+    asked_at: float = 0.0
 
     def note(self, shipment: Shipment) -> None:
         """Take what a shipment tells of the episodes."""

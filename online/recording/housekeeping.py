@@ -93,7 +93,8 @@ class Housekeeper:
     def close(self) -> None:
         """End the round that is going on, between two commits or before one, and look no more."""
         self._closing.set()
-        self._thread.join()
+        # A store that hangs is not waited for: what is at it ends with this process.
+        self._thread.join(2 * _END_S)
 
     def _run(self) -> None:
         while not self._closing.wait(self._look_s):

@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from replaylake.datastore.dataset import Commit, Dataset, WrittenEpisodes
 from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import FailedInPassing
+from replaylake.datastore.errors import FailedInPassing, StorageFailed
 from replaylake.datastore.writer.accounting import LeftOut
 from replaylake.online.monitoring.timings import Timings
+from replaylake.online.pools.pool import ANSWER_TIMEOUT_S
 from replaylake.online.recording.recorded import ABANDONED
 from replaylake.online.recording.refusals import RETRY_S
 
@@ -40,8 +41,19 @@ class Recorder:
     manager.
     """
 
-    def __init__(self, dataset: Dataset, producer: str, *, interval_s: float) -> None:
-        """interval_s: from one commit to the next, at least. Goes on after the producer's last."""
+    def __init__(
+        self,
+        dataset: Dataset,
+        producer: str,
+        *,
+        interval_s: float,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
+        """Go on after the producer's last commit.
+
+        interval_s: from one commit to the next, at least. answer_timeout_s: after which a store
+        that neither takes a commit nor refuses it counts as hung.
+        """
         self.producer = producer
         self.trouble: str | None = None
         self.timings = Timings()
@@ -57,6 +69,8 @@ class Recorder:
         self._done: list[Acknowledged] = []
         self._num_done = 0
         self._is_committing = False
+        self._answer_timeout_s = answer_timeout_s
+        self._asked_at: float | None = None
         self._failure: BaseException | None = None
         self._is_urgent = False
         self._is_closing = False
@@ -72,7 +86,8 @@ class Recorder:
     def add(self, part: WrittenEpisodes | Sequence[Episode]) -> None:
         """Take what is written already, or episodes that are to be written; returns at once.
 
-        Raises: what went wrong before, other than a store that refuses.
+        Raises: what went wrong before, other than a store that refuses; StorageFailed for one that
+        hangs.
         """
         with self._news:
             self._check()
@@ -82,7 +97,11 @@ class Recorder:
 
     @property
     def is_behind(self) -> bool:
-        """Whether so much waits to be written that whoever hands over should wait."""
+        """Whether so much waits to be written that whoever hands over should wait.
+
+        Raises: as add.
+        """
+        self._check()
         return self._num_waiting > _MOST_WAITING
 
     def abandon(self, episode_ids: Sequence[str]) -> None:
@@ -117,15 +136,28 @@ class Recorder:
         return True
 
     def close(self) -> None:
-        """Commit what is left, if the store takes it, and end the thread."""
+        """Commit what is left, if the store takes it, and end the thread; not where that hangs."""
         with self._news:
             self._is_closing = True
             self._news.notify_all()
-        self._thread.join()
+        while self._thread.is_alive() and not self._is_hung:
+            self._thread.join(0.1)
+
+    @property
+    def _is_hung(self) -> bool:
+        asked_at = self._asked_at
+        return asked_at is not None and time.monotonic() - asked_at > self._answer_timeout_s
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._is_hung:
+            raise StorageFailed(
+                f"dataset {self._dataset.name!r}: found no answer of the store to a commit in "
+                f"{self._answer_timeout_s:g} s, expected it to be taken or refused. What was "
+                "acknowledged is in the dataset. Look at the disk or the network; where it only "
+                "takes longer, raise answer_timeout_s."
+            )
 
     def _run(self) -> None:
         due = time.monotonic()
@@ -173,6 +205,7 @@ class Recorder:
         # Together, or each round of a worker in this process would be a shard.
         episodes = [e for part in parts if not isinstance(part, WrittenEpisodes) for e in part]
         while True:
+            self._asked_at = time.monotonic()
             try:
                 if episodes:
                     written.append(self._written(episodes))
@@ -182,12 +215,13 @@ class Recorder:
                 seconds = time.perf_counter() - started
                 self.timings.add("commit", seconds, 1, commit.num_bytes)
             except FailedInPassing as error:
-                self.trouble = str(error)
+                self._asked_at, self.trouble = None, str(error)
                 with self._news:
                     if self._is_closing:
                         raise
                     self._news.wait_for(lambda: self._is_closing, RETRY_S)
                 continue
+            self._asked_at = None
             self._sequence += 1
             self.last_version, self.trouble = commit.version, None
             return commit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
@@ -77,7 +77,9 @@ def followed(job: Job, producer: str) -> LiveView | AgentViews:
     return AgentViews(views)
 
 
-def made_pool(lake: Lake, job: Job, producer: str, attempt: int) -> WorkerPool:
+def made_pool(
+    lake: Lake, job: Job, producer: str, attempt: int, should_end: Callable[[], bool]
+) -> WorkerPool:
     request, config = job.request, job.config
     is_local = config.env_runner == "local"
     size = config.num_workers
@@ -107,6 +109,9 @@ def made_pool(lake: Lake, job: Job, producer: str, attempt: int) -> WorkerPool:
         with_open=True,
         cpus_per_worker=config.worker_cpus,
         address=request.address,
+        start_timeout_s=config.start_timeout_s,
+        answer_timeout_s=config.answer_timeout_s,
+        should_end=should_end,
     )
 
 
@@ -115,13 +120,18 @@ def made_feed(job: Job, view: LiveView | AgentViews, producer: str) -> Iterator[
     if isinstance(view, AgentViews) or not job.puts:
         is_local = job.config.env_runner == "local"
         interval_s = _TURN_INTERVAL_S if is_local else GROUP_INTERVAL_S
-        with Recorder(job.dataset, producer, interval_s=interval_s) as recorder:
+        with _recorder(job, producer, interval_s) as recorder:
             yield LakeFeed(view, recorder)
     elif job.config.record:
-        with Recorder(job.dataset, producer, interval_s=_LOCAL_INTERVAL_S) as recorder:
+        with _recorder(job, producer, _LOCAL_INTERVAL_S) as recorder:
             yield DirectFeed(view, recorder)
     else:
         yield DirectFeed(view, None)
+
+
+def _recorder(job: Job, producer: str, interval_s: float) -> Recorder:
+    timeout_s = job.config.answer_timeout_s
+    return Recorder(job.dataset, producer, interval_s=interval_s, answer_timeout_s=timeout_s)
 
 
 def made_parts(

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.errors import TrainingFailed
 from replaylake.online.collecting.returns import LastReturns
 from replaylake.online.collecting.shipment import Shipment
 from replaylake.online.pools.pool import WorkerLost
@@ -63,6 +64,8 @@ class Collector:
         self._refused_until: dict[int, float] = {}
         self._latencies: deque[float] = deque(maxlen=_LATENCIES_KEPT)
         self._looked_at = -math.inf
+        # When something came, arrived or was learned last.
+        self._moved_at = time.monotonic()
 
     @property
     def can_update(self) -> bool:
@@ -92,8 +95,11 @@ class Collector:
         """Hand out permits and take what came; wait for it only where there is nothing to learn.
 
         update: what the policy is of. can_update: whether the trainer makes an update next.
+        Raises: TrainingFailed where neither workers nor the learner can go on for too long.
         """
         now = time.perf_counter()
+        if can_update:
+            self._moved_at = time.monotonic()
         if can_update and (self._takes_turns or now - self._looked_at < _LOOK_S):
             return
         self._note_arrived()
@@ -105,6 +111,7 @@ class Collector:
             # A disk that is full: whoever works in this process waits for nothing else.
             time.sleep(_WAIT_S)
         self._looked_at = time.perf_counter()
+        self._check_moves()
         if not can_update and not self._is_local:
             self._parts.timings.add("learner_wait", self._looked_at - now)
 
@@ -117,6 +124,7 @@ class Collector:
         until = time.monotonic() + 10 * self._config.flush_interval_s + 5
         while self._promised and time.monotonic() < until:
             self._take(self._parts.pool.receive(_WAIT_S))
+        self._promised.clear()
         self._parts.feed.abandon([episode for ids in self._open.values() for episode in ids])
         self.settle(on_wait)
         self._note_arrived()
@@ -124,11 +132,13 @@ class Collector:
     def settle(self, on_wait: Callable[[], None]) -> None:
         """Wait until all is recorded; not where the run is asked to end and the store refuses.
 
-        on_wait: called now and then meanwhile.
+        on_wait: called now and then meanwhile. Raises: TrainingFailed where nothing moves.
         """
+        self._moved_at = time.monotonic()
         while not self._parts.feed.settle(_SETTLE_S):
             self._note_arrived()
             on_wait()
+            self._check_moves()
             if self._parts.feed.trouble is not None and self._should_end():
                 self._remark("what was collected last could not be recorded, and is dropped")
                 return
@@ -178,6 +188,25 @@ class Collector:
     def _goes_on(self) -> bool:
         """Whether there are steps to come that were asked for."""
         return bool(self._promised or self._num_under_way)
+
+    def _check_moves(self) -> None:
+        """Raise where all wait for each other, and not for a store that refuses.
+
+        For workers that owe an answer the pool has its own limit.
+        """
+        now, timeout_s = time.monotonic(), self._config.answer_timeout_s
+        if self._promised or self._refused_until or self._parts.feed.trouble is not None:
+            self._moved_at = now
+        if now - self._moved_at > timeout_s:
+            limiter = self._parts.limiter
+            raise TrainingFailed(
+                f"training: found nothing collected, committed or learned in {timeout_s:g} s, with "
+                f"{self._num_under_way:,} steps on their way through the lake, "
+                f"{limiter.num_inserts:,} there and {limiter.num_samples:,} samples taken; "
+                "expected one of these to grow. What was committed is in the lake: go on with "
+                "--resume, and look at the disk or the network; where it only takes longer, raise "
+                "answer_timeout_s."
+            )
 
     # Permits.
 
@@ -236,7 +265,7 @@ class Collector:
         return answer is not None
 
     def _note_shipment(self, shipment: Shipment) -> None:
-        worker = shipment.worker
+        worker, self._moved_at = shipment.worker, time.monotonic()
         self._promised.pop(worker, None)
         self._parts.refusals.note(f"worker {worker}", shipment.trouble)
         if shipment.trouble is not None:
@@ -272,6 +301,7 @@ class Collector:
 
     def _note_arrived(self) -> None:
         for arrived in self._parts.feed.arrived():
+            self._moved_at = time.monotonic()
             self._num_under_way -= arrived.num_steps
             self._parts.limiter.insert(arrived.num_steps)
             if arrived.latency_s is not None:

@@ -45,6 +45,12 @@ class OnlineConfig:
     flush_interval_s: float = 0.2
     # Steps that a worker collects at most before it takes new weights.
     round_steps: int = 512
+    # Seconds that a worker's or the learner's process may take to start, which includes the wait
+    # for free CPUs and GPUs. A node that an autoscaler has to boot comes within five minutes.
+    start_timeout_s: float = 300.0
+    # Seconds without an answer after which whatever works counts as hung: a worker, which may make
+    # an environment or take one step for so long; the learner; a write to the store.
+    answer_timeout_s: float = 600.0
 
     # Exploring. Of an algorithm that acts by values: the probability of a random action, falling
     # over `explore_steps` from the first to the second.
@@ -128,7 +134,7 @@ class OnlineConfig:
         for name in _SHARES:
             value = getattr(self, name)
             expect(0 <= value <= 1, f"online: {name}", value, "0 to 1")
-        for name in ("flush_interval_s", "worker_cpus", "samples_per_insert", "error_buffer"):
+        for name in _ABOVE_ZERO:
             value = getattr(self, name)
             expect(value is None or value > 0, f"online: {name}", value, "more than 0")
         for name, known in (
@@ -195,6 +201,14 @@ _FROM_ZERO: Final = (
     "learner_gpus",
     "max_staleness",
     "seed",
+)
+_ABOVE_ZERO: Final = (
+    "flush_interval_s",
+    "start_timeout_s",
+    "answer_timeout_s",
+    "worker_cpus",
+    "samples_per_insert",
+    "error_buffer",
 )
 _SHARES: Final = (
     "epsilon_start",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from typing import Final
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import (
@@ -39,6 +41,9 @@ from replaylake.online.training.patient_observer import PatientObserver
 from replaylake.online.training.registration import registered
 from replaylake.online.training.result import OnlineResult
 from replaylake.online.training.trainer import OnlineTrainer
+
+# From one look to the next while a view catches up.
+_LOOK_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ class Attempt:
         stack.enter_context(torch_threads(config.threads))
         view = followed(job, producer)
         stack.callback(view.close)
-        pool = stack.enter_context(closing(made_pool(self.lake, job, producer, attempt)))
+        pool = made_pool(self.lake, job, producer, attempt, should_end)
+        stack.enter_context(closing(pool))
         feed = stack.enter_context(made_feed(job, view, producer))
         if config.compact and config.record:
             stack.enter_context(Housekeeper(self.lake.url, job.dataset, on_remark=callbacks.remark))
@@ -117,7 +123,7 @@ class Attempt:
         )
         remarks = list(pool.remarks)
         if self.goes_on:
-            remarks += self._gone_on(trainer, view, feed, checkpoint)
+            remarks += self._gone_on(trainer, view, feed, checkpoint, should_end)
         if callbacks.on_start is not None:
             callbacks.on_start(RunStart(run_id, trainer.update, self.goes_on, tuple(remarks)))
         return trainer
@@ -128,6 +134,7 @@ class Attempt:
         view: LiveView | AgentViews,
         feed: Feed,
         checkpoint: Checkpoint | None,
+        should_end: Callable[[], bool],
     ) -> Iterator[str]:
         """Let it go on from a checkpoint and what is recorded; yield what is to be told."""
         job = self.job
@@ -138,8 +145,7 @@ class Attempt:
                 "an end"
             )
         # Until then the limiter would count steps that cannot be sampled.
-        while not view.wait_for(version=found.version):
-            pass
+        _catch_up(view, found.version, job, should_end)
         if checkpoint is None:
             trainer.begin_with(found)
         else:
@@ -168,6 +174,29 @@ class Attempt:
             raise TrainingFailed(
                 f"training: found no update after {trainer.collector.num_steps:,} steps, expected "
                 "one at least: too few came together for a batch. Collect more --steps."
+            )
+
+
+def _catch_up(
+    view: LiveView | AgentViews, version: int, job: Job, should_end: Callable[[], bool]
+) -> None:
+    """Wait until a version can be sampled, as long as more and more of it can.
+
+    Raises: KeyboardInterrupt where it should end; StorageFailed where nothing comes any more.
+    """
+    timeout_s, moved_at = job.config.answer_timeout_s, time.monotonic()
+    while not view.wait_for(version=version, timeout_s=_LOOK_S):
+        if should_end():
+            raise KeyboardInterrupt
+        decoded = view.timings()
+        if decoded.tail.items or decoded.decode.items:
+            moved_at = time.monotonic()
+        if time.monotonic() - moved_at > timeout_s:
+            raise StorageFailed(
+                f"dataset {job.request.dataset!r}: found version {view.version} and nothing more "
+                f"in {timeout_s:g} s, expected version {version}, with what the run has recorded. "
+                "Look at the disk or the network; where it only takes longer, raise "
+                "answer_timeout_s."
             )
 
 

@@ -105,9 +105,7 @@ def test_observations_are_normalised_in_training_and_in_the_graph(name, row_of, 
 
 
 @pytest.mark.parametrize(("name", "actions"), [("dqn", "discrete"), ("bear", "continuous")])
-def test_implicit_quantile_networks_export(
-    name, actions, row_of, make, run, assert_chosen_alike
-):
+def test_implicit_quantile_networks_export(name, actions, row_of, make, run, assert_chosen_alike):
     """Their own forward fixes the number of rows that it was traced with."""
     iqn = {"type": "iqn", "params": {"n_quantiles": 4, "n_greedy_quantiles": 4, "embed_size": 8}}
     learner = run(make(row_of(name, actions), q_func_factory=iqn), 1)

@@ -32,7 +32,9 @@ def has_a_slope(features, network):
     for member in range(num or 1):
         inputs = features.double()
         for whole in layers[:-1]:
-            weight, bias = (p.detach().double()[member] if num else p.detach().double() for p in whole)
+            weight, bias = (
+                p.detach().double()[member] if num else p.detach().double() for p in whole
+            )
             before = F.linear(inputs, weight, bias)
             # A sum of K products in float32 is off by K / 2^24 of their sizes' sum at most.
             bound = (F.linear(inputs.abs(), weight.abs(), bias.abs())) * weight.shape[1] / 2**24
