@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from replaylake.datastore import errors
 from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, TrainingFailed
-from replaylake.offline.local_ray import running_ray
+from replaylake.offline.local_ray import START_TIMEOUT_S, check_room, running_ray
 from replaylake.offline.training.callbacks import Callbacks
 from replaylake.offline.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.training.team import Team
@@ -105,6 +105,15 @@ class Mailbox:
     _failures: dict[int, _Failure] = field(default_factory=dict)
     _is_asked_to_end: bool = False
     _has_leader_ended: bool = False
+    _has_started: bool = False
+
+    def started(self) -> None:
+        """Take that a learner's process runs."""
+        self._has_started = True
+
+    def has_started(self) -> bool:
+        """Whether there is a learner that can be asked to end."""
+        return self._has_started
 
     def tell(self, name: str, arguments: tuple[Any, ...]) -> bool:
         """Take a call of the callback of this name; return whether the run is to end."""
@@ -146,8 +155,9 @@ def run_team(
 
     work: importable in another process, as are its arguments; called there as work(team, callbacks,
     *arguments). Ctrl-C and SIGTERM ask the leader to end.
-    Raises: ExtraMissing without ray; ConfigInvalid for fewer GPUs than learners; what the leader
-    raised, RunInterrupted too; TrainingFailed naming a learner that died.
+    Raises: ExtraMissing without ray; ConfigInvalid for fewer GPUs or CPUs than learners; what the
+    leader raised, RunInterrupted too; TrainingFailed naming a learner that died, or where none
+    starts in five minutes; KeyboardInterrupt where it is interrupted before.
     """
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda and torch.cuda.device_count() < num_learners:
@@ -161,10 +171,12 @@ def run_team(
         tempfile.TemporaryDirectory(prefix="replaylake-learners-") as folder,
         interruption.awaited(),
     ):
+        check_room(ray, num_learners, 1, int(is_cuda), "learners")
         mailbox = ray.remote(num_cpus=0)(Mailbox).remote()
         options = {"work": work, "arguments": arguments, "device": device, "mailbox": mailbox}
         fitting = _Fitting(ray, options, num_learners, is_cuda, folder)
         try:
+            _wait_for_start(ray, mailbox, fitting, interruption, callbacks)
             while fitting.is_alive():
                 fitting.join(_POLL_S)
                 _call_back(callbacks, ray.get(mailbox.take.remote()))
@@ -176,6 +188,28 @@ def run_team(
             # The leader notices, should it be alive: nobody waits for it any more.
             ray.kill(mailbox)
         fitting.check(failures)
+
+
+def _wait_for_start(
+    ray: Any, mailbox: Any, fitting: _Fitting, interruption: Interruption, callbacks: Callbacks
+) -> None:
+    """Wait until a learner runs, or all failed. Raises: KeyboardInterrupt, TrainingFailed."""
+    until, asked = time.monotonic() + START_TIMEOUT_S, mailbox.has_started.remote()
+    while fitting.is_alive():
+        if ray.wait([asked], timeout=_POLL_S)[0]:
+            if ray.get(asked):
+                return
+            asked = mailbox.has_started.remote()
+            fitting.join(_POLL_S)
+        # There is no run yet that could save anything.
+        if interruption.is_requested or callbacks.is_asked_to_end:
+            raise KeyboardInterrupt
+        if time.monotonic() > until:
+            raise TrainingFailed(
+                f"learners: found no process of theirs in {START_TIMEOUT_S:g} s, expected one "
+                "each. Look at what else takes this machine's CPUs and memory, or train with one "
+                "learner."
+            )
 
 
 class _Fitting(threading.Thread):
@@ -232,6 +266,7 @@ def _learner(options: Mapping[str, Any]) -> None:
     import ray
 
     mailbox = options["mailbox"]
+    ray.get(mailbox.started.remote())
     team = ConnectedLearners(options["device"])
     callbacks = _relayed(ray, mailbox) if team.rank == 0 else Callbacks()
     try:

@@ -136,6 +136,34 @@ def running_ray(
             ray.shutdown()
 
 
+def check_room(ray: Any, num: int, cpus: float, gpus: float, what: str) -> None:
+    """Refuse at once what Ray would wait for without an end: processes that no node has room for.
+
+    num: of them at once, each with so many CPUs and GPUs of one node; what: they are, for people.
+    Raises: ConfigInvalid.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    rooms = [
+        min(
+            (
+                node.get(name, 0.0) // asked
+                for name, asked in (("CPU", cpus), ("GPU", gpus))
+                if asked
+            ),
+            default=num,
+        )
+        for node in nodes
+    ]
+    if sum(rooms) < num:
+        found = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+        each = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+        raise ConfigInvalid(
+            f"{what}: found {found['CPU']:g} CPUs and {found['GPU']:g} GPUs on {len(nodes)} nodes "
+            f"of Ray's, expected {each} of one node for each of {num} {what}. Take fewer, or ask "
+            "for less."
+        )
+
+
 def _start(ray: Any, num_cpus: int, num_gpus: int, failure: type[ReplayLakeError]) -> None:
     try:
         ray.init(

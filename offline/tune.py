@@ -20,7 +20,7 @@ from replaylake.datastore.lake import Lake
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.runs.lease import RunLease
 from replaylake.datastore.runs.metrics import read_curves
-from replaylake.offline.local_ray import running_ray
+from replaylake.offline.local_ray import check_room, running_ray
 from replaylake.offline.options import near_matches
 from replaylake.offline.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.training.run_record import RunRecord, find_run
@@ -209,8 +209,9 @@ class _Sweeping:
         config, interruption = self._sweep.tune, Interruption()
         num_gpus = torch.cuda.device_count() if config.gpus_per_trial else 0
         num_cpus = self._concurrency * config.cpus_per_trial
-        with running_ray(_NEEDS, num_cpus, num_gpus), interruption.awaited():
-            self._wait_for_orphans()
+        with running_ray(_NEEDS, num_cpus, num_gpus) as ray, interruption.awaited():
+            check_room(ray, 1, config.cpus_per_trial, config.gpus_per_trial, "trials")
+            self._wait_for_orphans(interruption)
             for numbers, is_racing in self._phases():
                 left = [number for number in numbers if self._trials[number].is_left]
                 if left:
@@ -275,10 +276,12 @@ class _Sweeping:
                 found[number] = replace(found[number], status="failed", error=error)
         return found
 
-    def _wait_for_orphans(self) -> None:
+    def _wait_for_orphans(self, interruption: Interruption) -> None:
         """Let trials end whose sweep was killed: Ray's processes notice after some seconds."""
         deadline = time.monotonic() + _ORPHANS_S
         while any(t.status == "running" for t in self._trials) and time.monotonic() < deadline:
+            if interruption.is_requested:
+                raise RunInterrupted(self._record.run_id, None)
             time.sleep(_POLL_S)
             self._trials = self._found()
 

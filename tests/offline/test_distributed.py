@@ -133,6 +133,12 @@ def test_two_learners_have_the_weights_of_one(ray, lake, dataset, config):
 
 
 @pytest.mark.slow
+def test_more_learners_than_ray_has_cpus_are_refused_at_once(ray, lake):
+    with pytest.raises(ConfigInvalid, match=r"learners: found 2 CPUs .* for each of 4 learners"):
+        train(lake, ["line"], quick(algorithm="dqn", learners=4), policy_name="p")
+
+
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_the_same_weights(ray, lake):
     config = quick(algorithm="dqn", learners=2, updates=100_000, checkpoint_updates=1000)
     seen = []

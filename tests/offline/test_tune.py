@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from replaylake.datastore.errors import CommitConflict, ConfigInvalid, NotFound, TrainingFailed
 from replaylake.datastore.lake import open_lake
@@ -137,6 +138,14 @@ def test_a_trial_that_fails_says_why(lake):
 def test_what_is_no_number_is_worse_than_all_others():
     assert comparable(float("nan"), "max") < -1e299 < 1e299 < comparable(float("inf"), "min")
     assert comparable(2.5, "max") == 2.5
+
+
+@pytest.mark.slow
+def test_gpus_that_the_machine_does_not_have_are_refused_at_once(lake):
+    given = asked()
+    given["tune"]["gpus_per_trial"] = torch.cuda.device_count() + 1
+    with pytest.raises(ConfigInvalid, match=r"trials: found .* GPUs on 1 nodes of Ray's, expected"):
+        tune(lake, given)
 
 
 def test_a_sweep_that_cannot_be_is_refused_before_it_is_recorded(lake):
