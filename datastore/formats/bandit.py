@@ -6,7 +6,7 @@ are mapped. Slates, several actions of one decision, are refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from replaylake.datastore.arrow_values import is_list
 from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
 from replaylake.datastore.formats.format import Reading, ReadOptions
-from replaylake.datastore.formats.generic.csv import CsvTables
+from replaylake.datastore.formats.generic.csv import CsvTables, numeric_columns, text_columns
 from replaylake.datastore.formats.generic.jsonl import JsonTables, first_object
 from replaylake.datastore.formats.generic.parquet import ParquetTables, is_parquet, parquet_columns
 from replaylake.datastore.formats.tabular.fields import ALIASES
@@ -57,7 +57,6 @@ class BanditFormat:
                 f"{items[0].name}: found a table of items and their features, expected one with a "
                 "row a decision. Ingest the log of decisions that it belongs to."
             )
-        tables = Kept(_tables(decisions, options))
         names = _columns(decisions[0])
         notes = [
             f"{file.name}: left out, as it is a table of items and not of decisions"
@@ -66,6 +65,7 @@ class BanditFormat:
         is_open_bandit = _is_open_bandit(names)
         fields = _open_bandit_fields(names) if is_open_bandit else _common_fields(names)
         mapping = {**fields, **options.mapping}
+        tables = Kept(_tables(decisions, mapping))
         _refuse_slates(tables, names, options, mapping.get("action", "action"))
         declared = Declared(fields=fields, one_step=True, notes=notes)
         return TabularReading(tables, options, decisions[0].name, declared)
@@ -117,14 +117,12 @@ def _columns(file: SourceFile) -> list[str]:
     return []
 
 
-def _tables(files: Sequence[SourceFile], options: ReadOptions) -> Tables:
+def _tables(files: Sequence[SourceFile], mapping: Mapping[str, str]) -> Tables:
     if is_parquet(files[0]):
         return ParquetTables(files)
     if first_object(files[0]) is not None:
         return JsonTables(files)
-    names = ("policy", "timestamp")
-    mapped = [options.mapping[ours] for ours in names if ours in options.mapping]
-    return CsvTables(files, [*mapped, *(n for ours in names for n in ALIASES[ours])])
+    return CsvTables(files, text_columns(mapping), numeric_columns(mapping))
 
 
 def _refuse_slates(tables: Kept, names: Sequence[str], options: ReadOptions, action: str) -> None:

@@ -22,6 +22,7 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import AlreadyExists
 from replaylake.datastore.formats.checks import Check
 from replaylake.datastore.formats.format import Rejected
+from replaylake.datastore.formats.tabular.tables import MISFITS
 from replaylake.datastore.rejected import REJECTED_SCHEMA
 from replaylake.datastore.schema import (
     AGENT_ID,
@@ -211,16 +212,28 @@ def _plain(value: Any) -> Any:
 
 
 def _texts(rows: pa.Table) -> list[str]:
-    """Return each row as a JSON object."""
+    """Return each row as a JSON object, with the values that its columns have no type for."""
+    misfits: list[str | None] = [None] * rows.num_rows
+    if MISFITS in rows.column_names:
+        misfits = rows.column(MISFITS).to_pylist()
+        rows = rows.drop_columns([MISFITS])
     named = {
         name: _temporal_as_text(column).to_pylist()
         for name, column in zip(rows.column_names, rows.columns, strict=True)
     }
     columns = list(named.values())
     return [
-        json.dumps(_json(dict(zip(named, cells, strict=True))), ensure_ascii=False, default=str)
-        for cells in zip(*columns, strict=True)
+        json.dumps(
+            _json(dict(zip(named, cells, strict=True)) | _values(text)),
+            ensure_ascii=False,
+            default=str,
+        )
+        for *cells, text in zip(*columns, misfits, strict=True)
     ]
+
+
+def _values(misfits: str | None) -> dict[str, Any]:
+    return {} if misfits is None else {n: value for n, (value, _) in json.loads(misfits).items()}
 
 
 def _temporal_as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -113,8 +113,9 @@ def read_labels(lake: Lake, source: str | Path, key: Key) -> pa.Table:
         return _read_json(path)
     files = find_source([path]).files
     readers: dict[str, Any] = {
-        ".csv": lambda: CsvTables(files, ids),
-        ".tsv": lambda: CsvTables(files, ids),
+        # A label that is no number is none less: the column is text.
+        ".csv": lambda: CsvTables(files, ids, share=1.0),
+        ".tsv": lambda: CsvTables(files, ids, share=1.0),
         ".jsonl": lambda: JsonTables(files),
         ".ndjson": lambda: JsonTables(files),
         ".parquet": lambda: ParquetTables(files),
@@ -124,7 +125,10 @@ def read_labels(lake: Lake, source: str | Path, key: Key) -> pa.Table:
             f"{path}: found suffix {path.suffix!r}, expected .csv, .parquet, .jsonl or .json, or a "
             "text that begins with SELECT. Rename the file."
         )
-    tables = [chunk.table for chunk in readers[suffix]().chunks()]
+    tables = []
+    for chunk in readers[suffix]().chunks():
+        chunk.refuse_misfits()
+        tables.append(chunk.table)
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowException, ValueError) as error:

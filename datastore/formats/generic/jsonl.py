@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
@@ -17,7 +20,7 @@ from replaylake.datastore.formats.generic.json_depth import MAX_DEPTH, is_shallo
 from replaylake.datastore.formats.generic.standard import TEXT_TABLE_BYTES, write_tables
 from replaylake.datastore.formats.generic.text_rows import json_lines
 from replaylake.datastore.formats.tabular.reading import TabularReading
-from replaylake.datastore.formats.tabular.tables import Chunk, Tables
+from replaylake.datastore.formats.tabular.tables import Chunk, Tables, is_encodable
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.sources.source import SourceFile, unreadable
 
@@ -25,6 +28,15 @@ _BLOCK_BYTES: Final = 16 << 20
 _BOM: Final = b"\xef\xbb\xbf"
 # A longer line is refused: parsed, short lists take twenty times their text.
 _MAX_LINE_BYTES: Final = 64 << 20
+# What int64 does not hold; Arrow makes a column of floats where such a number is in it.
+_TOO_GREAT: Final = 2.0**63
+_LONG_INTEGER: Final = re.compile(rb"(?<![\d.eE+-])-?\d{19,}(?![\d.eE])")
+# Which kind a column is where two are equally frequent: the first of these.
+_KINDS: Final = ("number", "flag", "text", "list", "object")
+_WHOLE, _GREAT, _HALF = "whole", "great", "half"
+
+# By a row's index and a column: values of another type than the column has.
+Misfits = dict[int, dict[str, Any]]
 
 
 class JsonTables(Tables):
@@ -74,8 +86,11 @@ def json_chunks(file: SourceFile) -> Iterator[Chunk]:
                 data += rest
                 if len(rest) == _MAX_LINE_BYTES and not rest.endswith(b"\n"):
                     raise _too_long(file, line + data.count(b"\n"))
-                table = _parse(data.removeprefix(_BOM) if line == 1 else data, file, line)
-                yield Chunk(file, row, table, num_bytes=stream.tell())
+                table, misfits, lines = _parse(
+                    data.removeprefix(_BOM) if line == 1 else data, file, line
+                )
+                num_bytes = stream.tell()
+                yield Chunk(file, row, table, misfits=misfits, lines=lines, num_bytes=num_bytes)
                 row += table.num_rows
                 line += data.count(b"\n")
     except OSError as error:
@@ -119,11 +134,57 @@ def parse_json(data: bytes) -> pa.Table:
     return table if as_text.equals(table.schema) else _read(data, as_text)
 
 
-def _parse(data: bytes, file: SourceFile, first_line: int) -> pa.Table:
+def parse_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, Misfits]:
+    """Lay out JSON objects as columns, each of the type that most of its values have.
+
+    Raises: pa.ArrowException, OverflowError for what no table holds.
+    """
+    misfits = _misfits(rows)
+    kept = [
+        {n: None if n in misfits[i] else v for n, v in row.items() if is_encodable(n)}
+        if i in misfits
+        else row
+        for i, row in enumerate(rows)
+    ]
     try:
-        return parse_json(data)
+        lines = "\n".join(map(json.dumps, kept))
+        table = parse_json(lines.encode())
+    except pa.ArrowException:
+        names = dict.fromkeys(name for row in kept for name in row)
+        table = pa.table({name: pa.array([row.get(name) for row in kept]) for name in names})
+        if any(type_depth(kind) > MAX_DEPTH for kind in table.schema.types):
+            raise
+    if table.num_rows != len(rows):
+        raise pa.ArrowInvalid("found objects without a name")
+    return table, misfits
+
+
+def _parse(
+    data: bytes, file: SourceFile, first_line: int
+) -> tuple[pa.Table, Misfits, Sequence[int]]:
+    """Return a block's rows, their misfits, and their lines where none is empty."""
+    try:
+        table = parse_json(data)
     except (pa.ArrowException, UnicodeDecodeError):
         return _parse_lines(data, file, first_line)
+    has_great = any(_has_great(part) for column in table.columns for part in column.chunks)
+    if has_great and _LONG_INTEGER.search(data):
+        return _parse_lines(data, file, first_line)
+    num_lines = data.count(b"\n") + (not data.endswith(b"\n"))
+    lines = range(first_line, first_line + num_lines if num_lines == table.num_rows else first_line)
+    return table, {}, lines
+
+
+def _has_great(values: pa.Array) -> bool:
+    """Whether floats hold a number that may have been an integer beyond int64."""
+    kind = values.type
+    if pa.types.is_list(kind):
+        return _has_great(values.flatten())
+    if pa.types.is_struct(kind):
+        return any(map(_has_great, values.flatten()))
+    if not pa.types.is_floating(kind):
+        return False
+    return bool((np.abs(values.to_numpy(zero_copy_only=False)) >= _TOO_GREAT).any())
 
 
 def _read(data: bytes, schema: pa.Schema | None) -> pa.Table:
@@ -160,9 +221,12 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parse_lines(data: bytes, file: SourceFile, first_line: int) -> pa.Table:
+def _parse_lines(
+    data: bytes, file: SourceFile, first_line: int
+) -> tuple[pa.Table, Misfits, Sequence[int]]:
     """Parse what pyarrow refused: slower, but it knows the line."""
     rows: list[dict[str, Any]] = []
+    lines: list[int] = []
     for number, line in enumerate(data.split(b"\n"), first_line):
         if not line.strip():
             continue
@@ -179,15 +243,72 @@ def _parse_lines(data: bytes, file: SourceFile, first_line: int) -> pa.Table:
                 "object a line. Write one step a line."
             )
         rows.append(value)
-    columns = {}
-    for name in dict.fromkeys(key for row in rows for key in row):
-        try:
-            columns[name] = pa.array([row.get(name) for row in rows])
-            if type_depth(columns[name].type) > MAX_DEPTH:
-                raise pa.ArrowInvalid(f"nested deeper than {MAX_DEPTH} levels")
-        except (pa.ArrowException, OverflowError) as error:
-            raise SourceInvalid(
-                f"{file.name} from line {first_line}: column {name!r} has values of several types, "
-                f"or too deep ({error}). Make the column one type."
-            ) from error
-    return pa.table(columns)
+        lines.append(number)
+    try:
+        table, misfits = parse_rows(rows)
+    except (pa.ArrowException, OverflowError, RecursionError) as error:
+        raise SourceInvalid(
+            f"{file.name} from line {first_line}: found values that no column holds ({error}), "
+            f"expected some nested no deeper than {MAX_DEPTH} levels. Correct the lines."
+        ) from error
+    return table, misfits, lines
+
+
+def _misfits(rows: Sequence[Mapping[str, Any]]) -> Misfits:
+    """Find the values whose kind, or that of a part of them, is not the most frequent one."""
+    kinds = [{n: _kinds_in(v) for n, v in row.items() if v is not None} for row in rows]
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for found in kinds:
+        for name, parts in found.items():
+            for path, kind in parts:
+                counts.setdefault((name, path), Counter())[kind] += 1
+    wrong = {place: _minor(several) for place, several in counts.items()}
+    misfits: Misfits = {}
+    for i, found in enumerate(kinds):
+        for name, parts in found.items():
+            if not is_encodable(name):
+                shown = name.encode(errors="backslashreplace").decode()
+                misfits.setdefault(i, {})[shown] = rows[i][name]
+            elif any(kind in wrong[name, path] for path, kind in parts):
+                misfits.setdefault(i, {})[name] = rows[i][name]
+    return misfits
+
+
+def _minor(counts: Mapping[str, int]) -> set[str]:
+    """Return the kinds that do not go together with the most frequent one."""
+    totals = Counter({kind: counts.get(kind, 0) for kind in _KINDS})
+    totals["number"] += counts.get(_WHOLE, 0) + counts.get(_GREAT, 0)
+    totals["text"] += counts.get(_HALF, 0)
+    most = max(_KINDS, key=lambda kind: totals[kind])
+    fitting = {most}
+    if most == "number":
+        # Among floats it is one, as Arrow reads it; among whole numbers none of int64.
+        fitting |= {_WHOLE, *([_GREAT] if counts.get("number") else [])}
+    return {*counts} - fitting
+
+
+def _kinds_in(value: Any, path: str = "") -> set[tuple[str, str]]:
+    """Return the kinds of a value and of its parts, by their path in it."""
+    if isinstance(value, bool):
+        return {(path, "flag")}
+    if isinstance(value, float):
+        return {(path, "number")}
+    if isinstance(value, int):
+        return {(path, _WHOLE if -(2**63) <= value < 2**63 else _GREAT)}
+    if isinstance(value, str):
+        return {(path, "text" if is_encodable(value) else _HALF)}
+    found = set()
+    if isinstance(value, list):
+        found = {(path, "list")}
+        if {*map(type, value)} == {float}:
+            return {*found, (f"{path}[]", "number")}
+        for part in value:
+            found |= set() if part is None else _kinds_in(part, f"{path}[]")
+    elif isinstance(value, dict):
+        found = {(path, "object")}
+        for key, part in value.items():
+            if not is_encodable(key):
+                found.add((path, _HALF))
+            elif part is not None:
+                found |= _kinds_in(part, f"{path}.{key}")
+    return found

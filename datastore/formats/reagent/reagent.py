@@ -79,8 +79,7 @@ class ReagentTables(Tables):
             widest = max(width_of(chunk.table.column(name)) for name in names)
             num = max(_PIECE_VALUES // max(widest, len(self._keys), 1), 1)
             for start in range(0, chunk.table.num_rows, num):
-                table = chunk.table.slice(start, num)
-                yield Chunk(chunk.file, chunk.first_row + start, table)
+                yield chunk.part(start, chunk.table.slice(start, num))
 
     def _survey(self) -> None:
         keys: set[str] = set()

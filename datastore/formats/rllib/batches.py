@@ -41,6 +41,7 @@ class BatchTables(Tables):
         file, row = None, 0
         spaces: dict[str, tuple[str, str]] = {}
         for lines in self._batches.chunks():
+            lines.refuse_misfits()
             row = row if lines.file is file else 0
             file = lines.file
             is_multi = POLICY_BATCHES in lines.table.schema.names

@@ -24,7 +24,7 @@ from replaylake.datastore.spaces import Values, as_batch, concatenate, num_bytes
 _NEEDED: Final = {*DONE_ALIASES}.union(*ALIASES.values())
 
 
-class WithoutColumns:
+class WithoutColumns(Tables):
     """Tables of Parquet files, without some of their columns."""
 
     reread_cheaply = True
@@ -42,9 +42,6 @@ class WithoutColumns:
             kept = pa.schema([part.schema.field(name) for name in self._kept(part.schema)])
             yield replace(part, schema=kept)
 
-    def keep_as_text(self, column: str) -> bool:
-        return self._tables.keep_as_text(column)
-
     def _kept(self, schema: pa.Schema) -> list[str]:
         return [name for name in schema.names if name not in self._names]
 
@@ -58,10 +55,10 @@ class UnpackedTables(Tables):
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         for chunk in self._tables.chunks(columns):
-            row = chunk.first_row
+            start = 0
             for part in _unpacked(chunk, "row", self._notes, per_row=True):
-                yield Chunk(chunk.file, row, part)
-                row += part.num_rows
+                yield chunk.part(start, part)
+                start += part.num_rows
 
 
 def is_packed_column(column: pa.ChunkedArray) -> bool:

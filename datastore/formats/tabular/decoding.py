@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from replaylake.datastore.formats.tabular.arrays import Decoded, Mask
 from replaylake.datastore.formats.tabular.encoder import Encoder
 from replaylake.datastore.formats.tabular.fields import EPISODE, HEAD_COLUMNS, Layout
 from replaylake.datastore.formats.tabular.steps import Fault, Steps
-from replaylake.datastore.formats.tabular.tables import DAMAGE, ORIGIN, Survey
+from replaylake.datastore.formats.tabular.tables import DAMAGE, MISFITS, ORIGIN, Survey
 from replaylake.datastore.spaces import Array, Values
 
 # Base64 of an LZ4 frame's magic number: how RLlib packs pickled arrays into JSON.
@@ -85,8 +87,23 @@ class _Decoder:
             damage=self._damage(),
         )
         self._mark_unnamed()
-        steps.faults = self._faults
+        misfits = self._misfits()
+        steps.faults = [*misfits, *_without(self._faults, misfits)]
         return steps
+
+    def _misfits(self) -> list[Fault]:
+        """Return the cells of another type than their column, which are null in it."""
+        column = self._column(MISFITS)
+        if column.null_count == len(column):
+            return []
+        origins = self._column(ORIGIN).to_pylist()
+        found: dict[str, dict[int, str]] = {}
+        rows: dict[str, Mask] = {}
+        for row, text in enumerate(column.to_pylist()):
+            for name, (_, message) in json.loads(text or "{}").items():
+                found.setdefault(name, {})[origins[row]] = message
+                rows.setdefault(name, np.zeros(len(column), dtype=np.bool_))[row] = True
+        return [Fault("dtype", name, rows[name], said) for name, said in found.items()]
 
     def _mark_unnamed(self) -> None:
         named = [self._layout.one("episode_id"), self._layout.one("agent_id")]
@@ -289,6 +306,18 @@ class _Decoder:
         if column.null_count == len(column):
             return {}
         return {i: text for i, text in enumerate(column.to_pylist()) if text is not None}
+
+
+def _without(faults: list[Fault], misfits: list[Fault]) -> list[Fault]:
+    """Return the faults, without those cells said to be missing that hold something else."""
+    known = {fault.column: fault.rows for fault in misfits}
+    found = [
+        replace(fault, rows=fault.rows & ~known[fault.column])
+        if fault.check == "missing" and fault.column in known
+        else fault
+        for fault in faults
+    ]
+    return [fault for fault in found if fault.rows.any()]
 
 
 def _refuse_packed(values: Any, column: str) -> None:

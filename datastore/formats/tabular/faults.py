@@ -61,6 +61,7 @@ def findings(
         for g, row, num in zip(blamed.tolist(), rows[at].tolist(), nums.tolist(), strict=True):
             place = Places(steps.origins[row : row + 1], locate).text()
             message = f"{place}, column {fault.column!r}: {CHECKS[fault.check]}"
+            message = fault.messages.get(int(steps.origins[row]), message)
             rejects.setdefault(g, []).append(Finding(fault.check, message, num, place))
     return _with_damage(rejects, steps.damage, starts)
 

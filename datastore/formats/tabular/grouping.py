@@ -27,7 +27,7 @@ from replaylake.datastore.formats.tabular.faults import (
     place_of,
 )
 from replaylake.datastore.formats.tabular.steps import MAY_LACK, Fault, Steps, StepSlices
-from replaylake.datastore.formats.tabular.tables import Survey
+from replaylake.datastore.formats.tabular.tables import MISFITS, Survey
 from replaylake.datastore.spaces import Array
 
 
@@ -237,7 +237,8 @@ def _moved(origins: Array, codes: Array) -> Mask | None:
 
 def _as_logged(raw: pa.Table, rows: slice, order: Array | None) -> pa.Table:
     """Return the log's rows, without the hidden columns that only readings have."""
-    names = [name for name in raw.column_names if not name.startswith("\0")]
+    # Misfits are part of the row; with none, they are no column of it.
+    names = [name for name in raw.column_names if not name.startswith("\0") or name == MISFITS]
     if order is None:
         return raw.select(names).slice(rows.start, rows.stop - rows.start)
     return raw.select(names).take(pa.array(order[rows]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,8 @@ from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
 from replaylake.datastore.formats.tabular.arrays import is_text, names_of
 from replaylake.datastore.formats.tabular.fields import EPISODE, meant
 from replaylake.datastore.formats.tabular.tables import (
-    DAMAGE,
+    HIDDEN,
+    MISFITS,
     ORIGIN,
     Kept,
     Survey,
@@ -73,7 +75,7 @@ class Preparation:
         columns: dict[str, Any] = {}
         for name in table.column_names:
             column = table.column(name)
-            if name not in (ORIGIN, DAMAGE):
+            if name not in HIDDEN:
                 column = self._with_zone(self._with_fill(column, name, table), name, table)
             columns[name] = column
         if self.episode_by and all(name in columns for name in self.episode_by):
@@ -89,9 +91,12 @@ class Preparation:
         if is_text(fill.type):
             column = blank_to_null(column)
         if column.null_count:
+            # A misfit is not filled: its row has a value, of another type.
+            is_empty = pc.and_(column.is_null(), pc.invert(_misfits_in(table, name)))
             # Rows may be read more than once; each chunk is counted by its first row.
-            self._filled[(name, table.column(ORIGIN)[0].as_py())] = column.null_count
-            column = column.fill_null(fill)
+            num = int(pc.sum(is_empty).as_py())
+            self._filled[(name, table.column(ORIGIN)[0].as_py())] = num
+            column = pc.if_else(is_empty, fill, column)
         return column
 
     def _type_of(self, name: str) -> pa.DataType:
@@ -119,6 +124,13 @@ class Preparation:
 
     def _placed(self, table: pa.Table) -> Any:
         return lambda row: self.seen.place(table.column(ORIGIN)[row].as_py())
+
+
+def _misfits_in(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(MISFITS)
+    if column.null_count == len(column):
+        return pa.repeat(pa.scalar(False), len(column))
+    return pa.array([text is not None and name in json.loads(text) for text in column.to_pylist()])
 
 
 def in_zone(column: pa.ChunkedArray, name: str, timezone: str, place: Any) -> pa.ChunkedArray:

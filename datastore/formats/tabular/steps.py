@@ -44,11 +44,12 @@ MAY_LACK: Final = {
 
 @dataclass(frozen=True)
 class Fault:
-    """Rows that fail one check in one column."""
+    """Rows that fail one check in one column; `messages` say by their origin what is there."""
 
     check: str
     column: str
     rows: Mask
+    messages: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Steps:
             **{name: pick(getattr(self, name)) for name in _PER_ROW},
             extras={name: column.take(order) for name, column in self.extras.items()},
             absent={name: rows[order] for name, rows in self.absent.items()},
-            faults=[Fault(f.check, f.column, f.rows[order]) for f in self.faults],
+            faults=[replace(f, rows=f.rows[order]) for f in self.faults],
             damage={position[row]: text for row, text in self.damage.items()},
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
 from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.formats.tabular.tables import is_encodable
 from replaylake.datastore.sources.source import SourceFile, unreadable
 
 # One value may be this long, in characters: a log's records are apart from one another.
@@ -74,16 +75,7 @@ def dumped(value: Any) -> str:
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # Half of a surrogate pair is no character: escaped, it survives.
-    return text if is_text(text) else json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def is_text(text: str) -> bool:
-    """Whether UTF-8 can hold a text: lone surrogates, which JSON can spell, it cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text if is_encodable(text) else json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 class _Text:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.formats.transcripts.json_values import dumped, is_text
+from replaylake.datastore.formats.tabular.tables import is_encodable
+from replaylake.datastore.formats.transcripts.json_values import dumped
 
 GIVEN, DERIVED, NONE = "given", "derived", "none"
 
@@ -146,7 +147,7 @@ def first_id(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _id(value: Any, name: str) -> str:
-    if isinstance(value, str | int) and not isinstance(value, bool) and is_text(str(value)):
+    if isinstance(value, str | int) and not isinstance(value, bool) and is_encodable(str(value)):
         return str(value)
     raise SourceInvalid(f"{name}: found {short(value)}, expected text or a whole number")
 
@@ -154,7 +155,7 @@ def _id(value: Any, name: str) -> str:
 def text_of(record: Mapping[str, Any], name: str) -> str | None:
     """Return a text, or None where there is none, or one that UTF-8 cannot hold."""
     value = record.get(name)
-    return value if isinstance(value, str) and is_text(value) else None
+    return value if isinstance(value, str) and is_encodable(value) else None
 
 
 def short(value: Any) -> str:

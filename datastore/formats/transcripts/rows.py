@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.formats.tabular.tables import is_encodable
 from replaylake.datastore.formats.transcripts.dialogues import Dialogue, Message, is_generated
-from replaylake.datastore.formats.transcripts.json_values import dumped, is_text
+from replaylake.datastore.formats.transcripts.json_values import dumped
 
 PROMPT_MESSAGES: Final = "prompt_messages"
 COMPLETION_MESSAGES: Final = "completion_messages"
@@ -234,6 +235,6 @@ def _part(part: Any) -> str:
 
 def _clean(text: str) -> str:
     """Return a text that every engine can show; the JSON beside it has it as it was."""
-    if not is_text(text):
+    if not is_encodable(text):
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -50,7 +50,6 @@ def test_types_are_those_of_all_cells(tmp_path: Path) -> None:
     ("first", "later", "expected"),
     [
         ("0.5", "late", ["0.5", "late"]),
-        ("true", "maybe", [True, "maybe"]),
         ("1", "1.5", [1, 1.5]),
         ("1", "007", ["1", "007"]),
         ("", "0.5", [None, 0.5]),

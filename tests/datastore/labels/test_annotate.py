@@ -20,6 +20,7 @@ from replaylake.datastore.errors import (
     QueryFailed,
     QueryRefused,
     SchemaMismatch,
+    SourceInvalid,
 )
 from replaylake.datastore.labels.annotate import AnnotationReceipt, annotate
 from replaylake.datastore.labels.labels import parse_key, read_labels
@@ -434,3 +435,16 @@ def test_any_labels_do_what_a_dictionary_does(
         assert total == receipt.labels == len(rows)
         found = lake.sql("select decision_id, reward from d.steps").to_pylist()
         assert {row["decision_id"]: row["reward"] for row in found} == rewards
+
+
+def test_a_label_of_another_type_is_refused_by_its_line(filled: Lake, tmp_path: Path) -> None:
+    key = parse_key(["decision_id"])
+    lines = '{"decision_id": "a0", "score": 1}\n' * 3 + '{"decision_id": "a1", "score": "n/a"}\n'
+    (tmp_path / "labels.jsonl").write_text(lines)
+    with pytest.raises(SourceInvalid, match=r"labels\.jsonl line 4, column 'score'.*'n/a'"):
+        read_labels(filled, tmp_path / "labels.jsonl", key)
+    # Of a CSV, where each cell is text, the column is text.
+    cells = "decision_id,score\n" + "a0,1\n" * 30 + "a1,n/a\n"
+    (tmp_path / "labels.csv").write_text(cells)
+    found = read_labels(filled, tmp_path / "labels.csv", key)
+    assert found.column("score").to_pylist() == ["1"] * 30 + ["n/a"]
