@@ -5,6 +5,7 @@ This reads and writes the file alone: the library itself is not imported here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +45,10 @@ from replaylake.datastore.spaces import describe as describe_space
 _VERSION: Final = "2.1"
 _COLUMNS: Final = ("observations", "actions", "rewards", "terminated")
 _MARKS: Final = {"columns", "num_episodes", "version"}
+_DATASETS: Final = re.compile(
+    r"(observations|final_observation)_\d+(_\d+)?"
+    r"|(actions|rewards|terminated|truncated|infos)_\d+"
+)
 # Version 1 had flat datasets, as D4RL has, and marked the last row of every episode.
 _ENDS: Final = "episode_terminals"
 
@@ -119,12 +124,16 @@ class D3rlpyFormat:
             )
         notes = ["d3rlpy marks terminals alone: an episode without one was cut off, so truncated"]
         infos: set[str] = set()
+        others: dict[str, None] = {}
         has_finals = False
         for file in files:
             with Hdf5File(file) as opened:
                 names = opened.names()
                 has_finals = has_finals or any(n.startswith("final_observation_") for n in names)
                 infos |= {n for name in names for n in _info_names(opened, name)}
+                others |= dict.fromkeys(n for n in names if not _DATASETS.fullmatch(n))
+        if left_out := [name for name in others if name not in _MARKS]:
+            notes.append(f"datasets of no name that d3rlpy has, left out: {listed(left_out)}")
         paths = [f"{INFOS}/{name}" for name in infos]
         with Hdf5File(files[0]) as opened:
             options = with_own_names(opened, paths, options)
@@ -134,7 +143,7 @@ class D3rlpyFormat:
                 "bootstrapped"
             )
         fields = declared_fields(paths)
-        declared = Declared(fields=fields, notes=notes)
+        declared = Declared(fields=fields, notes=notes, observed="observations")
         return TabularReading(EpisodeTables(files), options, files[0].name, declared)
 
     def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:

@@ -40,8 +40,10 @@ _CHUNK_BYTES: Final = 16 << 20
 class LeRobotTables(Tables):
     """Chunks of the data files, with what the meta folder knows joined to each row."""
 
-    def __init__(self, meta: LeRobotMeta) -> None:
+    def __init__(self, meta: LeRobotMeta, mapping: Mapping[str, str] | None = None) -> None:
         self._meta = meta
+        # What `--map` names of them, it names by a feature's own name.
+        self._gathered = [one for one in (_OBSERVATION, _ACTION) if one not in (mapping or {})]
         self._parquet = ParquetTables(meta.data)
         self._images = [n for n, (dtype, _) in meta.features.items() if dtype == "image"]
         # Decoding images again costs more than keeping them.
@@ -101,7 +103,7 @@ class LeRobotTables(Tables):
         columns[f"{_SECONDS}_s"] = seconds
         for name in self._meta.videos():
             columns[name] = self._references(name, numbers, seconds)
-        for ours in (_OBSERVATION, _ACTION):
+        for ours in self._gathered:
             _gather(columns, ours, self._meta)
         return pa.table(columns)
 
@@ -151,7 +153,7 @@ class LeRobotFormat:
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
         meta = read_meta(files)
-        tables = LeRobotTables(meta)
+        tables = LeRobotTables(meta, options.mapping)
         rewards = [name for name in _REWARDS if name in meta.features]
         # Said, so that no feature that is called like an alias of theirs is asked.
         fields = {"episode_id": _EPISODE, "step": _FRAME}

@@ -23,7 +23,7 @@ from replaylake.datastore.formats.minari.storage import (
 )
 from replaylake.datastore.formats.tabular.arrays import decode, is_text
 from replaylake.datastore.formats.tabular.episode_rows import EpisodeRows, chunks_of
-from replaylake.datastore.formats.tabular.infos import INFOS, with_times
+from replaylake.datastore.formats.tabular.infos import with_times
 from replaylake.datastore.formats.tabular.tables import Chunk, Tables
 from replaylake.datastore.sources.source import SourceFile, unreadable
 from replaylake.datastore.spaces import Space, Values
@@ -77,8 +77,8 @@ class EpisodeFolders(Tables):
             rows = column if name == "observations" else column.slice(0, num)
             found[name] = _arrow_values(rows, space, f"{file.name}: {name}")
         infos: dict[str, Values] = {}
-        if INFOS in table.schema.names:
-            self._infos(INFOS, table.column(INFOS).combine_chunks(), infos)
+        for name in (n for n in table.schema.names if n not in required):
+            self._infos(name, table.column(name).combine_chunks(), infos)
         seed = episode.labels.get("seed")
         return episode_rows(file, episode.number, found, infos, seed, self.notes)
 

@@ -17,7 +17,7 @@ from replaylake.datastore.formats.minari.storage import (
     shaped,
 )
 from replaylake.datastore.formats.tabular.episode_rows import EpisodeRows, chunks_of
-from replaylake.datastore.formats.tabular.infos import INFOS, with_times
+from replaylake.datastore.formats.tabular.infos import with_times
 from replaylake.datastore.formats.tabular.tables import Chunk, Tables
 from replaylake.datastore.sources.source import SourceFile
 from replaylake.datastore.spaces import Space, Values
@@ -52,9 +52,7 @@ class Hdf5Tables(Tables):
         names = ["rewards", *FLAGS]
         names += [n for n in ("observations", "actions") if wanted is None or n in wanted]
         found = {name: values(name) for name in names}
-        infos = {}
-        if opened.holds(f"{group}/{INFOS}"):
-            infos = self._infos(opened, f"{group}/{INFOS}", wanted)
+        infos = self._others(opened, group, wanted)
         return episode_rows(
             self._file, number, found, infos, opened.label(group, "seed"), self.notes
         )
@@ -74,13 +72,15 @@ class Hdf5Tables(Tables):
             return images([bytes(row) for row in rows], space, f"{self._file.name}: {path}")
         return shaped(rows, space)
 
-    def _infos(
+    def _others(
         self, opened: Hdf5File, group: str, wanted: Sequence[str] | None
     ) -> dict[str, Values]:
+        """Return the infos, and what else somebody has put beside them."""
         found: dict[str, Values] = {}
         for path in opened.arrays(group):
-            name = f"{INFOS}/{path.removeprefix(group + '/')}"
-            if wanted is not None and name not in wanted:
+            name = path.removeprefix(f"{group}/")
+            is_known = name.split("/")[0] in ("observations", "actions", "rewards", *FLAGS)
+            if is_known or (wanted is not None and name not in wanted):
                 continue
             array = opened.array(path)
             is_numbers = array.kind == NUMBERS and array.shape and 0 not in array.shape[1:]

@@ -66,7 +66,13 @@ class MinariFormat:
                 options = with_own_names(opened, infos, options)
         fields = declared_fields(infos)
         notes = [*_told(metadata, found, num_episodes)]
-        declared = Declared(fields=fields, spaces=spaces, notes=notes)
+        is_other = bool({"observation", "action"} & options.mapping.keys())
+        declared = Declared(
+            fields=fields,
+            spaces=None if is_other else spaces,
+            notes=notes,
+            observed="observations",
+        )
         reading = TabularReading(tables, options, where, declared)
         notes += tables.notes
         return reading

@@ -60,10 +60,13 @@ class NpzFormat:
         notes: list[str] = []
         tables = NpzTables(files, notes)
         arrays = npz_arrays(files[0])
-        fields = {}
+        fields: dict[str, str] = {}
+        observed = ""
         if _is_imitation(arrays):
+            observed = "obs"
             fields = {"action": "acts", **({"reward": "rews"} if "rews" in arrays else {})}
-        return TabularReading(tables, options, files[0].name, Declared(fields=fields, notes=notes))
+        declared = Declared(fields=fields, notes=notes, observed=observed)
+        return TabularReading(tables, options, files[0].name, declared)
 
 
 class NpzTables(Tables):
@@ -205,6 +208,8 @@ def _experts(
             returns = sums
         table = {name: column_of(value, name) for name, value in values.items()}
         yield Chunk(file, start, pa.table({_EPISODE: pa.array(episodes), **table}))
+    if "episode_returns" in arrays:
+        _note(notes, "episode_returns are compared with the sums of rewards, and not kept")
     _compare_returns(file, arrays.get("episode_returns"), returns, notes)
 
 

@@ -126,6 +126,8 @@ class ReagentTables(Tables):
             self.notes.append(
                 f"{POSSIBLE} left out: the actions are numbers and not names, which a mask follows"
             )
+        if _SPAN in self.columns:
+            self.notes.append(f"column {_SPAN!r} left out: it is 1 in each row, a row a step")
         if restated := sorted(self.columns & {*_RESTATED}):
             self.notes.append(
                 f"columns that restate the following row, left out: {', '.join(restated)}"
@@ -173,7 +175,7 @@ class ReagentFormat:
         tables = ReagentTables(rows, fill, Actions(known, fill.get(ACTION)))
         rest = {name: text for name, text in options.fill.items() if name not in fill}
         fields = _FIELDS | ({"next_observation": _NEXT} if _NEXT in tables.columns else {})
-        declared = Declared(fields, notes=tables.notes)
+        declared = Declared(fields, notes=tables.notes, observed=_STATE)
         return TabularReading(tables, replace(options, fill=rest), files[0].name, declared)
 
 

@@ -192,7 +192,8 @@ class RldsFormat:
         ours = [_EPISODE, _STEP, _TERMINATED, _TRUNCATED]
         ours += [name for name in (*_NEEDED, "reward") if name in spec.steps]
         spaces = None if {*_NEEDED} & options.mapping.keys() else spaces_of(spec)
-        declared = Declared({name: name for name in ours}, spaces, notes=notes)
+        fields = {name: name for name in ours}
+        declared = Declared(fields, spaces, notes=notes, observed=_OBSERVATION)
         return TabularReading(tables, options, shards[0].file.name, declared)
 
 

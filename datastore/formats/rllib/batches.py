@@ -45,12 +45,21 @@ class BatchTables(Tables):
             row = row if lines.file is file else 0
             file = lines.file
             is_multi = POLICY_BATCHES in lines.table.schema.names
+            self._note_left_out(lines.table.schema.names, is_multi=is_multi)
             for part, policy in _by_policy(lines) if is_multi else [(lines, None)]:
                 for chunk in _rows(part, row, self._notes):
                     row += chunk.table.num_rows
                     if policy is not None:
                         _check_spaces(chunk, policy, spaces)
                     yield _named(chunk, policy) if is_multi else chunk
+
+    def _note_left_out(self, names: Sequence[str], *, is_multi: bool) -> None:
+        """Say what is of a batch and not of its steps; its type is what it is read by."""
+        of_batch = {*names} - {TYPE, POLICY_BATCHES} if is_multi else {*names} & {*_NOT_PER_STEP}
+        for name in sorted(of_batch):
+            note = f"column {name!r} is of a whole batch and not of its steps: left out"
+            if note not in self._notes:
+                self._notes.append(note)
 
 
 def _named(chunk: Chunk, policy: str | None) -> Chunk:

@@ -73,16 +73,18 @@ class RllibFormat:
             )
         if not _is_batch(found):
             tables: Tables = UnpackedTables(JsonTables(files), notes)
-            return TabularReading(tables, options, where, Declared(notes=notes))
+            return TabularReading(tables, options, where, Declared(notes=notes, observed="obs"))
         tables = BatchTables(JsonTables(files), notes)
         if not _has_ticks(found) or "step" in options.mapping:
-            return TabularReading(tables, options, where, Declared(notes=notes))
+            return TabularReading(tables, options, where, Declared(notes=notes, observed="obs"))
         # Agents that do not act at each tick have gaps in `t`: it puts their rows in order, and is
         # the environment's step, not theirs.
         notes.append("t of the multi-agent batches is taken as the environment's step")
         options = replace(options, order_by=options.order_by or (_TICK,))
         fields = {} if "env_step" in options.mapping else {"env_step": _TICK}
-        return TabularReading(tables, options, where, Declared(fields=fields, notes=notes))
+        return TabularReading(
+            tables, options, where, Declared(fields=fields, notes=notes, observed="obs")
+        )
 
     def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
         return write_columns(episodes, spec, path)
@@ -117,7 +119,7 @@ def _declared(files: Sequence[SourceFile], options: ReadOptions, notes: list[str
     # The module of the new API stack is what acted, as the policy of the old one is.
     is_named = _MODULE in names and not {"policy"} & {*names, *options.mapping}
     fields = {"policy": _MODULE} if is_named and not _says_nothing(files, _MODULE) else {}
-    return replace(said, fields=fields, notes=notes)
+    return replace(said, fields=fields, notes=notes, observed="obs")
 
 
 def _parquet(files: Sequence[SourceFile], notes: list[str]) -> Tables:
@@ -135,6 +137,8 @@ def _parquet(files: Sequence[SourceFile], notes: list[str]) -> Tables:
     if varying:
         notes.append(f"columns of tensors of varying shape, not read: {', '.join(varying)}")
     empty = [name for name in _OPTIONAL if name in schema.names and _says_nothing(files, name)]
+    if empty:
+        notes.append(f"columns that hold nothing, left out: {', '.join(empty)}")
     left_out = [*pickled, *varying, *empty]
     known: Tables = WithoutColumns(tables, left_out) if left_out else tables
     # RLlib packs any of its columns that are arrays, under whatever name.

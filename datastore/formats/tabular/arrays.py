@@ -218,6 +218,22 @@ def stored(column: pa.Array, name: str) -> pa.Array | None:
     return widened(column, name)
 
 
+def unfilled_members(kind: pa.DataType, name: str) -> list[str]:
+    """Return the members of a column's structs that `stored` leaves out, as they hold nothing."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return unfilled_members(kind.value_type, name)
+    if not pa.types.is_struct(kind):
+        return []
+    found = []
+    for f in kind:
+        member = f"{name}.{f.name}"
+        is_empty = pa.types.is_null(f.type) or (
+            pa.types.is_struct(f.type) and not f.type.num_fields
+        )
+        found += [member] if is_empty else unfilled_members(f.type, member)
+    return found
+
+
 def _serialized(kind: Any) -> str:
     raw = kind.__arrow_ext_serialize__() if hasattr(kind, "__arrow_ext_serialize__") else b""
     return bytes(raw).decode(errors="replace")

@@ -152,8 +152,10 @@ def lay_out(
                 f"Say which with --map {ours}={found[0]}."
             )
         fields[ours] = (found[0],)
-    if "behavior_log_prob" in fields:
-        fields.pop("behavior_prob", None)
+    if {"behavior_prob", "behavior_log_prob"} <= fields.keys():
+        # What is named wins; of two that are only found, the logarithm is the more exact.
+        is_named = "behavior_prob" in explicit and "behavior_log_prob" not in explicit
+        fields.pop("behavior_log_prob" if is_named else "behavior_prob")
     for ours in _REQUIRED:
         if ours not in fields and not (ours == "reward" and rewards_optional):
             hint = ", or say --no-reward where the log has none" if ours == "reward" else ""
@@ -195,8 +197,13 @@ def _explicit(
             )
         if ours in ALIASES:
             fields[ours] = theirs
-        else:
-            renamed[theirs[0]] = ours
+            continue
+        if (other := renamed.get(theirs[0])) is not None:
+            raise ConfigInvalid(
+                f"--map {ours}={spelled}: found the column kept as {other} too, expected one name. "
+                "Leave one out."
+            )
+        renamed[theirs[0]] = ours
     return fields, renamed
 
 
@@ -246,7 +253,8 @@ def _extras(
     extras: dict[str, str] = {}
     taken = {name.lower(): "a column of ours" for name in (*STANDARD_COLUMNS, "next_observation")}
     for position, name in enumerate(names):
-        if name in used:
+        # A field's column that is given a name of its own is kept under it as well.
+        if name in used and name not in renamed:
             continue
         ours = renamed.get(name) or column_name(name, position)
         if name in replaced and ours in STANDARD_COLUMNS:
@@ -262,6 +270,22 @@ def _extras(
     return extras, renames
 
 
+def without_fields(layout: Layout, unread: Sequence[str]) -> Layout:
+    """Return the layout with the columns of some fields as further columns.
+
+    One whose name is a column of ours is called `logged_NAME`.
+    """
+    names = [name for ours in unread for name in layout.fields.get(ours, ())]
+    if "terminated" in unread and layout.done is not None:
+        names.append(layout.done)
+    fields = {ours: theirs for ours, theirs in layout.fields.items() if ours not in unread}
+    done = None if "terminated" in unread else layout.done
+    # Of two fields from one column, the other one still has it.
+    left = {name for theirs in fields.values() for name in theirs}
+    rest = [name for name in dict.fromkeys(names) if name not in left]
+    return keeping(replace(layout, fields=fields, done=done), rest, rest)
+
+
 def keeping(layout: Layout, used: Sequence[str], names: Sequence[str]) -> Layout:
     """Return the layout with columns that fields are made of as further columns too.
 
@@ -273,7 +297,7 @@ def keeping(layout: Layout, used: Sequence[str], names: Sequence[str]) -> Layout
         if name not in ours:
             own = column_name(name, names.index(name))
             ours[name] = f"logged_{own}" if own.lower() in taken else own
-    extras = {name: ours[name] for name in names if name in ours}
+    extras = {name: ours[name] for name in dict.fromkeys([*names, *ours]) if name in ours}
     renames = {name: own for name, own in extras.items() if own != name}
     return replace(layout, extras=extras, renames=renames)
 

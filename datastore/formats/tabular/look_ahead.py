@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,3 +40,24 @@ def look_ahead(tables: Iterable[pa.Table], episode_id: str | None, step: str | N
             np.maximum.at(last, np.asarray(ids.indices), np.asarray(table.column(ORIGIN)))
             last_rows.update(zip(ids.dictionary.to_pylist(), last.tolist(), strict=True))
     return LookAhead(min(least, default=None), None if episode_id is None else last_rows)
+
+
+def repeated_ids(read: Callable[[], Iterable[pa.Table]], name: str) -> frozenset[str]:
+    """Return the ids that stand in several rows; `read` begins to read the column anew.
+
+    Cost: a pass, and where two ids may be one, another; memory: 8 bytes a row, and the ids found.
+    """
+    parts = [np.fromiter(map(hash, _texts(table, name)), np.int64) for table in read()]
+    hashes, counts = np.unique(np.concatenate(parts), return_counts=True)
+    several = {*hashes[counts > 1].tolist()}
+    if not several:
+        return frozenset()
+    found: Counter[str] = Counter()
+    for table in read():
+        found.update(text for text in _texts(table, name) if hash(text) in several)
+    return frozenset(text for text, num in found.items() if num > 1)
+
+
+def _texts(table: pa.Table, name: str) -> list[str]:
+    texts: list[str] = names_of(table.column(name).combine_chunks(), name).drop_null().to_pylist()
+    return texts

@@ -19,18 +19,26 @@ from replaylake.datastore.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
 from replaylake.datastore.formats.checks import Check
 from replaylake.datastore.formats.format import ReadOptions, Rejected
-from replaylake.datastore.formats.tabular.arrays import flags, names_of, stored
+from replaylake.datastore.formats.tabular.arrays import (
+    flags,
+    names_of,
+    stored,
+    unfilled_members,
+)
 from replaylake.datastore.formats.tabular.census import Census
 from replaylake.datastore.formats.tabular.decoding import decode_steps
-from replaylake.datastore.formats.tabular.fields import Layout, lay_out
+from replaylake.datastore.formats.tabular.fields import Layout, lay_out, without_fields
 from replaylake.datastore.formats.tabular.grouping import Groups, group
-from replaylake.datastore.formats.tabular.look_ahead import LookAhead, look_ahead
+from replaylake.datastore.formats.tabular.look_ahead import LookAhead, look_ahead, repeated_ids
 from replaylake.datastore.formats.tabular.ordering import in_order
 from replaylake.datastore.formats.tabular.row_plan import known_columns, plan_rows
+from replaylake.datastore.formats.tabular.steps import Fault
 from replaylake.datastore.formats.tabular.tables import ORIGIN, Kept, Tables, survey, uniform_chunks
 from replaylake.datastore.spaces import Array, Space
 
 _BLOCK_BYTES: Final = 16 << 20
+# What the row of one decision says of itself by being one: it ends there.
+_ENDS: Final = ("terminated", "truncated")
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Declared:
     state them. one_step: each row is an episode of one decision, which ends there. notes: what a
     person should know of the files. rewards_optional: a missing reward column, or a null in it, is
     an unknown reward; elsewhere that is an error unless the options say so. encoding: how the
-    observations that are there were made of named fields, where the files say it.
+    observations that are there were made of named fields, where the files say it. observed: the
+    column whose next and final values the format knows; of another one they say nothing.
     """
 
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -50,6 +59,7 @@ class Declared:
     notes: Sequence[str] = ()
     rewards_optional: bool = False
     encoding: Encoding | None = None
+    observed: str = ""
 
 
 class TabularReading:
@@ -73,7 +83,8 @@ class TabularReading:
             raise SourceInvalid(f"{where}: found no rows, expected at least one step.")
         names = self._seen.schema.names
         known = known_columns(options, names)
-        mapping = {**self._declared.fields, **known, **options.mapping}
+        self._refuse_idle_mapping(where)
+        mapping = {**self._declared_fields(), **known, **options.mapping}
         self.rewards_optional = self._declared.rewards_optional or options.reward_unknown
         layout = lay_out(
             names,
@@ -85,6 +96,11 @@ class TabularReading:
         )
         self._refuse_partial(layout)
         self._refuse_idle(layout)
+        self._own_notes: list[str] = []
+        self._repeated: frozenset[str] = frozenset()
+        layout = self._with_own_observations(layout)
+        if self._one_step:
+            layout = self._with_one_step(layout)
         self._ready = plan_rows(
             self._tables,
             self._seen,
@@ -98,6 +114,8 @@ class TabularReading:
         self._seen = self._ready.preparation.survey()
         kinds = {n: stored(pa.array([], self._seen.schema.field(n).type), n) for n in layout.extras}
         self._dropped = [name for name, kind in kinds.items() if kind is None]
+        for name in (n for n, kind in kinds.items() if kind is not None):
+            self._dropped += unfilled_members(self._seen.schema.field(name).type, name)
         kept = {n: ours for n, ours in layout.extras.items() if kinds[n] is not None}
         self._layout = replace(layout, extras=kept)
         self._extras = {kept[n]: kind.type for n, kind in kinds.items() if kind is not None}
@@ -138,7 +156,7 @@ class TabularReading:
 
     @property
     def notes(self) -> Sequence[str]:
-        notes = [*self._declared.notes, *self._ready.notes()]
+        notes = [*self._declared.notes, *self._own_notes, *self._ready.notes()]
         if self._dropped:
             notes.append(f"columns that hold nothing, left out: {', '.join(self._dropped)}")
         layout, limit = self._layout, self._options.time_limit
@@ -186,7 +204,14 @@ class TabularReading:
             num = table.num_rows
             ids = [str(num_before + i) for i in range(num)]
             num_before += num
-            yield from self._episodes(table, Groups(np.arange(num), ids))
+            if (name := self._layout.one("episode_id")) is not None:
+                ids = names_of(_joined(table, name), name).fill_null("null").to_pylist()
+            agents = None
+            if (agent := self._layout.one("agent_id")) is not None:
+                agents = names_of(_joined(table, agent), agent).fill_null("null").to_pylist()
+            yield from self._episodes(
+                table, Groups(np.arange(num), ids, agents), self._reused(table, ids)
+            )
 
     def _by_ids(self) -> Iterator[Episode | Rejected]:
         name = str(self._layout.one("episode_id"))
@@ -228,7 +253,24 @@ class TabularReading:
                 yield from self._episodes(table, Groups(codes, ids))
             block = following
 
-    def _episodes(self, table: pa.Table, groups: Groups) -> Iterator[Episode | Rejected]:
+    def _reused(self, table: pa.Table, ids: Sequence[str]) -> list[Fault]:
+        """Mark the rows of one decision whose key other rows have too."""
+        rows = np.asarray([one in self._repeated for one in ids]) if self._repeated else None
+        if rows is None or not rows.any():
+            return []
+        name = str(self._layout.one("episode_id"))
+        origins = np.asarray(table.column(ORIGIN))[rows].tolist()
+        found = [one for one in ids if one in self._repeated]
+        said = {
+            origin: f"{self._seen.place(origin)}, column {name!r}: found {one!r} in several rows, "
+            "expected an id of each decision's own"
+            for origin, one in zip(origins, found, strict=True)
+        }
+        return [Fault("id_reused", name, rows, said)]
+
+    def _episodes(
+        self, table: pa.Table, groups: Groups, faults: Sequence[Fault] = ()
+    ) -> Iterator[Episode | Rejected]:
         if self._layout.order_by:
             table, groups = in_order(table, groups, self._layout.order_by)
         steps = decode_steps(
@@ -236,6 +278,7 @@ class TabularReading:
         )
         if self._one_step:
             steps.terminated = np.ones(len(steps), dtype=np.bool_)
+        steps.faults += faults
         self._head_widths |= steps.head_widths
         mapping = self._layout.mapping()
         yield from group(steps, groups, table, mapping, self._seen, self._options, self._census)
@@ -288,6 +331,79 @@ class TabularReading:
         ids = names_of(_joined(table, name), name).fill_null("null").dictionary_encode()
         known = np.asarray([last_rows[label] <= last for label in ids.dictionary.to_pylist()])
         return np.asarray(known[np.asarray(ids.indices)])
+
+    def _declared_fields(self) -> Mapping[str, str]:
+        """Return what the format knows, without what `--map` says in another way."""
+        mapping, fields = self._options.mapping, dict(self._declared.fields)
+        for ours, other in (
+            ("behavior_prob", "behavior_log_prob"),
+            ("behavior_log_prob", "behavior_prob"),
+        ):
+            if ours in mapping:
+                fields.pop(other, None)
+        return fields
+
+    def _with_own_observations(self, layout: Layout) -> Layout:
+        """Return the layout without next and final values of what is not the observation."""
+        mapping, observed = self._options.mapping, self._declared.observed
+        if not observed or mapping.get("observation", observed) == observed:
+            return layout
+        found = [
+            ours
+            for ours in ("next_observation", "final_observation")
+            if ours in layout.fields and ours not in mapping
+        ]
+        kept = without_fields(layout, found)
+        for ours in found:
+            name = layout.fields[ours][0]
+            self._own_notes.append(
+                f"{name} is of {observed} and not of {mapping['observation']}: kept as "
+                f"{kept.extras[name]}"
+            )
+        return kept
+
+    def _with_one_step(self, layout: Layout) -> Layout:
+        """Return the layout of rows that end by themselves, keyed where a column tells them apart.
+
+        Columns that say otherwise are further columns. A key that `--map` does not name has to be
+        one: ids that stand in several rows name something else, such as a session.
+        """
+        layout = without_fields(layout, _ENDS)
+        if (name := layout.one("episode_id")) is None:
+            return layout
+        self._repeated = repeated_ids(
+            lambda: uniform_chunks(self._tables, self._seen, [name]), name
+        )
+        if not self._repeated or "episode_id" in self._options.mapping:
+            return layout
+        layout = without_fields(layout, ["episode_id"])
+        self._own_notes.append(
+            f"column {name!r} has one id in several rows, as {min(self._repeated)!r}, so it tells "
+            f"no decisions apart: kept as {layout.extras[name]}"
+        )
+        return layout
+
+    def _refuse_idle_mapping(self, where: str) -> None:
+        """Refuse what `--map` says and nothing would follow."""
+        mapping, options = self._options.mapping, self._options
+        if self._one_step and (idle := [ours for ours in _ENDS if ours in mapping]):
+            raise ConfigInvalid(
+                f"--map {idle[0]}={mapping[idle[0]]}: found it with format bandit ({where}), whose "
+                "rows are a decision each and end there, expected any field but terminated and "
+                "truncated. Keep the column under a name of its own: --map "
+                f"logged_{idle[0]}={mapping[idle[0]]}."
+            )
+        if options.episode_by and "episode_id" in mapping:
+            raise ConfigInvalid(
+                f"--map episode_id={mapping['episode_id']}: found it beside --episode-by "
+                f"{','.join(options.episode_by)}, expected one of them. Leave one out."
+            )
+        if {"behavior_prob", "behavior_log_prob"} <= mapping.keys():
+            raise ConfigInvalid(
+                f"--map behavior_prob={mapping['behavior_prob']}: found it beside --map "
+                f"behavior_log_prob={mapping['behavior_log_prob']}, expected one of them: they say "
+                "the same. Leave one out."
+            )
 
     def _refuse_partial(self, layout: Layout) -> None:
         for name in layout.columns():

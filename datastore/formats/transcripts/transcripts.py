@@ -105,7 +105,11 @@ class TranscriptsFormat:
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
         tables = TranscriptTables(files)
         declared = Declared(
-            fields=FIELDS, spaces=(Text(), Text()), notes=tables.notes, rewards_optional=True
+            fields=FIELDS,
+            spaces=None if {*FIELDS} & options.mapping.keys() else (Text(), Text()),
+            notes=tables.notes,
+            rewards_optional=True,
+            observed=FIELDS["observation"],
         )
         return TabularReading(tables, options, files[0].name, declared)
 

@@ -182,6 +182,10 @@ class Grammar:
         return self._known.columns()
 
     @property
-    def left_out(self) -> str:
-        """The column of episode ids, which groups stand for while rows are decoded."""
-        return str(self._known.one("episode_id"))
+    def left_out(self) -> str | None:
+        """The column of episode ids, which groups stand for while rows are decoded.
+
+        None where it is kept under another name too.
+        """
+        name = str(self._known.one("episode_id"))
+        return None if name in self._known.extras else name

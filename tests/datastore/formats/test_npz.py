@@ -184,7 +184,7 @@ def test_experts_are_cut_where_episodes_start_and_never_terminated(
     assert all(not e.extras for e in episodes)
     noted = _noted(reading)
     assert "not how they ended" in noted
-    assert "episode_returns" not in noted
+    assert "episode_returns differ" not in noted
 
 
 def test_open_ends_of_experts_may_be_truncated_by_choice(tmp_path: Path) -> None:
