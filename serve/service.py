@@ -7,8 +7,10 @@ and its /metrics would hide ours.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
+from typing import Final
 
 import bentoml
 
@@ -24,7 +26,11 @@ from replaylake.serve.safety.limits import Safety
 os.environ["REPLAYLAKE_SERVE_STATE_KEY"] = state_key()
 app = create_app(load)
 # Here, because BentoML's uvicorn has chosen its protocol by the time it makes a PolicyService.
-guard_connections(Safety.from_environment(os.environ).connection_limits)
+_SAFETY: Final = Safety.from_environment(os.environ)
+guard_connections(_SAFETY.connection_limits)
+# Of a request that its app left unanswered BentoML says nothing for this long; its own default is
+# 60 s, which would also cut short a longer deadline.
+_TIMEOUT_S: Final = math.ceil(_SAFETY.deadline_s) + 5
 
 
 @bentoml.service(
@@ -34,6 +40,7 @@ guard_connections(Safety.from_environment(os.environ).connection_limits)
     logging={"access": {"enabled": False}},
     tracing={"excluded_urls": ".*"},
     runner_probe={"enabled": False},
+    traffic={"timeout": _TIMEOUT_S},
 )
 @bentoml.asgi_app(app, path="/")
 class PolicyService:

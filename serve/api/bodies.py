@@ -17,7 +17,7 @@ import msgpack
 import orjson
 
 from replaylake.serve.api.arrays import is_array_map, read_map, read_npy
-from replaylake.serve.api.values import shortened, wrong
+from replaylake.serve.api.values import found_as, shortened, wrong
 from replaylake.serve.exchange import JSON, Request, RequestRefused
 
 MSGPACK: Final = "application/msgpack"
@@ -107,6 +107,16 @@ def check_name(name: Any, place: str) -> None:
 
 
 def _hook(fields: dict[Any, Any]) -> Any:
+    """Return a map, or the array that it stands for. Raises: RequestRefused.
+
+    Of a key that is there twice the last counts, as in JSON: the hook that is given all of them has
+    room made for as many as the map claims to have, and maps nest a thousand deep.
+    """
+    for key in fields:
+        if type(key) is not str:  # msgpack's own check lets bytes pass
+            raise RequestRefused(
+                422, "body", f"a map with the key {found_as(key)}", "texts as keys"
+            )
     return read_map(fields) if is_array_map(fields) else fields
 
 

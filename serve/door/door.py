@@ -93,6 +93,21 @@ class Door:
         await send({"type": "http.response.body", "body": body})
 
     async def _answer(self, visit: _Visit, receive: Any, serving: Serving | None) -> Answer:
+        try:
+            return await self._answer_or_refuse(visit, receive, serving)
+        except _ClientGone:
+            raise
+        except Exception as error:
+            # Whatever we did not foresee is logged here, and the client learns no internals. A
+            # refusal that cannot be worded is among it: outside of the app BentoML answers nothing.
+            self._complaints.say("unexpected error", error)
+            return error_answer(
+                RequestRefused(500, "server", "an internal error", "an answer; see its log")
+            )
+
+    async def _answer_or_refuse(
+        self, visit: _Visit, receive: Any, serving: Serving | None
+    ) -> Answer:
         keeper = self._keeper
         try:
             if self._role is not None and serving is not None:
@@ -119,14 +134,6 @@ class Door:
             keeper.metrics.count_log_failure()
             refused = ("log", "a disk that refuses", "room to log; try again later")
             return error_answer(RequestRefused(503, *refused, _LATER))
-        except _ClientGone:
-            raise
-        except Exception as error:
-            # Whatever we did not foresee is logged here, and the client learns no internals.
-            self._complaints.say("unexpected error", error)
-            return error_answer(
-                RequestRefused(500, "server", "an internal error", "an answer; see its log")
-            )
 
     def _log(
         self, visit: _Visit, answer: Answer | None, status: int, seconds: float, serving: Serving

@@ -271,6 +271,18 @@ def test_arrays_in_msgpack_are_made_anywhere():
     assert found["data"] == body["data"]
 
 
+@pytest.mark.parametrize("body", [b"\x81\xc4\x01a\x01", b"\x81\xabobservation\x81\xc4\x01a\x01"])
+def test_keys_of_msgpack_are_texts(body):
+    with pytest.raises(RequestRefused) as caught:
+        parse_msgpack(body)
+    assert (caught.value.status, caught.value.field) == (422, "body")
+    assert caught.value.found == "a map with the key 1 bytes"
+
+
+def test_of_a_key_that_is_there_twice_the_last_counts():
+    assert parse_msgpack(b"\x82\xa1a\x01\xa1a\x02") == {"a": 2}
+
+
 def test_a_route_that_takes_no_array_says_so():
     request = Request("/feedback", "POST", "/feedback", b"", npy(np.zeros(4)), "application/x-npy")
     with pytest.raises(RequestRefused) as caught:

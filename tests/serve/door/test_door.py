@@ -248,6 +248,19 @@ def test_what_was_not_foreseen_is_logged_once_a_second_and_not_told(caplog):
         assert "99 more" in caplog.records[1].getMessage()
 
 
+def test_a_refusal_that_cannot_be_worded_is_a_500_like_any_other(caplog):
+    async def broken(request):
+        raise RequestRefused(422, b"not a text", "x", "y")
+
+    at = At(broken)
+    with caplog.at_level(logging.ERROR):
+        refused(at.run(b"x"), 500, "server")
+    assert "Traceback" in caplog.text
+    assert (
+        'replaylake_requests_total{route="/act",status="500"} 1.0' in at.metrics.render().decode()
+    )
+
+
 def test_a_disk_that_refuses_is_503_and_no_flood(caplog):
     async def full(request):
         raise StorageFailed("no space")
