@@ -27,6 +27,7 @@ _COLUMNS = (
     "waiting",
     "unrewarded",
     "repeated",
+    "set aside",
     "late",
     "orphaned",
     "join rate",
@@ -79,6 +80,7 @@ def _row(counts: FeedbackCounts) -> dict[str, Any]:
     lags = {f"lag {name}": row[f"lag_{name}_s"] for name in ("p50", "p95")}
     return {
         **row,
+        "set aside": row["set_aside"],
         "join rate": None if rate is None else f"{rate:.1%}",
         **{name: None if lag is None else f"{lag:.3g} s" for name, lag in lags.items()},
     }

@@ -115,6 +115,8 @@ def _summary(receipt: SessionReceipt) -> Iterator[str]:
         "orphaned": receipt.orphaned,
         "recovered from killed servers": receipt.recovered,
         "damaged and kept in the journal": receipt.damaged,
+        f"set aside (select * from {receipt.dataset}.quarantine)": receipt.set_aside
+        + receipt.received.set_aside,
     }
     said = [f"{number:,} {what}" for what, number in rest.items() if number]
     if said:

@@ -29,6 +29,7 @@ from replaylake.datastore.maintenance.removal import (
     decisions_of,
     forget_decisions,
     removal,
+    set_aside_of,
 )
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
@@ -173,12 +174,14 @@ def remove_episodes(
 
 
 def feedback_of(handle: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
-    """Return the decisions that episodes are made of, and those that would continue open ones."""
-    decisions = decisions_of(handle, steps, episodes)
-    if not len(decisions) or not handle.decisions.exists():
-        return decisions
-    waiting = _continuing(handle.decisions.snapshot(), steps, episodes)
-    return pa.chunked_array([decisions, waiting]).combine_chunks().unique()
+    """Return the decisions that episodes are made of, and those that would be again.
+
+    Those would continue open ones, or were set aside.
+    """
+    found = [decisions_of(handle, steps, episodes), set_aside_of(handle, episodes)]
+    if len(found[0]) and handle.decisions.exists():
+        found.append(_continuing(handle.decisions.snapshot(), steps, episodes))
+    return pa.chunked_array(found).combine_chunks().unique()
 
 
 def _continuing(decisions: TableSnapshot, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:

@@ -16,6 +16,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.table_files import arrow_of, fetched, located, rows_of, scanning
 from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID, TIMESTAMP
 from replaylake.datastore.sessions.decisions import DECISION_ID
+from replaylake.datastore.sessions.set_aside import REWARD_CHECK, STEP_CHECK
 from replaylake.datastore.table.rewrite import Plan, rewrite
 from replaylake.datastore.table.table import Table, TableSnapshot
 
@@ -128,6 +129,25 @@ def decisions_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> 
             f"WHERE {EPISODE_ID} IN (SELECT key FROM chosen))",
         )
     return _with_unrewarded(dataset.decisions.snapshot(), served, others)
+
+
+def set_aside_of(dataset: Dataset, episodes: pa.Array) -> pa.Array:
+    """Return the ids of the decisions of episodes that `sessionise` put into quarantine instead."""
+    none = pa.array([], pa.string())
+    if not len(episodes) or not dataset.rejected.exists():
+        return none
+    snapshot = dataset.rejected.snapshot()
+    if not snapshot.files:
+        return none
+    tables = {"chosen": pa.table({"key": episodes})}
+    with fetched(snapshot, snapshot.files) as paths, scanning(tables) as connection:
+        found = arrow_of(
+            connection,
+            f"SELECT DISTINCT json_extract_string(row, '$.{DECISION_ID}') AS key "
+            f"FROM {located(snapshot, paths)} WHERE {EPISODE_ID} IN (SELECT key FROM chosen) "
+            f"AND list_has_any(checks, ['{REWARD_CHECK}', '{STEP_CHECK}']) AND key IS NOT NULL",
+        )
+    return found.column("key").combine_chunks()
 
 
 def _with_unrewarded(decisions: TableSnapshot, served: pa.Table, others: pa.Table) -> pa.Array:

@@ -30,6 +30,7 @@ from replaylake.datastore.maintenance.removal import (
     decisions_of,
     forget_decisions,
     removal,
+    set_aside_of,
 )
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
@@ -164,7 +165,9 @@ class _Run:
     def plan(self, snapshot: TableSnapshot) -> Plan:
         """Choose episodes, remove the decisions they are made of, and plan that they leave."""
         episodes = _chosen(self._dataset.table, snapshot, self._limits)
-        decisions = decisions_of(self._dataset, snapshot, episodes)
+        served = decisions_of(self._dataset, snapshot, episodes)
+        aside = set_aside_of(self._dataset, episodes)
+        decisions = pa.chunked_array([served, aside]).combine_chunks().unique()
         gone = self._leave(self._dataset, decisions)
         self.num_decisions += gone[0]
         self.num_rewards += gone[1]

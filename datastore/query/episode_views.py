@@ -56,12 +56,12 @@ _FROM_PIECES: Final = ", ".join([_KEY, *(f"{by} AS {name}" for name, _, by in _R
 
 # The rule of ARCHITECTURE.md's data model: the following row counts only if it is the next
 # step of the same episode and agent, and this row has not ended.
-# The names with spaces are of no dataset's columns.
+# The names with spaces are of no dataset's columns. Not step + 1: the highest has no successor.
 _TRANSITIONS: Final = f"""
 SELECT * EXCLUDE ("next step", "following observation"),
        CASE WHEN {schema.FINAL_OBSERVATION} IS NOT NULL THEN {schema.FINAL_OBSERVATION}
             WHEN NOT {schema.TERMINATED} AND NOT {schema.TRUNCATED}
-                 AND "next step" = {schema.STEP} + 1 THEN "following observation"
+                 AND "next step" - 1 = {schema.STEP} THEN "following observation"
        END AS next_observation
 FROM (
     SELECT *,
@@ -77,7 +77,7 @@ _GAMES: Final = f"""
 SELECT {schema.EPISODE_ID},
        count(*) AS num_agents,
        CAST(sum(num_steps) AS BIGINT) AS num_steps,
-       max(last_env_step) - min(first_env_step) + 1 AS num_env_steps,
+       CAST(max(last_env_step) AS BIGINT) - min(first_env_step) + 1 AS num_env_steps,
        CASE WHEN count("return") = count(*) THEN sum("return" ORDER BY {schema.AGENT_ID}) END
            AS "return",
        map_from_entries(list(({schema.AGENT_ID}, "return") ORDER BY {schema.AGENT_ID}))

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.episode import Episode, checked
-from replaylake.datastore.errors import AlreadyExists
+from replaylake.datastore.errors import AlreadyExists, EpisodeInvalid
 from replaylake.datastore.rows import encode
 from replaylake.datastore.schema import (
     ACTION,
@@ -41,6 +41,7 @@ from replaylake.datastore.schema import (
     arrow_schema,
 )
 from replaylake.datastore.sessions.segments import NOTHING, Recovered, journal_folder, recover
+from replaylake.datastore.table.table_schema import conform
 
 # What the table has beside the columns of steps: when a step came, and what it says in short.
 RECEIVED_AT: Final = "received_at"
@@ -138,11 +139,16 @@ def received_piece(episode: Episode, spec: DatasetSpec, received_at: int) -> Rec
 
 
 def received_encoder(records: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return the rows of some records."""
+    """Return the rows of some records. Raises: EpisodeInvalid, or ValueError if they hold none."""
     tables = []
     for record in records:
-        with pa.ipc.open_stream(base64.b64decode(record[_ROWS], validate=True)) as stream:
-            tables.append(stream.read_all())
+        try:
+            with pa.ipc.open_stream(base64.b64decode(record[_ROWS], validate=True)) as stream:
+                tables.append(stream.read_all())
+        except OSError as error:  # Arrow's word for bytes that end early: no disk is asked
+            raise EpisodeInvalid(
+                f"{_ROWS}: {error}, expected a whole stream of Arrow's."
+            ) from error
     return pa.concat_tables(tables, promote_options="default").unify_dictionaries()
 
 
@@ -150,7 +156,12 @@ def recover_received(dataset: Dataset) -> Recovered:
     """Commit what killed servers had received and not yet committed; live ones are left alone."""
     if not dataset.received.exists() or not journal_folder(dataset.received).is_dir():
         return NOTHING
-    return recover(dataset.received, received_encoder)
+    schema = dataset.received.snapshot().schema
+
+    def encode(records: Sequence[Mapping[str, Any]]) -> pa.Table:
+        return conform(received_encoder(records), schema)
+
+    return recover(dataset.received, encode)
 
 
 def _content_hashes(rows: pa.Table) -> list[int]:

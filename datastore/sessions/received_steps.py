@@ -13,7 +13,7 @@ What is written, and when:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
@@ -51,6 +51,13 @@ from replaylake.datastore.sessions.received import (
     RECEIVED_AT,
     recover_received,
 )
+from replaylake.datastore.sessions.set_aside import (
+    STEP_CHECK,
+    UNWRITABLE,
+    SetAside,
+    find_unwritable,
+    record_set_aside,
+)
 from replaylake.datastore.spaces import Array, take
 from replaylake.datastore.table.table import TableSnapshot
 
@@ -62,7 +69,9 @@ class Received:
     episodes (pieces count singly) and steps: what it added as `version`, None if nothing. waiting:
     steps whose predecessors may still come. conflicting: steps, of all that were ever received,
     that were sent with different contents, or that contradict an episode's end. recovered and
-    damaged: pieces in killed servers' journals, committed first and not readable.
+    damaged: pieces in killed servers' journals, committed first and not readable. set_aside: steps
+    that the dataset cannot hold, each of them a gap; quarantined: those that are new in its
+    quarantine.
     """
 
     version: int | None = None
@@ -72,6 +81,8 @@ class Received:
     conflicting: int = 0
     recovered: int = 0
     damaged: int = 0
+    set_aside: int = 0
+    quarantined: int = 0
 
 
 class _Step(NamedTuple):
@@ -115,25 +126,72 @@ def move_received(dataset: Dataset, *, now_s: float, window_s: float) -> Receive
         return Received()
     producer = f"received:{dataset.name}"
     recovered = recover_received(dataset)
+    unwritable: dict[tuple[int, int], SetAside] = {}  # by where the step is
     while True:
         # Two runs at once get the same sequence: the later finds it taken and reads anew.
         sequence = dataset.next_sequence(producer)
         stored, received = dataset.snapshot(), dataset.received.snapshot()
         plan = _planned(received, stored.table, int((now_s - window_s) * 1e6))
+        runs, aside = _without(plan.runs, unwritable)
         done = Received(
             waiting=plan.waiting,
             conflicting=plan.conflicting,
             recovered=recovered.num_rows,
             damaged=recovered.num_damaged,
+            set_aside=len(aside),
         )
-        if not plan.runs:
-            return done
-        episodes = _episodes(received, stored.spec, plan.runs)
-        commit = dataset.append(episodes, producer=producer, sequence=sequence)
-        if not commit.already_present:
-            return replace(
+        if runs:
+            try:
+                episodes = _episodes(received, stored.spec, runs)
+                commit = dataset.append(episodes, producer=producer, sequence=sequence)
+            except UNWRITABLE:
+                found = _find_unwritable(dataset, received, stored.spec, runs)
+                if not found:
+                    raise
+                unwritable |= found
+                continue
+            if commit.already_present:
+                continue
+            done = replace(
                 done, version=commit.version, episodes=len(episodes), steps=commit.num_steps
             )
+        return replace(done, quarantined=record_set_aside(dataset, aside, producer=producer))
+
+
+def _without(
+    runs: Sequence[list[_Step]], unwritable: Mapping[tuple[int, int], SetAside]
+) -> tuple[list[list[_Step]], list[SetAside]]:
+    """Return runs with gaps where a step cannot be written, and those steps."""
+    if not unwritable:
+        return list(runs), []
+    kept: list[list[_Step]] = []
+    aside = []
+    for run in runs:
+        aside += [unwritable[place] for one in run if (place := (one.file, one.row)) in unwritable]
+        kept += _runs([one for one in run if (one.file, one.row) not in unwritable])
+    return kept, aside
+
+
+def _find_unwritable(
+    dataset: Dataset, received: TableSnapshot, spec: DatasetSpec, runs: Sequence[list[_Step]]
+) -> dict[tuple[int, int], SetAside]:
+    """Return the steps that cannot be written: of each run that cannot, at least one."""
+
+    def check(some: Sequence[Sequence[_Step]]) -> None:
+        dataset.check(_episodes(received, spec, some))
+
+    found: dict[tuple[int, int], SetAside] = {}
+    for run, reason in find_unwritable(runs, check):
+        alone = find_unwritable([[one] for one in run], check) or [(run[:1], reason)]
+        for (one, *_), said in alone:
+            found[one.file, one.row] = _aside(one, said)
+    return found
+
+
+def _aside(one: _Step, reason: str) -> SetAside:
+    about = {"episode_id": one.episode, "agent_id": one.agent, "step": one.step}
+    source = one.episode.removeprefix(PREFIX)
+    return SetAside(one.episode, one.agent, source, STEP_CHECK, reason, about)
 
 
 def _planned(received: TableSnapshot, stored: TableSnapshot, closing: int) -> _Plan:
@@ -187,7 +245,8 @@ def _missing(received: TableSnapshot, stored: TableSnapshot) -> tuple[int, list[
             "before.s IS NOT NULL, reached.last, reached.end_step FROM came "
             "ANTI JOIN stored ON came.e = stored.e AND came.a = stored.a AND came.s = stored.s "
             "LEFT JOIN stored AS before "
-            "ON came.e = before.e AND came.a = before.a AND came.s = before.s + 1 "
+            # Not before.s + 1: the highest step has no 32-bit successor.
+            "ON came.e = before.e AND came.a = before.a AND came.s - 1 = before.s "
             "LEFT JOIN (SELECT e, a, max(s) AS last, min(s) FILTER (ends) AS end_step "
             "FROM stored GROUP BY e, a) reached ON came.e = reached.e AND came.a = reached.a "
             "QUALIFY row_number() OVER (PARTITION BY came.e, came.a, came.s "

@@ -8,9 +8,14 @@ counts. So repeats change nothing, and the order in which reports arrive neither
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+# The largest magnitude of a reward that a server takes. float64 ends at 1.8e308: sums of any number
+# of such rewards stay finite, and so do sums of their squares, of which variances are made.
+MAX_REWARD: Final = 1e100
 
 Outcome = tuple[float, bool, bool]
 """A step's reward, and whether it terminated or truncated the episode."""
@@ -53,6 +58,11 @@ class Reward:
     def outcome(self) -> Outcome:
         """What a step keeps of it."""
         return self.reward, self.terminated, self.truncated
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether a step can have it: a sum may be beyond float64 though each report is not."""
+        return math.isfinite(self.reward)
 
     @property
     def ends(self) -> bool:

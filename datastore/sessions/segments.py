@@ -37,6 +37,7 @@ _UNENCODABLE: Final = (
     AttributeError,
     LookupError,
     NotImplementedError,
+    RecursionError,
     TypeError,
     ValueError,
 )
@@ -223,7 +224,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     """Return a record, or None if it is none."""
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of brackets, thousands deep
         return None
     return record if type(record) is dict else None
 

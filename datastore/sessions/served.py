@@ -81,7 +81,8 @@ class Logged:
     decisions. file_of says in which file of the decisions table a decision is. All decisions before
     horizon (us) are here. waiting, unrewarded and repeated are decisions of the other episodes.
     num_early are reports too new to be looked at, unknown the ids that no decision has, unmatched
-    the reports by other names that came before the window and have no decision.
+    the reports by other names that came before the window and have no decision. set_aside: by
+    decision, why it cannot be a step as it is, or, of one that is a step, have the reward reported.
     """
 
     decisions: TableSnapshot
@@ -101,6 +102,7 @@ class Logged:
     num_early: int = 0
     unknown: list[str] = field(default_factory=list)
     unmatched: int = 0
+    set_aside: dict[str, str] = field(default_factory=dict)
 
     def late(self) -> dict[str, Reward]:
         """Return the rewards of written steps that were reported after the one that they have.
@@ -110,9 +112,13 @@ class Logged:
         return {
             key: reward
             for key, step in self.written.items()
-            if (reward := self.rewards.get(key)) is not None
-            and is_late(reward, step.outcome, step.rewarded_at, step.reported)
+            if self.has_reward(key)
+            and is_late(reward := self.rewards[key], step.outcome, step.rewarded_at, step.reported)
         }
+
+    def has_reward(self, key: str) -> bool:
+        """Whether a decision has a reward that a step can have."""
+        return key in self.rewards and key not in self.set_aside
 
     def ends(self, key: str) -> bool:
         """Whether the episode ends, or will end once late rewards are applied, with a decision."""
@@ -120,7 +126,11 @@ class Logged:
         if (step := self.written.get(key)) is None:
             return reward is not None and reward.ends
         outcome = step.outcome
-        if reward is not None and is_late(reward, outcome, step.rewarded_at, step.reported):
+        if (
+            reward is not None
+            and reward.is_finite
+            and is_late(reward, outcome, step.rewarded_at, step.reported)
+        ):
             _, terminated, truncated = settled(reward, outcome, is_last=step.is_last)
             return terminated or truncated
         return outcome[1] or outcome[2]
@@ -213,6 +223,12 @@ def read_logged(dataset: Dataset, snapshot: Snapshot, now: int, window: int) -> 
         if client.named:
             logged.unmatched += _name(logged, client, now - window)
     logged.forget_reports()
+    logged.set_aside = {
+        key: f"reward: found {reward.reward}, which its reports come to, expected a finite number. "
+        "A report of mode last replaces them."
+        for key, reward in logged.rewards.items()
+        if not reward.is_finite
+    }
     return logged
 
 

@@ -14,6 +14,9 @@ What is written, and when:
       after its step was written, and differs, changes the step, which then says `reward_late`
       (late.py has the rules). Of several rewards of one decision the last by time counts and sums
       add onto it, whichever order they arrive in (reports.py).
+    - A decision whose reports come to no finite number, or whose row is none of a step, is set
+      aside (set_aside.py): as one without a reward, but that an end that was reported counts. All
+      others go on.
     - A report names its decision by its id, or by the client's own names: then it means the newest
       decision of that request, or of that step of the episode, that was taken before it came
       (timeline.py).
@@ -27,8 +30,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, count
 from typing import Any
 
+from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.lake import Lake
+from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.sessions.decision_id import read_unverified
 from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S, recover_feedback
 from replaylake.datastore.sessions.late import Late, apply_late
@@ -36,6 +41,14 @@ from replaylake.datastore.sessions.received_steps import Received, move_received
 from replaylake.datastore.sessions.segments import NOTHING, Recovered
 from replaylake.datastore.sessions.served import Logged, read_logged
 from replaylake.datastore.sessions.served_episodes import Piece, build_episodes
+from replaylake.datastore.sessions.set_aside import (
+    REWARD_CHECK,
+    STEP_CHECK,
+    UNWRITABLE,
+    SetAside,
+    find_unwritable,
+    record_set_aside,
+)
 from replaylake.datastore.sessions.timeline import Stretch, numbers_of, stretches_of
 
 
@@ -52,7 +65,9 @@ class SessionReceipt:
     orphaned: rewarded decisions that are not there, and reports by a request or a step for which
     none came within the window; they count as soon as it does. recovered: rows of killed servers
     committed first. damaged: their records that cannot be; the files are kept in the journals'
-    folders. received: what became of steps that clients sent as episodes.
+    folders. set_aside: decisions that cannot be a step, or, of steps, have the reward reported;
+    quarantined: rows that are new in the dataset's quarantine, where they can be looked at.
+    received: what became of steps that clients sent as episodes.
     """
 
     dataset: str
@@ -70,6 +85,8 @@ class SessionReceipt:
     orphaned: int
     recovered: int
     damaged: int
+    set_aside: int = 0
+    quarantined: int = 0
     received: Received = field(default_factory=Received)
 
     def to_json(self) -> dict[str, Any]:
@@ -78,15 +95,17 @@ class SessionReceipt:
 
     @property
     def has_changed(self) -> bool:
-        """Whether this run wrote anything into the dataset."""
-        return bool(self.steps or self.late or self.received.steps)
+        """Whether this run wrote anything into the dataset, or into its quarantine."""
+        return bool(self.steps or self.late or self.received.steps or self.quarantined)
 
     def line(self) -> str:
         """Return what this run did, in a line."""
+        num_aside = self.set_aside + self.received.set_aside
         return (
             f"{self.dataset}@{self.version}: {self.episodes:,} episodes, "
             f"{self.steps + self.received.steps:,} steps added, {self.late:,} late; "
             f"{self.waiting:,} waiting, {self.orphaned:,} orphaned"
+            + (f", {num_aside:,} set aside" if num_aside else "")
         )
 
 
@@ -96,6 +115,7 @@ class _Counts:
     unrewarded: int = 0
     repeated: int = 0
     due: int | None = None
+    aside: list[SetAside] = field(default_factory=list)
 
     def wait_until(self, timestamp: int) -> None:
         """Note that something may be written then (us)."""
@@ -154,18 +174,27 @@ def run_once(
     moved = move_received(handle, now_s=now / 1e6, window_s=window_s)
     producer = f"sessionise:{dataset}"
     recovered = NOTHING
+    unwritable: dict[str, str] = {}
     while True:
         recovered += recover_feedback(handle)
         # Two runs at once get the same sequence: the later finds it taken and reads anew.
         sequence = handle.next_sequence(producer)
         snapshot = handle.snapshot()
         logged = read_logged(handle, snapshot, now, window)
+        logged.set_aside = unwritable | logged.set_aside
         counts = _Counts(logged.waiting, logged.unrewarded, logged.repeated)
         pieces = list(_plan(logged, now, window, counts))
         version = snapshot.version
         if pieces:
-            episodes = build_episodes(logged, snapshot.spec, pieces, on_progress)
-            commit = handle.append(episodes, producer=producer, sequence=sequence)
+            try:
+                episodes = build_episodes(logged, snapshot.spec, pieces, on_progress)
+                commit = handle.append(episodes, producer=producer, sequence=sequence)
+            except UNWRITABLE:
+                found = _find_unwritable(handle, logged, snapshot.spec, pieces)
+                if not found:
+                    raise
+                unwritable |= found
+                continue
             if commit.already_present:
                 continue
             version = commit.version
@@ -173,8 +202,31 @@ def run_once(
         version = version if late.version is None else late.version
         if late.is_behind or logged.num_early:
             counts.wait_until(now)
+        quarantined = record_set_aside(handle, counts.aside, producer=producer)
         receipt = _receipt(dataset, version, logged, pieces, counts, recovered, late)
-        return Run(replace(receipt, received=moved), counts.due)
+        return Run(
+            replace(receipt, received=moved, quarantined=quarantined + moved.quarantined),
+            counts.due,
+        )
+
+
+def _find_unwritable(
+    dataset: Dataset, logged: Logged, spec: DatasetSpec, pieces: Sequence[Piece]
+) -> dict[str, str]:
+    """Return the decisions of which no step can be made, with the reasons."""
+
+    def check(some: Sequence[Piece]) -> None:
+        dataset.check(build_episodes(logged, spec, some, None))
+
+    found: dict[str, str] = {}
+    for piece, reason in find_unwritable(pieces, check):
+        ones = [
+            replace(piece, first_step=piece.first_step + i, decision_ids=[key], next_id=None)
+            for i, key in enumerate(piece.decision_ids)
+        ]
+        alone = find_unwritable(ones, check) or [(piece, reason)]
+        found |= {key: said for one, said in alone for key in one.decision_ids}
+    return found
 
 
 def _plan(logged: Logged, now: int, window: int, counts: _Counts) -> Iterator[Piece]:
@@ -202,21 +254,39 @@ def _pieces(
     # A client that got no answer (the server was killed) asks again under the same request_id.
     counts.repeated += sum(decision.key not in numbers for decision in stretch.decisions)
     ids = sorted(numbers, key=numbers.__getitem__)
-    open_ids = [key for key in ids if key not in written]
+    there = (written[key].episode_id for key in ids if key in written)
+    stored_id = next(there, None)
+    for key in ids:
+        if key in logged.set_aside:
+            episode_id = stored_id or f"served/{min(ids)}"
+            counts.aside.append(_aside(key, episode_id, source, stretch, logged))
+    open_ids = [key for key in ids if key not in written and key not in logged.set_aside]
     if not open_ids:
         return
-    is_whole = all(key in rewards for key in ids) and (source is None or logged.ends(ids[-1]))
+    is_whole = all(logged.has_reward(key) for key in ids) and (
+        source is None or logged.ends(ids[-1])
+    )
     newest = max(decision.timestamp for decision in stretch.decisions)
     if newest >= logged.horizon or not (is_whole or newest < now - window):
         counts.waiting += len(open_ids)
         counts.wait_until(now if newest >= logged.horizon else newest + window + 1)
         return
     counts.unrewarded += sum(key not in rewards for key in ids)
-    there = (written[key].episode_id for key in ids if key in written)
-    episode_id = next(there, None) or _free(f"served/{min(ids)}", taken)
+    episode_id = stored_id or _free(f"served/{min(ids)}", taken)
     taken.add(episode_id)
     for run, next_id in _runs(ids, numbers, logged):
         yield Piece(episode_id, source, numbers[run[0]], run, next_id)
+
+
+def _aside(
+    key: str, episode_id: str, source: str | None, stretch: Stretch, logged: Logged
+) -> SetAside:
+    (decision,) = (one for one in stretch.decisions if one.key == key)
+    reward = logged.rewards.get(key)
+    is_sum = reward is not None and not reward.is_finite
+    about = {"decision_id": key, "request_id": decision.request_id, "step": decision.step}
+    check = REWARD_CHECK if is_sum else STEP_CHECK
+    return SetAside(episode_id, "", source or episode_id, check, logged.set_aside[key], about)
 
 
 def _free(name: str, taken: Collection[str]) -> str:
@@ -236,7 +306,7 @@ def _runs(
     run: list[str] = []
     for key in ids:
         follows = bool(run) and numbers[key] == numbers[run[-1]] + 1
-        is_open = key in logged.rewards and key not in logged.written
+        is_open = logged.has_reward(key) and key not in logged.written
         if run and (not follows or not is_open or logged.ends(run[-1])):
             yield run, key if follows else None
             run = []
@@ -257,13 +327,14 @@ def _receipt(
 ) -> SessionReceipt:
     named = (read_unverified(key) for key in logged.unknown)
     orphaned = sum(said is not None and said.timestamp < logged.horizon for said in named)
-    fresh = sum(key in logged.rewards and key not in logged.written for key in logged.file_of)
+    fresh = sum(logged.has_reward(key) and key not in logged.written for key in logged.file_of)
+    stale = sum(key in logged.written for key in logged.set_aside)
     return SessionReceipt(
         dataset=dataset,
         version=version,
         decisions=logged.num_decisions,
         rewards=logged.num_rewards,
-        joined=logged.num_written + fresh,
+        joined=logged.num_written + fresh - stale,
         episodes=len(pieces),
         steps=sum(len(piece.decision_ids) for piece in pieces),
         waiting=counts.waiting,
@@ -274,4 +345,5 @@ def _receipt(
         orphaned=orphaned + logged.unmatched,
         recovered=recovered.num_rows,
         damaged=recovered.num_damaged,
+        set_aside=len(logged.set_aside),
     )

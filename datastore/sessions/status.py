@@ -25,11 +25,14 @@ from replaylake.datastore.sessions.decisions import (
 from replaylake.datastore.sessions.served import Logged, read_logged
 from replaylake.datastore.snapshot import Snapshot
 
-# A decision is joined if it is a step, or has a report; of several of one request one is.
+# A decision is joined if it is a step, or has a report; of several of one request one is. One whose
+# reports come to nothing that a step can have is set aside, whether it is a step already or not.
 _COUNTS: Final = """
 WITH known AS (
-    SELECT d.policy, d.policy_version, d.timestamp AS ts, d.decision_id IN (SELECT key FROM said)
-            OR w.decision_id IS NOT NULL AS joined, coalesce(w.late, false) AS late,
+    SELECT d.policy, d.policy_version, d.timestamp AS ts,
+        d.decision_id IN (SELECT key FROM aside) AS is_aside,
+        d.decision_id NOT IN (SELECT key FROM aside) AND (d.decision_id IN (SELECT key FROM said)
+            OR w.decision_id IS NOT NULL) AS joined, coalesce(w.late, false) AS late,
         coalesce(w.since, s.ts) - epoch_us(d.timestamp) AS lag, d.episode_id, d.request_id
     FROM decisions d LEFT JOIN written w USING (decision_id)
     LEFT JOIN said s ON s.key = d.decision_id
@@ -37,14 +40,15 @@ WITH known AS (
     SELECT DISTINCT episode_id, request_id, true AS was_joined FROM known
     WHERE joined AND request_id IS NOT NULL AND episode_id IS NOT NULL
 ), counted AS (
-    SELECT k.*, coalesce(a.was_joined, false) AND NOT joined AS repeated,
-        NOT joined AND epoch_us(ts) >= {closing} AS is_open
+    SELECT k.*, coalesce(a.was_joined, false) AND NOT (joined OR is_aside) AS repeated,
+        NOT (joined OR is_aside) AND epoch_us(ts) >= {closing} AS is_open
     FROM known k LEFT JOIN asked a USING (episode_id, request_id)
 )
 SELECT policy, policy_version, count(*), count(*) FILTER (joined),
     count(*) FILTER (is_open AND NOT repeated),
-    count(*) FILTER (NOT joined AND NOT is_open AND NOT repeated), count(*) FILTER (repeated),
-    count(*) FILTER (late), quantile_cont(lag, 0.5) / 1e6, quantile_cont(lag, 0.95) / 1e6
+    count(*) FILTER (NOT joined AND NOT is_open AND NOT repeated AND NOT is_aside),
+    count(*) FILTER (repeated), count(*) FILTER (is_aside), count(*) FILTER (late),
+    quantile_cont(lag, 0.5) / 1e6, quantile_cont(lag, 0.95) / 1e6
 FROM counted GROUP BY GROUPING SETS ((policy, policy_version), ())
 ORDER BY policy NULLS LAST, policy_version
 """
@@ -57,6 +61,7 @@ _COLUMNS: Final = (
     "waiting",
     "unrewarded",
     "repeated",
+    "set_aside",
     "late",
     "lag_p50_s",
     "lag_p95_s",
@@ -69,7 +74,8 @@ class FeedbackCounts:
 
     joined: those with a reward. waiting: those without whose window is open. unrewarded: those
     whose window has passed. repeated: those without whose request was asked again and rewarded.
-    The four add up to decisions. late: steps whose reward came, or changed, after they were
+    set_aside: those whose reports come to no finite reward; one that is a step keeps what it has.
+    The five add up to decisions. late: steps whose reward came, or changed, after they were
     written. orphaned: rewarded decisions that are not there, and reports by a client's own names
     for which none came within the window; of those the policy is not known. join_rate: joined of
     all that no longer wait nor were repeated. lag_p50_s and lag_p95_s: from a decision to the
@@ -83,6 +89,7 @@ class FeedbackCounts:
     waiting: int = 0
     unrewarded: int = 0
     repeated: int = 0
+    set_aside: int = 0
     late: int = 0
     orphaned: int = 0
     lag_p50_s: float | None = None
@@ -178,4 +185,5 @@ def _tables(handle: Dataset, snapshot: Snapshot, logged: Logged) -> dict[str, pa
         "decisions": logged.decisions.read(names),
         "written": pa.table({DECISION_ID: written[DECISION_ID], "since": since, "late": late}),
         "said": pa.table(said),
+        "aside": pa.table({"key": pa.array(list(logged.set_aside), pa.string())}),
     }

@@ -7,6 +7,7 @@ from typing import Final
 
 from replaylake.datastore.episode import MAX_STEP
 from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.sessions.reports import MAX_REWARD
 from replaylake.datastore.spaces import Box, describe, num_actions
 from replaylake.serve.api.bodies import MAX_NAME_CHARS
 from replaylake.serve.api.json_schema import Schema, observation_schema, schema_of
@@ -17,6 +18,7 @@ _NAME: Final[Schema] = {
     "maxLength": MAX_NAME_CHARS,
 }
 _STEP: Final[Schema] = {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_STEP}
+_REWARDS: Final[Schema] = {"minimum": -MAX_REWARD, "maximum": MAX_REWARD}
 _FLAG: Final[Schema] = {"type": ["boolean", "null"]}
 _TOKEN: Final[Schema] = {"type": ["string", "null"], "minLength": 1}
 _LOG_PROB: Final[Schema] = {
@@ -144,7 +146,7 @@ def _report() -> Schema:
             "request_id": _NAME,
             "episode_id": _NAME,
             "step": _STEP,
-            "reward": {"type": "number"},
+            "reward": {"type": "number", **_REWARDS},
             "mode": {"enum": ["last", "sum"], "description": "Replace what was said, or add."},
             "feedback_id": _NAME,
             "terminated": _FLAG,
@@ -174,7 +176,7 @@ def _episode(spec: PolicySpec) -> Schema:
             "first_step": _STEP,
             "observations": many_of(ref("Observation")),
             "actions": many_of(ref("Action")),
-            "rewards": many_of({"type": ["number", "null"]}),
+            "rewards": many_of({"type": ["number", "null"], **_REWARDS}),
             "terminated": {**_FLAG, "description": "Whether the last step ended the episode."},
             "truncated": {**_FLAG, "description": "Whether it was cut off after the last step."},
             "final_observation": {"anyOf": [ref("Observation"), {"type": "null"}]},

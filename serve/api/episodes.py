@@ -14,6 +14,7 @@ from replaylake.datastore.episode import LOG_PROB_TOLERANCE, MAX_STEP, Episode, 
 from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
 from replaylake.datastore.schema import DatasetSpec
 from replaylake.datastore.sessions.received import ReceivedPiece, received_piece
+from replaylake.datastore.sessions.reports import MAX_REWARD
 from replaylake.datastore.spaces import Array
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
 from replaylake.serve.api.values import encoded, found_as, read_values, shortened, wrong
@@ -136,7 +137,7 @@ class _Reader:
             episode_id=fields["episode_id"],
             observations=columns["observations"],
             actions=columns["actions"],
-            rewards=_read_numbers(fields["rewards"], "rewards", num, spec.rewards_optional),
+            rewards=_read_rewards(fields["rewards"], num, spec.rewards_optional),
             terminated=_flag(fields, "terminated"),
             truncated=_flag(fields, "truncated"),
             final_observation=final,
@@ -232,6 +233,17 @@ def _read_numbers(raw: Any, name: str, num: int, is_optional: bool) -> Array:
         if type(value) not in (int, float) or not _is_finite(value):
             raise wrong(f"{name}[{i}]", value, expected)
     return np.array([math.nan if value is None else float(value) for value in raw])
+
+
+def _read_rewards(raw: Any, num: int, is_optional: bool) -> Array:
+    """Return float64 [num] whose sums, returns among them, stay finite; NaN for null."""
+    rewards = _read_numbers(raw, "rewards", num, is_optional)
+    beyond = np.abs(rewards) > MAX_REWARD
+    if beyond.any():
+        i = int(np.argmax(beyond))
+        expected = f"a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, so that returns stay finite"
+        raise RequestRefused(422, f"rewards[{i}]", f"{rewards[i]:g}", expected)
+    return rewards
 
 
 def _is_finite(value: float) -> bool:

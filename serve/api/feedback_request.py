@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +13,7 @@ import orjson
 from replaylake.datastore.episode import MAX_STEP
 from replaylake.datastore.policies.policy import PolicySpec
 from replaylake.datastore.sessions.decisions import LAST, SUM
+from replaylake.datastore.sessions.reports import MAX_REWARD
 from replaylake.serve.api.bodies import check_fields, check_name, optional
 from replaylake.serve.api.values import encoded, read_values, shortened, wrong
 from replaylake.serve.exchange import RequestRefused
@@ -129,8 +129,10 @@ def _parsed(fields: Mapping[str, Any], spec: PolicySpec, place: str) -> Feedback
     if "reward" not in fields:
         raise RequestRefused(422, "reward", "nothing", "a value")
     reward = fields["reward"]
-    if type(reward) not in (int, float) or not _is_finite(reward):
-        raise wrong("reward", reward, "a finite number")
+    # NaN is not, either, and an integer beyond float64 is compared as what it is.
+    if type(reward) not in (int, float) or not -MAX_REWARD <= reward <= MAX_REWARD:
+        expected = f"a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, so that sums stay finite"
+        raise wrong("reward", reward, expected)
     mode = fields.get("mode", LAST)
     if mode not in (LAST, SUM):
         raise wrong("mode", mode, f"{LAST}, which replaces, or {SUM}, which adds")
@@ -175,13 +177,6 @@ def _check_named(fields: Mapping[str, Any]) -> None:
             raise wrong("step", step, f"the step's number, from 0 to {MAX_STEP}")
     elif step is not None:
         raise wrong("step", step, "one beside an episode_id only")
-
-
-def _is_finite(reward: float) -> bool:
-    try:
-        return math.isfinite(reward)
-    except OverflowError:  # an integer beyond float64
-        return False
 
 
 def _final_observation(fields: Mapping[str, Any], spec: PolicySpec) -> Any:

@@ -31,6 +31,7 @@ from replaylake.serve.monitoring.exported import (
     REFUSED_CONNECTIONS,
     RELOADS,
     REQUESTS,
+    SET_ASIDE,
     SHIFT,
     UNREACHABLE,
     WEIGHT,
@@ -189,6 +190,7 @@ _ROWS: Final[tuple[Row, ...]] = (
                 JOINED.unit,
             ),
             Panel("Rewards without a decision", (_one(ORPHANED, _AT),), ORPHANED.text),
+            Panel("Set aside", (_one(SET_ASIDE, _AT),), SET_ASIDE.text),
             Panel("Waiting for their commit", (_one(PENDING, "{{table}} " + _AT),), PENDING.text),
             Panel(
                 "Not logged",

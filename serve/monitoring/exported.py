@@ -158,6 +158,12 @@ ORPHANED: Final = Family(
     "Rewards without a decision, as `sessionise` last found them.",
     joined="max",
 )
+SET_ASIDE: Final = Family(
+    "replaylake_set_aside_decisions",
+    "gauge",
+    "Decisions and received steps that cannot be steps as they are, as `sessionise` last found.",
+    joined="max",
+)
 LOG_FAILURES: Final = Family(
     "replaylake_log_failures",
     "counter",
@@ -201,6 +207,7 @@ EXPORTED: Final = (
     FEEDBACK_LAG,
     JOINED,
     ORPHANED,
+    SET_ASIDE,
     LOG_FAILURES,
     LOG_LOST,
     PENDING,

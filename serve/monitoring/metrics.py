@@ -35,6 +35,7 @@ from replaylake.serve.monitoring.exported import (
     REFUSED_CONNECTIONS,
     RELOADS,
     REQUESTS,
+    SET_ASIDE,
     UNREACHABLE,
     WEIGHT,
     WORKER_STARTS,
@@ -136,11 +137,12 @@ class Metrics:
         """Report how many rows of a table's journal wait for their commit."""
         self._set(PENDING, (table,), num_rows)
 
-    def set_joined(self, decisions: int, joined: int, orphaned: int) -> None:
+    def set_joined(self, decisions: int, joined: int, orphaned: int, set_aside: int) -> None:
         """Report what `sessionise` found: of all logged decisions, those that have a reward."""
         if decisions:
             self._set(JOINED, (), joined / decisions)
         self._set(ORPHANED, (), orphaned)
+        self._set(SET_ASIDE, (), set_aside)
 
     def count_start(self) -> None:
         """Count this worker, before it loads anything: it may end there."""

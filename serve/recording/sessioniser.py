@@ -38,8 +38,8 @@ class Sessioniser:
     """Keeps the process going, if this worker is the one that has it."""
 
     def __init__(self, dataset: Dataset, lake: str | Path, every_s: float, window_s: float) -> None:
-        """Begin nothing yet. `on_round` is told of each: decisions, joined, orphaned."""
-        self.on_round: Callable[[int, int, int], None] = _tell_nobody
+        """Begin nothing yet. `on_round` is told of each: decisions, joined, orphaned, set aside."""
+        self.on_round: Callable[[int, int, int, int], None] = _tell_nobody
         self._lock_path = journal_folder(dataset.decisions) / "sessionise.lock"
         self._arguments = [absolute_lake(lake), dataset.name, repr(every_s), repr(window_s)]
         self._stopping = threading.Event()
@@ -93,8 +93,8 @@ class Sessioniser:
         assert process.stdout is not None, "it was started with a pipe"
         with process.stdout as lines:
             for line in lines:
-                decisions, joined, orphaned = json.loads(line)
-                self.on_round(decisions, joined, orphaned)
+                decisions, joined, orphaned, set_aside = json.loads(line)
+                self.on_round(decisions, joined, orphaned, set_aside)
 
     def _take_lock(self) -> bool:
         fd = os.open(self._lock_path, os.O_CREAT | os.O_RDWR, 0o644)
@@ -107,7 +107,7 @@ class Sessioniser:
         return True
 
 
-def _tell_nobody(decisions: int, joined: int, orphaned: int) -> None:
+def _tell_nobody(decisions: int, joined: int, orphaned: int, set_aside: int) -> None:
     pass
 
 
@@ -141,7 +141,9 @@ def main(arguments: list[str]) -> None:
         sys.stderr.flush()
 
     def on_round(receipt: SessionReceipt) -> None:
-        print(json.dumps([receipt.decisions, receipt.joined, receipt.orphaned]), flush=True)
+        set_aside = receipt.set_aside + receipt.received.set_aside
+        counts = [receipt.decisions, receipt.joined, receipt.orphaned, set_aside]
+        print(json.dumps(counts), flush=True)
         if receipt.has_changed:
             say(receipt.line())
 

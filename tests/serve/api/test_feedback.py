@@ -384,7 +384,7 @@ def test_a_process_beside_the_server_joins(logged, tmp_path):
     running = [one._process for one in both if one._process is not None]
     assert len(running) == 1, "one of them has the process"
     assert logged.lake.sql("select reward from d.steps").to_pylist() == [{"reward": 1.0}]
-    assert told[0] == (1, 1, 0)
+    assert told[0] == (1, 1, 0, 0)
     for one in both:
         one.stop()
     assert running[0].returncode is not None

@@ -47,6 +47,11 @@ def check_error(answer, status):
     assert set(answer.json()["error"]) == {"field", "found", "expected"}
 
 
+def post_json(url, route, text):
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{url}{route}", content=text, headers=headers, timeout=_DEADLINE_S)
+
+
 _ODD = {
     "a key of bytes": b"\x81\xc4\x01a\x01",
     "a nested key of bytes": msgpack.packb({"observation": {b"a": 1}}),
@@ -102,6 +107,26 @@ def test_odd_json_is_a_422(url, body):
     for route in ("/act", "/feedback", "/episodes"):
         answer = httpx.post(f"{url}{route}", content=body, headers=headers, timeout=_DEADLINE_S)
         check_error(answer, 422)
+
+
+@pytest.mark.slow
+def test_rewards_that_may_not_be_summed_are_refused(url):
+    for number in ("1e308", "-1e308", "1.01e100", "-1e101", "1" + "0" * 300):
+        report = f'{{"request_id": "r", "reward": {number}, "mode": "sum", "feedback_id": "f"}}'
+        answer = post_json(url, "/feedback", report)
+        check_error(answer, 422)
+        assert answer.json()["error"]["field"] == "reward"
+        assert "1e+100" in answer.json()["error"]["expected"]
+        episode = (
+            f'{{"episodes": [{{"episode_id": "x", "observations": [[0, 0, 0, 0], [0, 0, 0, 0]], '
+            f'"actions": [0, 1], "rewards": [1, {number}]}}]}}'
+        )
+        answer = post_json(url, "/episodes", episode)
+        check_error(answer, 422)
+        assert answer.json()["error"]["field"] == "episodes[0].rewards[1]"
+    for number in ("1e100", "-1e100"):
+        report = f'{{"request_id": "r", "reward": {number}}}'
+        assert post_json(url, "/feedback", report).status_code == 202
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def fill(metrics, policy):
     metrics.count_log_failure()
     metrics.count_log_lost(2)
     metrics.set_pending("decisions", 4)
-    metrics.set_joined(10, 8, 1)
+    metrics.set_joined(10, 8, 1, 2)
 
 
 def test_every_number_is_there(policy):
