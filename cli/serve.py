@@ -99,6 +99,14 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without tokens.")
     ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="HOST",
+            help="Answer to this name too, beside loopback and its address; several times.",
+        ),
+    ] = None,
     access_log: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +140,7 @@ def serve(
     Example:
       replaylake serve clone --port 3000 --log-to live --explore epsilon=0.05
       replaylake serve clone@champion --canary clone@challenger=0.1
-      curl -d '{"observation": [0, 0, 0, 0]}' http://127.0.0.1:3000/act
+      curl localhost:3000/act -H 'content-type: application/json' -d '{"observation": [0, 0]}'
     """
     from replaylake.datastore.lake import open_lake
     from replaylake.datastore.policies.exploration import parse_exploration
@@ -159,13 +167,14 @@ def serve(
         raise typer.BadParameter(
             f"found {server!r}, expected bentoml or uvicorn", param_hint="--server"
         )
-    with usage_errors("--body-timeout, --deadline"):
+    with usage_errors("--allowed-host, --body-timeout, --deadline"):
         safety = Safety(
             act_token_file=act_token_file,
             feedback_token_file=feedback_token_file,
             admin_token_file=admin_token_file,
             insecure=insecure,
             access_log=access_log,
+            allowed_hosts=tuple(allowed_host or ()),
             body_bytes=max_body,
             body_timeout_s=body_timeout,
             deadline_s=deadline,

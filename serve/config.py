@@ -14,6 +14,7 @@ from replaylake.datastore.locations import absolute_lake
 from replaylake.datastore.policies.exploration import parse_exploration
 from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S
 from replaylake.serve.recording.decision_log import ON_LOG_FAILURE, REFUSE
+from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.limits import Safety
 from replaylake.serve.versions.router import parse_canaries
 
@@ -118,6 +119,12 @@ class ServeConfig:
         """Where it answers, once `port` is the real one."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+    @property
+    def allowed_hosts(self) -> AllowedHosts:
+        """What it answers to: loopback, its own address, and what it was told of."""
+        # The zone of a link-local address is this machine's, and in no Host header.
+        return AllowedHosts((self.host.partition("%")[0], *self.safety.allowed_hosts))
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that a worker reads; `from_environment` is the reverse."""

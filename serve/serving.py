@@ -11,6 +11,7 @@ from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.recording.received_log import ReceivedLog
 from replaylake.serve.recording.sessioniser import Sessioniser
 from replaylake.serve.safety.access_log import AccessLog
+from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.limits import Limits
 from replaylake.serve.safety.tokens import Tokens
 from replaylake.serve.versions.reload import Follower
@@ -32,6 +33,7 @@ class Serving:
     exploration: Exploration = field(default_factory=Exploration)
     limits: Limits = field(default_factory=Limits)
     tokens: Tokens = field(default_factory=Tokens)
+    hosts: AllowedHosts = field(default_factory=AllowedHosts)
     access_log: AccessLog | None = None
     follower: Follower | None = None
     sessioniser: Sessioniser | None = None

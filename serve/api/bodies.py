@@ -1,10 +1,11 @@
 """Request bodies: from bytes to fields, and what a field may be, or a refusal that names it.
 
-    application/json      an object (curl's -d says application/x-www-form-urlencoded: the same)
+    application/json      an object
     application/msgpack   a map; an array in it may be a map {dtype, shape, data}
     application/x-npy     the observation as numpy.save writes it; every other field in the query
 
-Nothing here unpickles or unpacks: other types are 415.
+Nothing here unpickles or unpacks: other types are 415. So are those that a page of any website may
+send without being asked back, text/plain and the two of forms, and none at all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from replaylake.serve.exchange import JSON, Request, RequestRefused
 MSGPACK: Final = "application/msgpack"
 NPY: Final = "application/x-npy"
 MAX_NAME_CHARS: Final = 256
-_JSON_TYPES: Final = frozenset({JSON, "application/x-www-form-urlencoded"})
 _MSGPACK_TYPES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 _MAX_QUERY_FIELDS: Final = 32
 # What a list may claim to hold, as its room is made at once and lists nest a thousand deep: longer
@@ -38,7 +38,7 @@ def read_fields(request: Request, in_query: Mapping[str, type] | None = None) ->
     RequestRefused.
     """
     kind = request.content_type
-    if kind in _JSON_TYPES:
+    if kind == JSON:
         fields = parse_json(request.body)
     elif kind in _MSGPACK_TYPES:
         fields = parse_msgpack(request.body)

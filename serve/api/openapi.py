@@ -25,20 +25,23 @@ from replaylake.serve.safety.tokens import role_of
 from replaylake.serve.serving import Serving
 
 _MEANINGS: Final[Mapping[int, str]] = {
+    400: "No Host header, or more than one.",
     401: "No token, or none of ours.",
-    403: "A token of another role.",
+    403: "A token of another role, or a page of another site.",
     404: "Not ours: another dataset's, or nothing is logged here.",
     408: "The body did not come in time.",
     409: "It contradicts what this worker was sent before.",
     410: "Too old: the reward window has closed, or the version is no longer served.",
     413: "The body, or what it lists, is too large.",
     415: "A content type that is not taken.",
+    421: "A host that this server does not answer to; --allowed-host adds one.",
     422: "A field with the wrong shape, type or range, or an unknown one.",
     500: "An internal error; the server's log has it.",
     503: "Not ready, too many requests, or the log cannot be written. Retry-After says when.",
     504: "No answer in time.",
 }
-_ALWAYS: Final = (408, 413, 500, 503, 504)
+_PROBED: Final = (408, 413, 500, 503, 504)
+_ALWAYS: Final = (400, 403, *_PROBED, 421)
 
 
 class Docs:
@@ -176,18 +179,18 @@ def _episodes(serving: Serving, spec: PolicySpec) -> dict[str, Any]:
     }
 
 
-def _get(summary: str, schema: str) -> dict[str, Any]:
+def _get(summary: str, schema: str, refusals: Sequence[int] = _ALWAYS) -> dict[str, Any]:
     name = schema.lower()
     return {
         "operationId": name,
         "summary": summary,
-        "responses": {"200": _answer(summary, ref(schema)), **_refusals(_ALWAYS)},
+        "responses": {"200": _answer(summary, ref(schema)), **_refusals(refusals)},
     }
 
 
 def _probe(summary: str, schema: str) -> dict[str, Any]:
     """Describe what machines ask, to whom the status says all; BentoML answers no more."""
-    operation = _get(summary, schema)
+    operation = _get(summary, schema, _PROBED)
     empty = {"text/plain; charset=utf-8": {"schema": {"type": "string"}}}
     operation["responses"]["200"]["content"] |= empty
     refused = _answer("Not now.", {"anyOf": [ref(schema), ref("Error")]})

@@ -1,8 +1,8 @@
 """The door: each request from its first byte to its answer, around the endpoint that makes it.
 
-In this order: the token, the declared size, the body (with a limit on its size and its time, and
-on what all bodies take together), the queue, the endpoint within the deadline. Errors become
-statuses only here. What an endpoint is given has its whole body.
+In this order: the host and the origin, the token, the declared size, the body (with a limit on its
+size and its time, and on what all bodies take together), the queue, the endpoint within the
+deadline. Errors become statuses only here. What an endpoint is given has its whole body.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ _LATER: Final = ((b"retry-after", b"1"),)
 _AND_CLOSE: Final = (b"connection", b"close")
 _MAX_ID_BYTES: Final = 128
 _TRACEBACK_EVERY_S: Final = 1.0
+# Probes come by whatever address a machine has, tell nothing and change nothing.
+_OF_ANY_HOST: Final = ("/livez", "/readyz")
+# Refusals of what a page of another site may have sent, by status and field.
+_OF_OTHER_SITES: Final = frozenset(
+    {(400, "host"), (421, "host"), (403, "origin"), (415, "content-type")}
+)
 
 
 class Doorkeeper:
@@ -56,6 +62,7 @@ class Door:
     def __init__(self, route: str, endpoint: Endpoint, keeper: Doorkeeper) -> None:
         self._route, self._endpoint, self._keeper = route, endpoint, keeper
         self._role = role_of(route)
+        self._is_of_any_host = route in _OF_ANY_HOST
         self._complaints = _Complaints(route)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
@@ -110,6 +117,10 @@ class Door:
     ) -> Answer:
         keeper = self._keeper
         try:
+            if serving is not None and not self._is_of_any_host:
+                # (host, port) of the socket, so far as the server knows.
+                address = visit.scope.get("server")
+                serving.hosts.check(visit.host, visit.origin, address[0] if address else None)
             if self._role is not None and serving is not None:
                 serving.tokens.check(self._role, visit.authorization)
             body = await _read_body(visit, receive, keeper)
@@ -124,6 +135,8 @@ class Door:
             finally:
                 keeper.num_inside -= 1
         except RequestRefused as error:
+            if (error.status, error.field) in _OF_OTHER_SITES:
+                keeper.metrics.count_refused_header(error.field)
             return error_answer(error)
         except asyncio.CancelledError:
             if not visit.wait.is_overdue or visit.wait.task.cancelling() > 1:
@@ -171,10 +184,12 @@ class _Visit:
         "content_type",
         "deadline",
         "declared_bytes",
+        "host",
         "is_read",
         "limits",
         "num_behind",
         "num_bytes",
+        "origin",
         "request_id",
         "scope",
         "wait",
@@ -187,15 +202,20 @@ class _Visit:
         self.deadline = began + limits.deadline_s
         self.buffered_bytes = self.num_bytes = self.declared_bytes = 0
         self.is_read = False
-        self.content_type = self.accept = JSON
-        self.authorization = self.request_id = None
+        self.content_type, self.accept = "", JSON
+        self.authorization = self.request_id = self.host = self.origin = None
         for name, value in scope["headers"]:
             if name == b"content-type":
                 self.content_type = value.split(b";", 1)[0].strip().lower().decode("latin-1")
+            elif name == b"host":
+                # Of two nobody can say which was meant: joined they are none.
+                self.host = value if self.host is None else self.host + b"," + value
             elif name == b"accept":
                 self.accept = value.decode("latin-1")
             elif name == b"content-length":
                 self.declared_bytes = int(value) if value.isdigit() else 0
+            elif name == b"origin":
+                self.origin = value if self.origin is None else self.origin + b"," + value
             elif name == b"authorization":
                 self.authorization = value
             elif name == b"x-request-id" and len(value) <= _MAX_ID_BYTES:

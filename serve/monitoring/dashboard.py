@@ -29,6 +29,7 @@ from replaylake.serve.monitoring.exported import (
     RECENT_DECISIONS,
     REFUSED,
     REFUSED_CONNECTIONS,
+    REFUSED_HEADERS,
     RELOADS,
     REQUESTS,
     SET_ASIDE,
@@ -115,6 +116,18 @@ _ROWS: Final[tuple[Row, ...]] = (
                     ),
                 ),
                 REFUSED_CONNECTIONS.text,
+                "ops",
+            ),
+            Panel(
+                "Refused as another site's, a second",
+                (
+                    _one(
+                        REFUSED_HEADERS,
+                        "{{header}} " + _AT,
+                        form="sum by (instance, header) (rate({}[$__rate_interval]))",
+                    ),
+                ),
+                REFUSED_HEADERS.text,
                 "ops",
             ),
             Panel("Workers started", (_one(WORKER_STARTS, _AT),), WORKER_STARTS.text),

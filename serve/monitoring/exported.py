@@ -55,6 +55,12 @@ REFUSED_CONNECTIONS: Final = Family(
     "Connections closed before a request could be made out, by the status that they were told.",
     ("status",),
 )
+REFUSED_HEADERS: Final = Family(
+    "replaylake_refused_headers",
+    "counter",
+    "Requests refused as a page of another site may have sent them, by the header that told.",
+    ("header",),
+)
 QUEUE: Final = Family(
     "replaylake_queue_requests", "gauge", "Requests that are being worked on, all workers together."
 )
@@ -190,6 +196,7 @@ EXPORTED: Final = (
     REQUESTS,
     LATENCY,
     REFUSED_CONNECTIONS,
+    REFUSED_HEADERS,
     QUEUE,
     QUEUE_LIMIT,
     DECISIONS,

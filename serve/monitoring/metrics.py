@@ -33,6 +33,7 @@ from replaylake.serve.monitoring.exported import (
     QUEUE_LIMIT,
     REFUSED,
     REFUSED_CONNECTIONS,
+    REFUSED_HEADERS,
     RELOADS,
     REQUESTS,
     SET_ASIDE,
@@ -124,6 +125,10 @@ class Metrics:
             begin = self._begin(FEEDBACK_LAG, (), len(FEEDBACK_LAG.buckets) + 2)
             self._values[begin + bisect_left(FEEDBACK_LAG.buckets, lag_s)] += 1
             self._values[begin + len(FEEDBACK_LAG.buckets) + 1] += lag_s
+
+    def count_refused_header(self, header: str) -> None:
+        """Count a request that its `host`, `origin` or `content-type` had refused."""
+        self._add(REFUSED_HEADERS, (header,))
 
     def count_log_failure(self) -> None:
         """Count a request that the log could not take."""

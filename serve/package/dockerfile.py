@@ -23,6 +23,7 @@ VARIABLES: Final = {
     "REPLAYLAKE_SERVE_FEEDBACK_TOKEN_FILE": "likewise",
     "REPLAYLAKE_SERVE_ADMIN_TOKEN_FILE": "likewise",
     "REPLAYLAKE_SERVE_INSECURE": "1: listen on other addresses than loopback without any token",
+    "REPLAYLAKE_SERVE_ALLOWED_HOSTS": "names it is asked by, such as policy.example.com,policy",
     "REPLAYLAKE_SERVE_EXPLORE": "epsilon=0.05 or temperature=1; without it the best action",
     "REPLAYLAKE_SERVE_REQUEST_OPTIONS": "0: requests may not say how they are explored",
     "REPLAYLAKE_SERVE_LAKE": "folder or URL of the lake that decisions are written to",

@@ -34,6 +34,7 @@ def load() -> Serving:
     access_log = None if target is None else AccessLog(target)
     serving = load_serving(config)
     serving.limits, serving.tokens, serving.access_log = config.safety.limits, tokens, access_log
+    serving.hosts = config.allowed_hosts
     return serving
 
 

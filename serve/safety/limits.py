@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.serve.safety.access_log import STDOUT
+from replaylake.serve.safety.hosts import check_host
 from replaylake.serve.safety.tokens import Tokens, read_tokens, variable_of
 
 _PREFIX: Final = "REPLAYLAKE_SERVE_"
@@ -60,7 +61,9 @@ class Safety:
     act_token_file, feedback_token_file, admin_token_file: tokens, one a line, of those who may act,
     feed back and look (/policy, /metrics); REPLAYLAKE_ACT_TOKEN and its kin hold them otherwise.
     insecure: serve other machines without tokens. access_log: a file that gets one line of JSON a
-    request, or `-` for stdout. The others are those of Limits and ConnectionLimits.
+    request, or `-` for stdout. allowed_hosts: names and addresses that it answers to, beside
+    loopback and the address that it listens on; `*` for any. The others are those of Limits and
+    ConnectionLimits.
     """
 
     act_token_file: Path | None = None
@@ -68,6 +71,7 @@ class Safety:
     admin_token_file: Path | None = None
     insecure: bool = False
     access_log: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     body_bytes: int = Limits.body_bytes
     body_timeout_s: float = Limits.body_timeout_s
     deadline_s: float = Limits.deadline_s
@@ -76,6 +80,8 @@ class Safety:
     idle_timeout_s: float = ConnectionLimits.idle_timeout_s
 
     def __post_init__(self) -> None:
+        for host in self.allowed_hosts:
+            check_host(host)
         for name in ("body_bytes", "body_timeout_s", "deadline_s", "queue", "connections"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -124,6 +130,8 @@ class Safety:
                 field.name == "access_log" and value not in (None, STDOUT)
             ):
                 value = Path(value).absolute()
+            if isinstance(value, tuple):
+                value = ",".join(value) or None
             if value is not None:
                 text = str(int(value)) if isinstance(value, bool) else str(value)
                 given[_PREFIX + field.name.upper()] = text
@@ -145,6 +153,8 @@ def _read(name: str, text: str, default: Any) -> Any:
         return text == "1"
     if isinstance(default, int | float):
         return type(default)(text)
+    if isinstance(default, tuple):
+        return tuple(filter(None, (part.strip() for part in text.split(","))))
     return Path(text) if name.endswith("_file") else text
 
 

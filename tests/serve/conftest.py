@@ -162,7 +162,7 @@ class AppClient:
         self._lifespan = self._app.router.lifespan_context(self._app)
         self._runner.run(self._lifespan.__aenter__())
         transport = httpx.ASGITransport(self._app)
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://app")
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
         return self
 
     def __exit__(self, *error):
@@ -177,6 +177,8 @@ class AppClient:
         return self.request("GET", path)
 
     def post(self, path, **body):
+        if "content" in body:
+            body["headers"] = {"content-type": "application/json", **body.get("headers", {})}
         return self.request("POST", path, **body)
 
 

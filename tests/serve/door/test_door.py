@@ -75,7 +75,10 @@ class At:
             "method": method,
             "path": "/act",
             "query_string": b"",
-            "headers": [(name.encode(), value.encode()) for name, value in headers],
+            "headers": [
+                (name.encode(), value.encode())
+                for name, value in (("host", "localhost:3000"), *headers)
+            ],
         }
         await (door or self.door)(scope, receive, send)
         if not sent:

@@ -27,7 +27,7 @@ _BODY_TIMEOUT_S = 2.0
 
 
 def post(body, content_type="application/json", path="/act", method="POST"):
-    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -120,8 +120,8 @@ def requests():
     whole += [post(b"cos\nsystem\n(S'id'\ntR.", "application/x-pickle")]
     whole += [post(b"{}", method=method) for method in ("PUT", "TRACE", "BREW", "OPTIONS", "GET")]
     paths = ("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/act%00", "/%ff", "//", "/x" * 2000)
-    whole += [f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() for path in paths]
-    act = b"POST /act HTTP/1.1\r\nHost: x\r\n"
+    whole += [f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for path in paths]
+    act = b"POST /act HTTP/1.1\r\nHost: localhost\r\n"
     whole += [
         act + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\nnonsense",
         act + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
@@ -211,7 +211,7 @@ class Attack:
     async def stream(self, num_bytes):
         """Send a body of 100 MB in chunks, and never say how much there is."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(b"POST /act HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"POST /act HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunk = b"%x\r\n" % (1 << 16) + b" " * (1 << 16) + b"\r\n"
         try:
             for _ in range(num_bytes >> 16):
@@ -341,7 +341,7 @@ def test_more_connections_than_there_may_be(hostile):
 def test_a_client_that_reads_nothing_is_cut(hostile):
     """It asks for a page of numbers again and again and takes none."""
     port = int(hostile.url.rpartition(":")[2])
-    asked = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 50
+    asked = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50
     with socket.create_connection(("127.0.0.1", port)) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.settimeout(0.2)

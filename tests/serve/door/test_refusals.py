@@ -1,6 +1,8 @@
 """Refusals on a socket: the same error body, counted, under uvicorn and under BentoML."""
 
+import json
 import re
+import socket
 import struct
 
 import httpx
@@ -8,6 +10,7 @@ import msgpack
 import pytest
 
 from replaylake.datastore.lake import open_lake
+from replaylake.serve.client import Client
 from replaylake.serve.safety.limits import Safety
 
 _DEADLINE_S = 5.0
@@ -133,3 +136,125 @@ def test_rewards_that_may_not_be_summed_are_refused(url):
 def test_nothing_of_it_was_a_500(url):
     for route in ("/act", "/feedback", "/episodes"):
         assert metric(url, "replaylake_requests_total", route=route, status="500") == 0
+
+
+_SITES = {"host": (400, 421), "origin": (403,), "content-type": (415,)}
+
+
+def exchange(url, head, body=b""):
+    """Send a head as it is written; return the status and the error's field, if there is one."""
+    name, _, port = url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((name, int(port)), timeout=_DEADLINE_S) as connection:
+        length = f"content-length: {len(body)}\r\n" if body else ""
+        connection.sendall(f"{head}connection: close\r\n{length}\r\n".encode() + body)
+        came = b"".join(iter(lambda: connection.recv(65536), b""))
+    status = int(came[9:12])
+    if status < 400:
+        return status, None
+    error = json.loads(came.partition(b"\r\n\r\n")[2])["error"]
+    assert set(error) == {"field", "found", "expected"}
+    return status, error["field"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("text/plain", b'{"observation": [1, 2, 3, 4]}'),
+        ("text/plain;application/json", b'{"observation": [1, 2, 3, 4]}'),
+        ("application/x-www-form-urlencoded", b'{"observation": [1, 2, 3, 4]}'),
+        ("multipart/form-data; boundary=x", b'{"observation": [1, 2, 3, 4]}'),
+        ("", b'{"observation": [1, 2, 3, 4]}'),
+        (None, b'{"observation": [1, 2, 3, 4]}'),
+    ],
+)
+@pytest.mark.parametrize("route", ["/act", "/feedback", "/episodes"])
+def test_what_any_page_may_send_is_415(url, kind, body, route):
+    before = metric(url, "replaylake_refused_headers_total", header="content-type")
+    given = "" if kind is None else f"content-type: {kind}\r\n"
+    head = f"POST {route} HTTP/1.1\r\nhost: localhost\r\n{given}"
+    assert exchange(url, head, body) == (415, "content-type")
+    assert metric(url, "replaylake_refused_headers_total", header="content-type") == before + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("headers", "refused"),
+    [
+        (["host: evil.example"], (421, "host")),
+        (["host: 10.9.8.7:3000"], (421, "host")),
+        (["host: localhost", "host: evil.example"], (400, "host")),
+        (["host:"], (400, "host")),
+        ([], (400, "host")),
+        (["host: localhost", "origin: http://evil.example"], (403, "origin")),
+        (["host: localhost", "origin: null"], (403, "origin")),
+        (["host: localhost", "origin: http://localhost:8080"], None),
+        (["host: localhost:9"], None),
+        (["host: 127.0.0.1", "origin: http://127.0.0.1:3000"], None),
+        (["host: [::1]:3000"], None),
+    ],
+)
+def test_hosts_and_origins(url, headers, refused):
+    lines = "".join(f"{line}\r\n" for line in headers)
+    body = b'{"observation": [1, 2, 3, 4]}'
+    posted = f"POST /act HTTP/1.1\r\n{lines}content-type: application/json\r\n"
+    before = {name: metric(url, "replaylake_refused_headers_total", header=name) for name in _SITES}
+    if refused is None:
+        assert exchange(url, posted, body) == (200, None)
+        return
+    assert exchange(url, posted, body) == refused
+    for path in ("/policy", "/docs.json", "/metrics", "/nothing"):
+        assert exchange(url, f"GET {path} HTTP/1.1\r\n{lines}") == refused
+    assert exchange(url, f"OPTIONS /act HTTP/1.1\r\n{lines}") == refused
+    name = refused[1]
+    after = metric(url, "replaylake_refused_headers_total", header=name)
+    assert after == before[name] + 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/livez", "/readyz"])
+def test_probes_come_by_any_host(url, path):
+    for headers in ("host: 10.9.8.7:3000\r\n", "host: pod.example\r\norigin: null\r\n", ""):
+        assert exchange(url, f"GET {path} HTTP/1.1\r\n{headers}") == (200, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["uvicorn", "bentoml"])
+def test_a_server_answers_to_what_it_was_told(kind, package, kit):
+    server = kit.start_server(
+        package=package,
+        policy="p",
+        version=1,
+        host="0.0.0.0",
+        server=kind,
+        safety=Safety(insecure=True, allowed_hosts=("policy.example.com", "policy")),
+    )
+    try:
+        url = f"http://127.0.0.1:{server.url.rpartition(':')[2]}"
+        head = "GET /policy HTTP/1.1\r\nhost: {}\r\n"
+        for host in ("policy.example.com", "POLICY:80", "localhost", "127.0.0.1:3000"):
+            assert exchange(url, head.format(host)) == (200, None)
+        assert exchange(url, head.format("other.example.com")) == (421, "host")
+        # The address that the socket is reached at, as a scraper or a pod's neighbor has it.
+        own = _own_address()
+        if own is not None:
+            assert exchange(f"http://{own}:{url.rpartition(':')[2]}", head.format(own)) == (
+                200,
+                None,
+            )
+            assert exchange(url, head.format(own)) == (421, "host")
+        with Client(url) as client:
+            assert client.act([1.0, 2.0, 3.0, 4.0]).action in (0, 1)
+            assert client.ready()
+    finally:
+        server.stop()
+
+
+def _own_address():
+    """Return an address of this machine that is not loopback; None if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return None
+        return probe.getsockname()[0]

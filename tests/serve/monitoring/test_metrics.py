@@ -68,6 +68,7 @@ def fill(metrics, policy):
     metrics.count_start()
     metrics.watch(serving(policy, Router(one), follower), lambda: 3, {503: 7})
     metrics.count_request("/act", 200, 0.0003)
+    metrics.count_refused_header("origin")
     metrics.count_decisions("clone", 2, True, 1)
     observation = np.asarray([[1, 0, 0, -4]], np.float32)
     log_probs = np.log(np.asarray([0.9], np.float32))

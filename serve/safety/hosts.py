@@ -1,0 +1,117 @@
+"""Hosts: what a server may be called by those who ask it, and whose pages may.
+
+A page of any website can send requests to a server on the reader's own machine, and a name that its
+owner lets point at that server (DNS rebinding) makes them look like requests of the same site. The
+browser tells of both: the Host header has the name that was asked for, Origin that of the page. An
+address in Host cannot be rebound, so the one that the request came to is allowed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Final
+
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.serve.exchange import RequestRefused
+
+ANY: Final = "*"
+# RFC 9110, section 7.2: a name or an address, those of IPv6 in brackets, and perhaps a port.
+_AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._~-]{1,255})(?::[0-9]{0,5})?")
+_CACHED: Final = 256
+_SHOWN: Final = 120
+
+
+class AllowedHosts:
+    """The names and addresses that one server answers to, whatever the port."""
+
+    def __init__(self, given: Iterable[str] = ()) -> None:
+        """Allow those beside loopback. Raises: ConfigInvalid where one is no host."""
+        self._hosts = frozenset(_parse_host(host) for host in given)
+        # Each request asks, and nearly all with the same few values.
+        self._is_allowed = lru_cache(maxsize=_CACHED)(self._look_up)
+
+    def check(self, host: bytes | None, origin: bytes | None, address: str | None) -> None:
+        """Let a request in by its headers; address is the one that it came to, where known.
+
+        Raises: RequestRefused: 400 without one valid Host, 421 of another's (RFC 9110, section
+        15.5.20), 403 where a page of another host sent it. Cost: 0.2 us where it was seen before.
+        """
+        if host is None or not self._is_allowed(host, address):
+            raise _refuse_host(host)
+        if origin is not None:
+            # Without a scheme it is `null`, of a page that hides where it is from.
+            _, scheme, authority = origin.partition(b"://")
+            if ANY not in self._hosts and not (scheme and self._is_allowed(authority, address)):
+                expected = "a page of a host that this server answers to; see --allowed-host"
+                raise RequestRefused(403, "origin", _shown(origin), expected)
+
+    def _look_up(self, authority: bytes, address: str | None) -> bool:
+        name = _name_in(authority)
+        if name is None:
+            return False
+        if ANY in self._hosts or name == "localhost" or name in self._hosts:
+            return True
+        try:
+            number = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return number.is_loopback or (address is not None and name == _plain(address))
+
+
+def check_host(host: str) -> None:
+    """Refuse what is neither a name, an address nor `*`. Raises: ConfigInvalid."""
+    _parse_host(host)
+
+
+def _parse_host(host: str) -> str:
+    if host == ANY:
+        return ANY
+    given = host.encode("utf-8", "replace")
+    bare = given if b":" not in given or given.startswith(b"[") else b"[%b]" % given
+    name = None if bare.rpartition(b"]")[2].count(b":") else _name_in(bare)
+    if name is None:
+        raise ConfigInvalid(
+            f"serve: found allowed_hosts {host!r}, expected a name or an address without scheme "
+            "and port, such as policy.example.com, or * for any.",
+        )
+    return name
+
+
+def _name_in(authority: bytes) -> str | None:
+    """Return the host of `host:port`, in one spelling; None if it is none."""
+    match = _AUTHORITY.fullmatch(authority)
+    if match is None:
+        return None
+    name = match[1].decode("ascii")
+    if name.startswith("["):
+        try:
+            return _plain(str(ipaddress.IPv6Address(name[1:-1])))
+        except ValueError:
+            return None
+    return _plain(name.lower().removesuffix(".")) or None
+
+
+def _plain(name: str) -> str:
+    """Return an address as Python writes it, one of IPv4 in IPv6 as itself; a name as it is."""
+    try:
+        number = ipaddress.ip_address(name)
+    except ValueError:
+        return name
+    mapped = number.ipv4_mapped if isinstance(number, ipaddress.IPv6Address) else None
+    return str(mapped or number)
+
+
+def _refuse_host(host: bytes | None) -> RequestRefused:
+    if host is None or _name_in(host) is None:
+        found = "nothing" if not host else _shown(host)
+        return RequestRefused(400, "host", found, "one Host header, with a name or an address")
+    expected = "one that this server answers to: localhost, its address, or an --allowed-host"
+    return RequestRefused(421, "host", _shown(host), expected)
+
+
+def _shown(value: bytes) -> str:
+    text = value.decode("latin-1")
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
