@@ -27,7 +27,7 @@ Record = Callable[[Path], None]
 
 
 def ours(steps: list[Steps]) -> Record:
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     found = as_episodes(steps)
 
@@ -40,10 +40,10 @@ def ours(steps: list[Steps]) -> Record:
 def pyarrow(steps: list[Steps]) -> Record:
     import pyarrow.parquet as pq
 
-    from replaylake.datastore.dataset import infer_spec
-    from replaylake.datastore.episodes import checked_all
-    from replaylake.datastore.rows import encode
-    from replaylake.datastore.table.shard import ROW_GROUP_ROWS, write_settings
+    from replaylake.datastore.episodes.episodes import checked_all
+    from replaylake.datastore.episodes.rows import encode
+    from replaylake.datastore.lake.dataset import infer_spec
+    from replaylake.datastore.storage.table.shard import ROW_GROUP_ROWS, write_settings
 
     found = as_episodes(steps)
     spec = infer_spec(found)
@@ -135,7 +135,7 @@ def sync(folder: Path) -> None:
 
 def as_episodes(steps: list[Steps]) -> list:
     """Return the steps as our episodes."""
-    from replaylake.datastore.episode import Episode
+    from replaylake.datastore.episodes.episode import Episode
 
     return [
         Episode(

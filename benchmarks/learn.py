@@ -24,13 +24,13 @@ import torch
 
 from benchmarks.append import as_episodes
 from benchmarks.steps import ACTION_SIZE, OBSERVATION_SIZE, Steps, episodes
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.replay.kernels import kernels
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.algorithms.catalog import make_learner
 
 BATCH: Final = 256

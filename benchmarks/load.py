@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 
 from benchmarks.append import as_episodes
 from benchmarks.steps import episodes
-from replaylake.datastore.arrays import DEFAULT_COLUMNS
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.replay.arrays import DEFAULT_COLUMNS
 
 COMMIT_STEPS = 1_000_000
 

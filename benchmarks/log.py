@@ -21,11 +21,11 @@ from typing import Final
 import deltalake
 import pyarrow as pa
 
-from replaylake.datastore.log.commit_file import Intent, encode
-from replaylake.datastore.log.commit_log import CHECKPOINT_INTERVAL, CommitLog
-from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table.table import Table
+from replaylake.datastore.storage.log.commit_file import Intent, encode
+from replaylake.datastore.storage.log.commit_log import CHECKPOINT_INTERVAL, CommitLog
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.storage import LocalStorage
+from replaylake.datastore.storage.table.table import Table
 
 SCHEMA: Final = pa.schema([("episode_id", pa.string()), ("reward", pa.float64())])
 ROWS: Final = pa.table({"episode_id": ["e"] * 100, "reward": [1.0] * 100}, schema=SCHEMA)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.append import as_episodes
 from benchmarks.steps import EPISODE_STEPS, episodes
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 
 BLOCK_STEPS = 100_000
 COMMAND = "import sys; from replaylake.cli.main import main; main()"

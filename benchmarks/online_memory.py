@@ -24,11 +24,11 @@ import onnxruntime  # noqa: F401
 import ray  # noqa: F401
 import torch  # noqa: F401
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.online.recording.housekeeping import Housekeeper
 from replaylake.online.recording.recorder import Recorder
 

@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.formats.format import ReadOptions
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.policies.uniform import UniformPolicy
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.offline.train import TrainConfig, train
 

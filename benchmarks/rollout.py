@@ -20,8 +20,8 @@ from typing import Final
 
 import numpy as np
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.shipment import Endless, Order, Shipment

@@ -25,10 +25,10 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.query import summaries
-from replaylake.datastore.spaces import Box, Discrete
 
 EPISODE_STEPS: Final = 1_000
 SHARD_STEPS: Final = 1_000_000
@@ -39,7 +39,7 @@ OF_EPISODES: Final = 'SELECT episode_id, "return" FROM {}'
 OURS: Final = """
 import sys, time
 import pyarrow.dataset, pyarrow.parquet
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 start = time.perf_counter()
 open_lake(sys.argv[1]).sql(sys.argv[2])
 print(1000 * (time.perf_counter() - start))

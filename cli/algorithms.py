@@ -82,7 +82,7 @@ def _with_options(name: str) -> list[dict[str, Any]]:
 
 
 def _for_dataset(report: Report, lake: str, dataset: str) -> dict[str, Any]:
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.offline.algorithms.suitability import suitable
 
     snapshot = open_lake(lake).snapshot(dataset)

@@ -18,7 +18,7 @@ from replaylake.cli.options import (
 from replaylake.cli.report import Report, count
 
 if TYPE_CHECKING:
-    from replaylake.datastore.labels.annotate import AnnotationReceipt
+    from replaylake.datastore.maintenance.labels.annotate import AnnotationReceipt
 
 _NO = 3
 
@@ -93,9 +93,9 @@ def annotate(
       replaylake annotate live conversions.csv --on decision_id --set reward=value
       replaylake annotate chats scores.jsonl --on episode_id --set reward=score --add score
     """
-    from replaylake.datastore.labels.annotate import annotate as run
-    from replaylake.datastore.labels.labels import parse_key, read_labels
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.labels.annotate import annotate as run
+    from replaylake.datastore.maintenance.labels.labels import parse_key, read_labels
 
     report = Report(as_json)
     key = parse_key(_pairs(on, "--on"))

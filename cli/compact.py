@@ -45,7 +45,7 @@ def compact(
     Example:
       replaylake compact cartpole
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.compact import check_target
     from replaylake.datastore.maintenance.compact import compact as run
     from replaylake.datastore.maintenance.retention import retention_of

@@ -46,7 +46,7 @@ def copy(
       replaylake copy cartpole /backup/lake
       replaylake copy robots s3://centre/lake --as fleet
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.copy.copy import copy as run
 
     report = Report(as_json)

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 
 from replaylake.cli.plots import STYLE, calm, shortened
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.storage import written_whole
+from replaylake.datastore.storage.storage import written_whole
 
 if TYPE_CHECKING:
-    from replaylake.datastore.runs.metrics import Curve
+    from replaylake.datastore.lake.runs.metrics import Curve
 
 FORMATS: Final = (".png", ".svg", ".pdf")
 # Told apart with any kind of colour vision (Okabe & Ito 2008), then by dashes.

@@ -18,8 +18,8 @@ from replaylake.cli.options import (
 from replaylake.cli.report import Report, count, number_text, size, table_lines
 
 if TYPE_CHECKING:
-    from replaylake.datastore.lake import Lake
-    from replaylake.datastore.profile.profile import Profile
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.profile.profile import Profile
 
 _COLUMNS = ("dataset", "version", "num_steps", "num_shards", "num_bytes")
 
@@ -33,7 +33,7 @@ def list_datasets(
       replaylake list
       replaylake list --json
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     opened = open_lake(lake)
@@ -71,7 +71,7 @@ def show(
       replaylake show cartpole@3 --json
       replaylake show cartpole --report report.html
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     opened = open_lake(lake)
@@ -87,8 +87,8 @@ def show(
 
 def _write_page(opened: Lake, name: str, page: Path, report: Report) -> Profile:
     from replaylake.cli.page import html
-    from replaylake.datastore.profile.profile import profile
-    from replaylake.datastore.storage import written_whole
+    from replaylake.datastore.lake.profile.profile import profile
+    from replaylake.datastore.storage.storage import written_whole
 
     snapshot = opened.snapshot(name)
     with report.progress("profiled", "steps") as progress:

@@ -17,7 +17,7 @@ from replaylake.cli.options import (
 from replaylake.cli.report import Report, count
 
 if TYPE_CHECKING:
-    from replaylake.datastore.lake import Lake
+    from replaylake.datastore.lake.lake import Lake
     from replaylake.datastore.maintenance.delete import Deleted
     from replaylake.datastore.maintenance.purge.purge import Purged
 
@@ -57,7 +57,7 @@ def delete(
       replaylake delete live --where "source_episode_id = 'user-4711'"
       replaylake delete live --where "source_episode_id = 'user-4711'" --purge --yes
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     opened = open_lake(lake)

@@ -12,7 +12,7 @@ from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOp
 from replaylake.cli.report import Report, count
 
 if TYPE_CHECKING:
-    from replaylake.datastore.versions.diff import Changes, Difference, EpisodeKey
+    from replaylake.datastore.lake.versions.diff import Changes, Difference, EpisodeKey
 
 _SHOWN = 2
 
@@ -48,8 +48,8 @@ def diff(
       replaylake diff cartpole@3 cartpole
       replaylake diff cartpole@golden cartpole@12 --json
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.versions.diff import diff as difference_of
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.versions.diff import diff as difference_of
 
     report = Report(as_json)
     opened = open_lake(lake)

@@ -20,7 +20,7 @@ from replaylake.cli.options import (
 from replaylake.cli.report import Report, count, interval_text, number_text, table_lines
 
 if TYPE_CHECKING:
-    from replaylake.datastore.policies.policy import Policy
+    from replaylake.datastore.lake.policies.policy import Policy
     from replaylake.offline.comparison import Compared
     from replaylake.offline.evaluate import Evaluation
     from replaylake.offline.video import Video
@@ -146,9 +146,9 @@ def _check_number(policies: Sequence[str], comparing: bool, video: Path | None) 
 
 
 def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake: str) -> _Acting:
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.policies.package import load_policy
-    from replaylake.datastore.policies.uniform import UniformPolicy
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.policies.package import load_policy
+    from replaylake.datastore.lake.policies.uniform import UniformPolicy
     from replaylake.offline.environments.ids import spaces_of
     from replaylake.offline.ope.training_set import training_set
 

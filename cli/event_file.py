@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from replaylake.datastore.formats.rlds.tfrecord import masked
+from replaylake.datastore.interchange.formats.rlds.tfrecord import masked
 
 # Fields of the messages, each as its tag: number << 3 | wire type.
 _WALL_TIME: Final = bytes([1 << 3 | 1])

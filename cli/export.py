@@ -12,7 +12,7 @@ from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOp
 from replaylake.cli.report import Report, count, size
 
 if TYPE_CHECKING:
-    from replaylake.datastore.export.export import ExportReceipt
+    from replaylake.datastore.interchange.export.export import ExportReceipt
 
 
 def export(
@@ -71,9 +71,9 @@ def export(
       replaylake export cartpole --to parquet cartpole.parquet
       replaylake export cartpole@3 --to csv good.csv --where '"return" >= 150'
     """
-    from replaylake.datastore.export.export import export as run
-    from replaylake.datastore.export.export import writable_format
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.interchange.export.export import export as run
+    from replaylake.datastore.interchange.export.export import writable_format
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     with usage_errors("--to"):

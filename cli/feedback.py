@@ -17,7 +17,7 @@ from replaylake.cli.options import (
 from replaylake.cli.report import Report, count, table_lines
 
 if TYPE_CHECKING:
-    from replaylake.datastore.sessions.status import FeedbackCounts, FeedbackStatus
+    from replaylake.datastore.feedback.status import FeedbackCounts, FeedbackStatus
 
 _COLUMNS = (
     "policy",
@@ -55,8 +55,8 @@ def status(
     Example:
       replaylake feedback status live
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.sessions.status import feedback_status
+    from replaylake.datastore.feedback.status import feedback_status
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     window_s = parse_duration(window, "--window")

@@ -16,12 +16,12 @@ from replaylake.cli.receipt import rename_lines, shortened
 from replaylake.cli.report import Report, count
 
 if TYPE_CHECKING:
-    from replaylake.datastore.formats.checks import Finding
-    from replaylake.datastore.formats.format import ReadOptions
-    from replaylake.datastore.ingest.stream.lines import LineReader
-    from replaylake.datastore.ingest.stream.receipt import Progress, StreamReceipt
-    from replaylake.datastore.lake import Lake
-    from replaylake.datastore.spaces import Space
+    from replaylake.datastore.episodes.spaces import Space
+    from replaylake.datastore.interchange.formats.checks import Finding
+    from replaylake.datastore.interchange.formats.format import ReadOptions
+    from replaylake.datastore.interchange.ingest.stream.lines import LineReader
+    from replaylake.datastore.interchange.ingest.stream.receipt import Progress, StreamReceipt
+    from replaylake.datastore.lake.lake import Lake
 
 _STDIN: Final = "-"
 _FORMATS: Final = ("auto", "jsonl")
@@ -42,7 +42,7 @@ def follow_lines(
     stream: str | None,
 ) -> None:
     """Follow one source, and print the receipt. SIGINT and SIGTERM end it as its end would."""
-    from replaylake.datastore.ingest.stream.stream import follow
+    from replaylake.datastore.interchange.ingest.stream.stream import follow
 
     if len(sources) != 1:
         raise typer.BadParameter(
@@ -86,7 +86,7 @@ def follow_lines(
 
 
 def _reader(source: Path) -> LineReader:
-    from replaylake.datastore.ingest.stream.lines import LineReader
+    from replaylake.datastore.interchange.ingest.stream.lines import LineReader
 
     if str(source) == _STDIN:
         return LineReader(sys.stdin.fileno(), "<stdin>")

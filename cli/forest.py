@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from replaylake.cli.plots import STYLE, calm, shortened
-from replaylake.datastore.storage import written_whole
+from replaylake.datastore.storage.storage import written_whole
 
 if TYPE_CHECKING:
     from replaylake.offline.ope.question import PolicyReport

@@ -16,8 +16,8 @@ def formats(
     Example:
       replaylake formats
     """
-    from replaylake.datastore.formats.catalog import FORMATS
-    from replaylake.datastore.formats.format import WritableFormat
+    from replaylake.datastore.interchange.formats.catalog import FORMATS
+    from replaylake.datastore.interchange.formats.format import WritableFormat
 
     rows = [
         {

@@ -59,7 +59,7 @@ def fsck(
       replaylake fsck
       replaylake fsck cartpole --repair
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.fsck.fsck import fsck as check
 
     report = Report(as_json)

@@ -42,8 +42,8 @@ def history(
       replaylake history cartpole
       replaylake history cartpole --limit 5 --json
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.versions.history import history as history_of
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.versions.history import history as history_of
 
     report = Report(as_json)
     with report.waiting(f"reading the log of {dataset}"):

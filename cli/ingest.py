@@ -29,10 +29,10 @@ from replaylake.datastore.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from replaylake.cli.progress import ProgressReport
-    from replaylake.datastore.ingest.alignment import Align
-    from replaylake.datastore.ingest.inspection import Progress
-    from replaylake.datastore.lake import Lake
-    from replaylake.datastore.spaces import Space
+    from replaylake.datastore.episodes.spaces import Space
+    from replaylake.datastore.interchange.ingest.alignment import Align
+    from replaylake.datastore.interchange.ingest.inspection import Progress
+    from replaylake.datastore.lake.lake import Lake
 
 
 # The headings of `replaylake ingest --help`.
@@ -283,8 +283,8 @@ def ingest(
       replaylake ingest log.csv --dataset ads --map observation=age,hour --map reward=click
       tail -F app.jsonl | replaylake ingest - --dataset app --follow --flush-every 10s
     """
-    from replaylake.datastore.ingest.ingest import NothingValid
-    from replaylake.datastore.ingest.ingest import ingest as run
+    from replaylake.datastore.interchange.ingest.ingest import NothingValid
+    from replaylake.datastore.interchange.ingest.ingest import ingest as run
 
     report = Report(as_json)
     env_args = parse_env_args(env_arg, has_env=env is not None)
@@ -371,8 +371,8 @@ def _flags_are_usage() -> Iterator[None]:
 
 def _lake(url: str) -> Lake:
     """Open the lake, or return one that `ingest` makes once it has accepted the source."""
-    from replaylake.datastore.lake import Lake
-    from replaylake.datastore.locations import open_storage
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.storage.locations import open_storage
 
     lake = Lake(open_storage(url))
     if lake.registry.exists():

@@ -47,9 +47,9 @@ def lineage(
         )
     if episode is not None and dataset is None:
         raise typer.BadParameter("expected --dataset beside it.", param_hint="--episode")
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.lineage import lineage as trace
-    from replaylake.datastore.lineage.episode_lineage import of_episode
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.lineage import lineage as trace
+    from replaylake.datastore.maintenance.lineage.episode_lineage import of_episode
 
     report = Report(as_json)
     opened = open_lake(lake)

@@ -49,7 +49,7 @@ def maintain(
       replaylake maintain
       replaylake maintain cartpole --every 1h
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.maintain import maintain as run
     from replaylake.datastore.maintenance.maintain import maintain_every
 

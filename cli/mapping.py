@@ -25,7 +25,7 @@ import typer
 from replaylake.datastore.errors import ConfigInvalid, NotFound
 
 if TYPE_CHECKING:
-    from replaylake.datastore.formats.format import ReadOptions
+    from replaylake.datastore.interchange.formats.format import ReadOptions
 
 _TABLES: Final = ("map", "fill")
 _COLUMNS: Final = ("episode_by", "order_by")
@@ -43,7 +43,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None) -> tuple[ReadOptions, s
     `flags` have the file's keys, tables as mappings and columns as texts; None is a flag that was
     not given. Raises: NotFound, ConfigInvalid for the file; typer.BadParameter for the flags.
     """
-    from replaylake.datastore.formats.format import ReadOptions
+    from replaylake.datastore.interchange.formats.format import ReadOptions
 
     said = {} if file is None else read_mapping(file)
     given = {key: value for key, value in flags.items() if value is not None and value is not False}
@@ -74,7 +74,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None) -> tuple[ReadOptions, s
 
 def misspelt(mapping: Mapping[str, str]) -> Iterator[str]:
     """Say which names that a mapping gives to further columns are nearly those of fields."""
-    from replaylake.datastore.formats.tabular.fields import ALIASES
+    from replaylake.datastore.interchange.formats.tabular.fields import ALIASES
 
     for ours, theirs in mapping.items():
         near = [] if ours in ALIASES else get_close_matches(ours, ALIASES, n=1, cutoff=0.8)

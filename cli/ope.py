@@ -19,7 +19,7 @@ from replaylake.cli.options import (
 from replaylake.cli.report import Report, count, interval_text, number_text, table_lines
 
 if TYPE_CHECKING:
-    from replaylake.datastore.holdout import Holdout
+    from replaylake.datastore.lake.holdout import Holdout
     from replaylake.offline.ope.question import PolicyReport
 
 _NO = 3
@@ -152,7 +152,7 @@ def ope(
 
         check_picture(plot)
 
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.offline.ope.evaluate_policy import evaluate_policy
     from replaylake.offline.ope.fqe_config import FQEConfig
     from replaylake.offline.ope.question import Listener, Question
@@ -189,7 +189,7 @@ def ope(
 
 
 def _exploration(text: str | None) -> Any:
-    from replaylake.datastore.policies.exploration import parse_exploration
+    from replaylake.datastore.lake.policies.exploration import parse_exploration
 
     return parse_exploration(text)
 
@@ -198,7 +198,7 @@ def _holdout(share: float | None, after: str | None) -> Holdout | None:
     """Return the split that the options name. Raises: typer.BadParameter (exit 2)."""
     if share is None and after is None:
         return None
-    from replaylake.datastore.holdout import Holdout
+    from replaylake.datastore.lake.holdout import Holdout
 
     time = None
     if after is not None:

@@ -38,7 +38,7 @@ def package(
       replaylake package clone@champion --output clone-bento
       bentoml serve clone-bento
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.serve.package.bento import package_bento
 
     report = Report(as_json)

@@ -10,9 +10,9 @@ from replaylake.cli import plots
 from replaylake.cli.report import count, number_text, size
 
 if TYPE_CHECKING:
-    from replaylake.datastore.profile.column_statistics import Dimension
-    from replaylake.datastore.profile.profile import Profile
-    from replaylake.datastore.profile.vectors import Counted
+    from replaylake.datastore.lake.profile.column_statistics import Dimension
+    from replaylake.datastore.lake.profile.profile import Profile
+    from replaylake.datastore.lake.profile.vectors import Counted
 
 _STYLE: Final = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1b2733; max-width: 62rem; margin: 2rem auto;

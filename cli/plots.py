@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 from replaylake.datastore.errors import ExtraMissing
 
 if TYPE_CHECKING:
-    from replaylake.datastore.profile.column_statistics import Dimension, Histogram
-    from replaylake.datastore.profile.profile import PolicyShare
-    from replaylake.datastore.profile.vectors import Counted
+    from replaylake.datastore.lake.profile.column_statistics import Dimension, Histogram
+    from replaylake.datastore.lake.profile.profile import PolicyShare
+    from replaylake.datastore.lake.profile.vectors import Counted
 
 try:
     import matplotlib as mpl

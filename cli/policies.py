@@ -20,7 +20,7 @@ from replaylake.cli.promote import ByOption, NoteOption, user_name
 from replaylake.cli.report import Report, table_lines, tree_lines
 
 if TYPE_CHECKING:
-    from replaylake.datastore.policies.aliases import Move
+    from replaylake.datastore.lake.policies.aliases import Move
 
 
 def list_policies(
@@ -31,7 +31,7 @@ def list_policies(
     Example:
       replaylake policies list
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     registry = open_lake(lake).registry
@@ -59,8 +59,8 @@ def show_policy(
       replaylake policies show clone
       replaylake policies show clone@champion --json
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.policies.package import check_package
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.policies.package import check_package
 
     report = Report(as_json)
     registry = open_lake(lake).registry
@@ -92,7 +92,7 @@ def alias_policy(
     Example:
       replaylake policies alias clone:2 champion
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     registry = open_lake(lake).registry
@@ -123,8 +123,8 @@ def policy_history(
     Example:
       replaylake policies history clone
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.lineage.served_versions import served_versions
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.lineage.served_versions import served_versions
 
     report = Report(as_json)
     opened = open_lake(lake)
@@ -154,7 +154,7 @@ def note_policy(
     Example:
       replaylake policies note clone:3 'trained without the logs of May'
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     registry = open_lake(lake).registry
@@ -219,7 +219,7 @@ def delete_policy(
       replaylake policies delete clone:2
       replaylake policies delete clone:2 --yes
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     registry = open_lake(lake).registry
@@ -241,7 +241,7 @@ def delete_policy(
 
 
 def _protect(policy: str, is_on: bool, by: str | None, lake: str, as_json: bool) -> None:
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     registry = open_lake(lake).registry

@@ -12,7 +12,7 @@ from replaylake.cli.progress import time_left
 from replaylake.cli.report import Report, count, table_lines
 
 if TYPE_CHECKING:
-    from replaylake.datastore.runs.summary import RunSummary
+    from replaylake.datastore.lake.runs.summary import RunSummary
     from replaylake.online.monitoring.profile import LinkUse, RunProfile
 
 _COLUMNS: Final = ("link", "of", "seconds", "share %", "items", "items/s", "MB", "MB/s")
@@ -39,9 +39,9 @@ def profile(
       replaylake profile 01m7xx
       replaylake profile 01m7xx --last
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.runs.metrics import read_logged
-    from replaylake.datastore.runs.summary import find_run, summarise
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.metrics import read_logged
+    from replaylake.datastore.lake.runs.summary import find_run, summarise
     from replaylake.online.monitoring.profile import profile_of
     from replaylake.online.monitoring.timings import PROFILE
 

@@ -19,9 +19,9 @@ from replaylake.cli.options import (
 from replaylake.cli.report import Report
 
 if TYPE_CHECKING:
-    from replaylake.datastore.lake import Lake
-    from replaylake.datastore.policies.aliases import Move
-    from replaylake.datastore.policies.registry import PolicyRef, Registry
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.policies.aliases import Move
+    from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
     from replaylake.offline.ope.promotion import Gate, Unanswered
     from replaylake.offline.ope.question import Question
 
@@ -184,10 +184,10 @@ def promote(
     """
     _check_gate_options(context, gate=gate, force=force, dataset=dataset)
     with usage_errors("--explore"):
-        from replaylake.datastore.policies.exploration import parse_exploration
+        from replaylake.datastore.lake.policies.exploration import parse_exploration
 
         exploration = parse_exploration(explore)
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     opened = open_lake(lake)
@@ -201,7 +201,7 @@ def promote(
         return
     found = None
     if gate:
-        from replaylake.datastore.holdout import Holdout
+        from replaylake.datastore.lake.holdout import Holdout
         from replaylake.offline.ope.fqe_config import FQEConfig
         from replaylake.offline.ope.question import Question
 
@@ -285,7 +285,7 @@ def rollback(
       replaylake rollback clone --note 'returns fell since noon'
       replaylake rollback clone --from-version 3 --to-version 1
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     registry = open_lake(lake).registry

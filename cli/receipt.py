@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from replaylake.cli.report import count, size, table_lines
 
 if TYPE_CHECKING:
-    from replaylake.datastore.formats.checks import Check
-    from replaylake.datastore.ingest.receipt import Receipt
+    from replaylake.datastore.interchange.formats.checks import Check
+    from replaylake.datastore.interchange.ingest.receipt import Receipt
 
 _CHECK_COLUMNS: Final = ("check", "outcome", "episodes", "rows")
 # A note may list names without end, and a word of one (a path, a JSON object) may be as long.

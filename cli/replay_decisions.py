@@ -72,10 +72,10 @@ def replay_decisions(
       replaylake replay-decisions clone:3 live --where 'policy_version = 2' --by action
     """
     with usage_errors("--explore"):
-        from replaylake.datastore.policies.exploration import parse_exploration
+        from replaylake.datastore.lake.policies.exploration import parse_exploration
 
         exploration = parse_exploration(explore)
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.offline.ope.decision_replay import replay_decisions as replay
 
     report = Report(as_json)

@@ -80,7 +80,7 @@ def retention(
       replaylake retention play --max-steps 1000000 --keep-versions 2d
       replaylake retention play
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.retention import (
         check_field,
         retention_of,

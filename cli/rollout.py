@@ -21,7 +21,7 @@ from replaylake.cli.report import Report, count, number_text, size
 from replaylake.cli.run_options import EnvRunner
 
 if TYPE_CHECKING:
-    from replaylake.datastore.lake import Lake
+    from replaylake.datastore.lake.lake import Lake
     from replaylake.online.rollout import RolloutReceipt
 
 _RANDOM = "random"
@@ -115,7 +115,7 @@ def rollout(
       replaylake rollout --env CartPole-v1 --policy random --episodes 1000 --dataset cartpole
       replaylake rollout --env CartPole-v1 --policy clone --workers 2 --seed 0 --dataset cartpole
     """
-    from replaylake.datastore.policies.exploration import parse_exploration
+    from replaylake.datastore.lake.policies.exploration import parse_exploration
     from replaylake.online.collecting.worker import RolloutConfig
     from replaylake.online.rollout import fresh_seed
     from replaylake.online.rollout import rollout as run
@@ -151,8 +151,8 @@ def rollout(
 
 def _lake(url: str, policies: Sequence[str]) -> Lake:
     """Open the lake; for `random` it may be one that the rollout makes once it can begin."""
-    from replaylake.datastore.lake import Lake, open_lake
-    from replaylake.datastore.locations import open_storage
+    from replaylake.datastore.lake.lake import Lake, open_lake
+    from replaylake.datastore.storage.locations import open_storage
 
     lake = Lake(open_storage(url))
     is_free = all(policy == _RANDOM for policy in policies)

@@ -10,8 +10,8 @@ from replaylake.cli.progress import time_left
 from replaylake.cli.report import number_text, table_lines, tree_lines
 
 if TYPE_CHECKING:
-    from replaylake.datastore.runs.metrics import Curve
-    from replaylake.datastore.runs.summary import RunSummary
+    from replaylake.datastore.lake.runs.metrics import Curve
+    from replaylake.datastore.lake.runs.summary import RunSummary
 
 COLUMNS: Final = (
     "run_id",
@@ -150,7 +150,7 @@ def _sparklines(curves: Curves, names: Sequence[str]) -> Iterator[str]:
 
 def about(curve: Curve | None, name: str) -> dict[str, Any]:
     """Return the last value of a metric, and its best where one can be told by its name."""
-    from replaylake.datastore.runs.summary import SELECTION, best_point, is_loss
+    from replaylake.datastore.lake.runs.summary import SELECTION, best_point, is_loss
 
     if curve is None or not len(curve.values):
         return {"last": None, "best": None, "best_update": None}

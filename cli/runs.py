@@ -22,8 +22,8 @@ from replaylake.cli.run_lines import (
 )
 
 if TYPE_CHECKING:
-    from replaylake.datastore.runs.metrics import Curve
-    from replaylake.datastore.runs.summary import RunSummary
+    from replaylake.datastore.lake.runs.metrics import Curve
+    from replaylake.datastore.lake.runs.summary import RunSummary
 
 MetricOption = Annotated[
     list[str] | None,
@@ -56,8 +56,8 @@ def list_runs(
       replaylake runs list
       replaylake runs list --status done --dataset cartpole
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.runs.summary import STATUSES, dataset_texts, summarise
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.summary import STATUSES, dataset_texts, summarise
 
     if status is not None and status not in STATUSES:
         raise typer.BadParameter(
@@ -101,10 +101,10 @@ def show_run(
       replaylake runs show 01m7xx
       replaylake runs show 01m7xx --metric critic_loss --plot curves.png
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.runs.checkpoints import Checkpoints
-    from replaylake.datastore.runs.metrics import read_curves
-    from replaylake.datastore.runs.summary import find_run, summarise
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+    from replaylake.datastore.lake.runs.metrics import read_curves
+    from replaylake.datastore.lake.runs.summary import find_run, summarise
 
     report = Report(as_json)
     _check_plot(plot)
@@ -142,9 +142,9 @@ def compare_runs(
       replaylake runs compare 01m7xx 01m8ab
       replaylake runs compare 01m7xx 01m8ab --metric selection/environment --plot both.png
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.runs.metrics import read_curves
-    from replaylake.datastore.runs.summary import differing, find_run, summarise
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.metrics import read_curves
+    from replaylake.datastore.lake.runs.summary import differing, find_run, summarise
 
     report = Report(as_json)
     _check_plot(plot)

@@ -142,8 +142,8 @@ def serve(
       replaylake serve clone@champion --canary clone@challenger=0.1
       curl localhost:3000/act -H 'content-type: application/json' -d '{"observation": [0, 0]}'
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.policies.exploration import parse_exploration
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.policies.exploration import parse_exploration
     from replaylake.serve.config import SERVERS
     from replaylake.serve.processes.server import ServeConfig
     from replaylake.serve.processes.server import serve as run

@@ -19,7 +19,7 @@ from replaylake.cli.report import Report, answer_stream, count
 from replaylake.cli.stopping import stopped_by_signals
 
 if TYPE_CHECKING:
-    from replaylake.datastore.sessions.sessionise import SessionReceipt
+    from replaylake.datastore.feedback.sessionise import SessionReceipt
 
 
 def sessionise(
@@ -54,8 +54,8 @@ def sessionise(
       replaylake sessionise live
       replaylake sessionise live --every 60s
     """
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.sessions.sessionise import sessionise as run
+    from replaylake.datastore.feedback.sessionise import sessionise as run
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     window_s = parse_duration(window, "--window")
@@ -68,8 +68,8 @@ def sessionise(
 
 
 def _run_every(report: Report, lake: str, dataset: str, every_s: float, window_s: float) -> None:
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.sessions.rounds import Rounds, sessionise_every
+    from replaylake.datastore.feedback.rounds import Rounds, sessionise_every
+    from replaylake.datastore.lake.lake import open_lake
 
     if every_s <= 0:
         raise typer.BadParameter("found 0s, expected more.", param_hint="--every")

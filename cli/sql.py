@@ -23,7 +23,7 @@ from replaylake.cli.report import Report, answer_stream, count, fitting, table_l
 from replaylake.datastore.errors import NotFound
 
 if TYPE_CHECKING:
-    from replaylake.datastore.lake import Lake
+    from replaylake.datastore.lake.lake import Lake
 
 
 class OutputFormat(StrEnum):
@@ -93,7 +93,7 @@ def sql(
       replaylake sql "select * from cartpole.steps where step < $n" --param n=3 --format csv
       replaylake sql "select count(*) as n from cartpole.steps" --at cartpole=12
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     text = _query_text(query, file)

@@ -40,7 +40,7 @@ def set_tag(
       replaylake tag set cartpole@12 golden
       replaylake tag set cartpole golden --replace
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     opened = open_lake(lake)
@@ -67,7 +67,7 @@ def list_tags(
       replaylake tag list
       replaylake tag list cartpole --json
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     report = Report(as_json)
     opened = open_lake(lake)
@@ -108,7 +108,7 @@ def remove_tag(
     Example:
       replaylake tag remove cartpole@golden
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.names import parse_snapshot
 
     report = Report(as_json)

@@ -31,7 +31,7 @@ from replaylake.cli.run_options import (
 
 if TYPE_CHECKING:
     from replaylake.cli.watch import Watchers
-    from replaylake.datastore.lake import Lake
+    from replaylake.datastore.lake.lake import Lake
     from replaylake.offline.train import TrainResult
     from replaylake.offline.training.callbacks import RunStart
     from replaylake.offline.training.config import TrainConfig
@@ -177,8 +177,8 @@ def offline(
 
     # After the options are parsed: torch takes a second to import.
     from replaylake.cli.watch import watchers
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.runs.summary import find_run
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.summary import find_run
     from replaylake.offline import train as training
     from replaylake.offline.local_ray import quiet_at_exit
 

@@ -34,7 +34,7 @@ from replaylake.cli.run_options import (
 
 if TYPE_CHECKING:
     from replaylake.cli.watch import Watchers
-    from replaylake.datastore.lake import Lake
+    from replaylake.datastore.lake.lake import Lake
     from replaylake.offline.training.callbacks import RunStart
     from replaylake.online.monitoring.prometheus import MetricsServer
     from replaylake.online.training.config import OnlineRequest
@@ -282,8 +282,8 @@ def online(
 
     # After the options are parsed: torch takes a second to import.
     from replaylake.cli.watch import watchers
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.runs.summary import find_run
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.summary import find_run
     from replaylake.offline.local_ray import quiet_at_exit
     from replaylake.online import train as training
     from replaylake.online.training.config import OnlineRequest, online_config
@@ -349,7 +349,7 @@ def _check_algorithm(options: Mapping[str, Any]) -> None:
 
 
 def _algorithm_of(lake: Lake, policy: str) -> str:
-    from replaylake.datastore.policies.package import check_package
+    from replaylake.datastore.lake.policies.package import check_package
 
     return str(check_package(lake.registry.resolve(policy).path).body.get("algorithm"))
 

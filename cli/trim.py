@@ -53,7 +53,7 @@ def trim(
       replaylake trim play --max-steps 1000000
       replaylake trim live --older-than 30d --yes
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.trim import trim as run
 
     if max_steps is None and older_than is None:

@@ -65,7 +65,7 @@ def tune(
     options = read_options(config, [])
 
     # After the options are parsed: torch takes a second to import.
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.offline.local_ray import quiet_at_exit
     from replaylake.offline.training.interruption import RunInterrupted
     from replaylake.offline.tune import resume_sweep

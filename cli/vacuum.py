@@ -55,7 +55,7 @@ def vacuum(
       replaylake vacuum
       replaylake vacuum cartpole --older-than 2d --yes
     """
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.vacuum import vacuum as run
 
     report = Report(as_json)

@@ -1,7 +1,7 @@
 """Watch: a run's metrics, as they come, for TensorBoard and, where asked for, Weights & Biases.
 
-The lake has them too (datastore/runs/metrics.py). What is here are tools to look on with, so that
-no failure of theirs ends a run once it goes on: it is said, and that tool hears no more.
+The lake has them too (datastore/lake/runs/metrics.py). What is here are tools to look on with, so
+that no failure of theirs ends a run once it goes on: it is said, and that tool hears no more.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from replaylake.cli.event_file import EventFile
 from replaylake.cli.report import Report
 from replaylake.datastore.errors import ConfigInvalid, ExtraMissing
-from replaylake.datastore.runs.metrics import RUNS
+from replaylake.datastore.lake.runs.metrics import RUNS
 
 if TYPE_CHECKING:
-    from replaylake.datastore.lake import Lake
+    from replaylake.datastore.lake.lake import Lake
 
 # Called with (update, metrics by name).
 OnMetrics = Callable[[int, Mapping[str, float]], None]

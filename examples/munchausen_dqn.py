@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Discrete, Space
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Discrete, Space
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.adam import adam
 from replaylake.offline.algorithm import Algorithm, Losses, Networks, PolicyModule, Target
 from replaylake.offline.facts import DatasetFacts

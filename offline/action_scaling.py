@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Array, Box, Space, bounds, describe, value_dtype
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import Array, Box, Space, bounds, describe, value_dtype
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.adam import OptimizerFunction, adam
 from replaylake.offline.graph import PolicyGraph
 from replaylake.offline.networks.features import nested

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.ingest.alignment import Alignment
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Array
+from replaylake.datastore.interchange.ingest.alignment import Alignment
 from replaylake.offline.env_states import state_setter
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any

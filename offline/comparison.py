@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.evaluate import Evaluation, evaluate
 from replaylake.offline.intervals import student_t_interval
 

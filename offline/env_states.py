@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 
 HOOK: Final = "set_state_from_observation"
 SetState = Callable[[Any, Array], None]

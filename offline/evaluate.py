@@ -8,11 +8,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from replaylake.datastore.compatibility import compatible
-from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
-from replaylake.datastore.policies.policy import Policy
-from replaylake.datastore.policies.streams import EpisodeStreams
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.compatibility import compatible
+from replaylake.datastore.episodes.spaces import (
     Array,
     Discrete,
     Space,
@@ -20,6 +17,9 @@ from replaylake.datastore.spaces import (
     concatenate,
     describe,
 )
+from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
+from replaylake.datastore.lake.policies.policy import Policy
+from replaylake.datastore.lake.policies.streams import EpisodeStreams
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any, spaces_of
 from replaylake.offline.environments.pictures import make_rendering, rendered

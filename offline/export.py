@@ -20,12 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from replaylake.datastore.errors import PackageInvalid
-from replaylake.datastore.policies.graph_policy import graph_inputs, graph_output_names
-from replaylake.datastore.policies.manifest import GRAPH
-from replaylake.datastore.policies.package import GraphSession
-from replaylake.datastore.policies.policy import NEXT_STATE
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Array,
     Box,
     Dict,
@@ -38,6 +33,11 @@ from replaylake.datastore.spaces import (
     value_dtype,
     value_shape,
 )
+from replaylake.datastore.errors import PackageInvalid
+from replaylake.datastore.lake.policies.graph_policy import graph_inputs, graph_output_names
+from replaylake.datastore.lake.policies.manifest import GRAPH
+from replaylake.datastore.lake.policies.package import GraphSession
+from replaylake.datastore.lake.policies.policy import NEXT_STATE
 from replaylake.offline.graph import PolicyGraph, run_graph
 
 _OPSET: Final = 17  # all that onnxruntime 1.20 and newer run; nothing later is used by a policy

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 
 
 class Moments(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 
 NUM_CELLS: Final = 4
 CELL_PIXELS: Final = 21

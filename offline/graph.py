@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from replaylake.datastore.policies.graph_policy import GraphPolicy, graph_output_names
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
+from replaylake.datastore.lake.policies.graph_policy import GraphPolicy, graph_output_names
+from replaylake.datastore.lake.policies.policy import PolicySpec
 
 
 @dataclass(frozen=True)

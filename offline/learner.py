@@ -11,13 +11,13 @@ from typing import Any, Protocol, SupportsFloat
 import torch
 from torch import nn
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Array
 from replaylake.offline.algorithm import Algorithm, Networks, OnPolicy
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.flat import FlatGroup, flattened

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.env_states import state_setter, transition_table
 from replaylake.offline.environments.spaces import Environment
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
 
 
 def minibatches(

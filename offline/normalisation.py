@@ -12,8 +12,10 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import Array, Box, Space, leaves
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, SchemaMismatch
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.measures import (
     Elements,
     Measure,
@@ -21,8 +23,6 @@ from replaylake.datastore.query.measures import (
     measured_steps,
 )
 from replaylake.datastore.replay.view_query import ViewQuery
-from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Array, Box, Space, leaves
 from replaylake.offline.facts import DatasetFacts, Moments, RewardScaling
 
 RewardNormalisation = Literal["none", "std", "mean_std", "return_range"]

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from replaylake.datastore.policies.policy import Policy
-from replaylake.datastore.policies.streams import EpisodeStreams
-from replaylake.datastore.spaces import Array, Discrete, as_batch, concatenate
+from replaylake.datastore.episodes.spaces import Array, Discrete, as_batch, concatenate
+from replaylake.datastore.lake.policies.policy import Policy
+from replaylake.datastore.lake.policies.streams import EpisodeStreams
 from replaylake.offline.environments.games import Game, Outcome
 
 # One for all agents, or one for each by its name.

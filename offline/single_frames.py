@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Array
 from replaylake.offline.algorithm import OnPolicy
 from replaylake.offline.graph import PolicyGraph
 from replaylake.offline.learner import Learner, Update

@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import PackageInvalid
-from replaylake.datastore.spaces import Array
 
 _STRUCTURE: Final = "structure"
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from replaylake.datastore.errors import CommitConflict, NotFound, SchemaMismatch
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.registry import PolicyRef
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.policies.registry import PolicyRef
-from replaylake.datastore.runs.checkpoints import Checkpoints
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.runs.summary import EVALUATION
 from replaylake.offline.algorithms.catalog import check_gradients
 from replaylake.offline.distributed import run_team
 from replaylake.offline.evaluate import Evaluation

@@ -16,10 +16,10 @@ from typing import Any, Final
 import torch
 
 from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.runs.metrics import read_curves
 from replaylake.offline.local_ray import check_room, running_ray
 from replaylake.offline.options import near_matches
 from replaylake.offline.training.interruption import Interruption, RunInterrupted

@@ -11,9 +11,9 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid, ExtraMissing
-from replaylake.datastore.spaces import Array
-from replaylake.datastore.storage import written_whole
+from replaylake.datastore.storage.storage import written_whole
 
 SUFFIXES: Final = (".gif", ".png", ".mp4")
 # Longer sides are halved, thirded, ... to this; shorter ones than the least are repeated.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from replaylake.datastore.errors import ExtraMissing
-from replaylake.datastore.shard_rows import ShardRows, episode_keys, shard_rows
-from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.lake.shard_rows import ShardRows, episode_keys, shard_rows
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.offline.local_ray import import_ray
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from replaylake.datastore.dataset import Commit
 from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.locations import check_shareable
+from replaylake.datastore.lake.dataset import Commit
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.storage.locations import check_shareable
 from replaylake.offline.evaluate import check_spaces
 from replaylake.offline.local_ray import START_TIMEOUT_S
 from replaylake.offline.training.interruption import interrupted_at_once

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.runs.lease import RunLease
 from replaylake.offline.training.callbacks import RunStart
 from replaylake.offline.training.lake_run import OnMetrics
 from replaylake.offline.training.run_record import RunRecord, find_run

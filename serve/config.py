@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.locations import absolute_lake
-from replaylake.datastore.policies.exploration import parse_exploration
-from replaylake.datastore.sessions.decisions import DEFAULT_WINDOW_S
+from replaylake.datastore.feedback.decisions import DEFAULT_WINDOW_S
+from replaylake.datastore.lake.policies.exploration import parse_exploration
+from replaylake.datastore.storage.locations import absolute_lake
 from replaylake.serve.recording.decision_log import ON_LOG_FAILURE, REFUSE
 from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.limits import Safety

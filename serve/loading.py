@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from replaylake.datastore.episodes.spaces import Box, describe
 from replaylake.datastore.errors import PackageInvalid, ReplayLakeError, SpaceUnsupported
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.locations import Location, check_shareable, parse_location
-from replaylake.datastore.policies.exploration import Exploration, parse_exploration
-from replaylake.datastore.policies.package import check_package, load_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.policies.registry import PolicyRef, Registry
-from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.datastore.sessions.decisions import ensure_feedback_tables
-from replaylake.datastore.sessions.journal import JournalConfig
-from replaylake.datastore.spaces import Box, describe
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.feedback.decisions import ensure_feedback_tables
+from replaylake.datastore.feedback.journal import JournalConfig
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration, parse_exploration
+from replaylake.datastore.lake.policies.package import check_package, load_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
+from replaylake.datastore.storage.locations import Location, check_shareable, parse_location
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.recording.sessioniser import Sessioniser

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.sessions.decision_id import DecisionSigner
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.recording.received_log import ReceivedLog
 from replaylake.serve.recording.sessioniser import Sessioniser

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from replaylake.cli.main import main
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.offline.train import TrainConfig, train
 
 _CARTPOLE = Path(__file__).parents[1] / "examples" / "data" / "rllib_cartpole"

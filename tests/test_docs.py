@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import open_lake
 
 _ROOT = Path(__file__).parents[1]
 _SQL = (_ROOT / "docs" / "SQL.md").read_text()

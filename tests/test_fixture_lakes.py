@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import replaylake as rl
+from replaylake.datastore.feedback.sessionise import sessionise
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck
-from replaylake.datastore.sessions.sessionise import sessionise
 
 _FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 
 _COMMAND = Path(sys.executable).with_name("replaylake")
 _LOG = Path(__file__).parents[1] / "examples" / "data" / "rllib_cartpole" / "cartpole-v1_large"

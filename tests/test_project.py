@@ -23,20 +23,20 @@ CONTRACTS = PYPROJECT["tool"]["importlinter"]["contracts"]
 
 # Third-party modules that only some of our modules may import, and one module that may.
 ONE_HOME = {
-    "PIL": "replaylake.datastore.formats.images",
+    "PIL": "replaylake.datastore.interchange.formats.images",
     "av": "replaylake.offline.video",
     "bentoml": "replaylake.serve.**",
     "d3rlpy": "replaylake.offline.d3rlpy.**",
     "duckdb": "replaylake.datastore.**",
     "gymnasium": "replaylake.offline.environments.**",
-    "h5py": "replaylake.datastore.formats.hdf5.files",
-    "lz4": "replaylake.datastore.formats.packed.packed",
+    "h5py": "replaylake.datastore.interchange.formats.hdf5.files",
+    "lz4": "replaylake.datastore.interchange.formats.packed.packed",
     "matplotlib": "replaylake.cli.**",
-    "msgpack": "replaylake.datastore.formats.packed.packed",
+    "msgpack": "replaylake.datastore.interchange.formats.packed.packed",
     "numba": "replaylake.datastore.replay.kernels.compiled",
-    "obstore": "replaylake.datastore.remote.object_storage",
+    "obstore": "replaylake.datastore.storage.remote.object_storage",
     "onnx": "replaylake.offline.export",
-    "onnxruntime": "replaylake.datastore.policies.package",
+    "onnxruntime": "replaylake.datastore.lake.policies.package",
     "pettingzoo": "replaylake.offline.environments.**",
     "pyarrow": "replaylake.datastore.**",
     "ray": "replaylake.online.**",
@@ -84,7 +84,7 @@ def test_the_stages_have_import_contracts() -> None:
         ["replaylake.offline"],
         ["replaylake.online"],
         ["replaylake.serve"],
-        ["replaylake.datastore.formats"],
+        ["replaylake.datastore.interchange.formats"],
     ]
     named = re.findall(r"replaylake\.(\w+)", " ".join(layers["layers"]))
     assert sorted(named) == STAGES

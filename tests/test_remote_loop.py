@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.sessions.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.lake.lake import open_lake
 
 pytestmark = pytest.mark.slow
 _COMMAND = Path(sys.executable).with_name("replaylake")

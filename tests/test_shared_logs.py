@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from replaylake.cli.main import main
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 
 Ingest = Callable[..., dict[str, Any]]
 

@@ -12,16 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.cli.report import table_lines
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.formats.checks import Finding, Places
-from replaylake.datastore.formats.format import Rejected
-from replaylake.datastore.ingest.quarantine import quarantine
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.policies.manifest import GRAPH, MANIFEST, manifest_bytes
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.runs.metrics import MetricsLog
-from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.writer.accounting import LeftOut
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.interchange.formats.checks import Finding, Places
+from replaylake.datastore.interchange.formats.format import Rejected
+from replaylake.datastore.interchange.ingest.quarantine import quarantine
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.manifest import GRAPH, MANIFEST, manifest_bytes
+from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.runs.metrics import MetricsLog
+from replaylake.datastore.lake.writer.accounting import LeftOut
 
 _TEXT = (Path(__file__).parents[1] / "docs" / "SQL.md").read_text()
 _HOUR_US = 3_600_000_000

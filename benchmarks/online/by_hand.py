@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.online.case import LEARNING, SECONDS, Figure, Learning, Measure
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.environments.spaces import from_gymnasium
 from replaylake.offline.learner import Learner

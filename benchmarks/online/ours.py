@@ -23,7 +23,7 @@ from benchmarks.online.case import (
     Learning,
     Measure,
 )
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.kernels import kernels
 from replaylake.online.train import OnlineResult, train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest

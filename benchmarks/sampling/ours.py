@@ -37,10 +37,10 @@ from benchmarks.sampling.case import (
     uniform,
 )
 from benchmarks.sampling.source import NUM_STEPS, STACK, Source, nothing, require, source
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.sampler import Sampler

@@ -105,10 +105,10 @@ def _serve(lake: Path, dataset: str, port: int, server: str, workers: int) -> Se
 
 
 def _register(lake_folder: Path, package: Path) -> None:
-    from replaylake.datastore.lake import open_lake
-    from replaylake.datastore.policies.package import save_package
-    from replaylake.datastore.policies.policy import PolicySpec
-    from replaylake.datastore.spaces import Box, Discrete
+    from replaylake.datastore.episodes.spaces import Box, Discrete
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.policies.package import save_package
+    from replaylake.datastore.lake.policies.policy import PolicySpec
 
     spec = PolicySpec(Box((4,)), Discrete(2), "categorical")
     manifest = {"algorithm": "benchmark"}
@@ -119,7 +119,7 @@ def _register(lake_folder: Path, package: Path) -> None:
 
 def _settled(lake: Path, dataset: str) -> int:
     """Return the rows of the decisions table once no more come."""
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     handle = open_lake(lake).dataset(dataset)
     before, until = -1, time.monotonic() + SETTLE_S

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
+from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID, STEP, holds_steps
 from replaylake.datastore.errors import (
     CommitConflict,
     ConfigInvalid,
@@ -23,15 +24,14 @@ from replaylake.datastore.errors import (
     ShardCorrupt,
     StorageFailed,
 )
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.groups import MAX_DECODED_BYTES, groups
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.table_files import fetched, fingerprint
-from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP, holds_steps
-from replaylake.datastore.table.shard import read_shard
-from replaylake.datastore.table.table import Table, TableSnapshot, WrittenRows
-from replaylake.datastore.table.table_schema import conform
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.shard import read_shard
+from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
+from replaylake.datastore.storage.table.table_schema import conform
 
 MIN_TARGET_BYTES: Final = 64 << 20
 MAX_TARGET_BYTES: Final = 256 << 20

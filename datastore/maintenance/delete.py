@@ -12,8 +12,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.episodes.schema import (
+    EPISODE_ID,
+    SOURCE_EPISODE_ID,
+    TERMINATED,
+    TIMESTAMP,
+    TRUNCATED,
+)
+from replaylake.datastore.feedback.decisions import DECISION_ID, recover_feedback
+from replaylake.datastore.feedback.received import recover_received
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.received import (
     count_received,
     forget_received,
@@ -34,18 +43,9 @@ from replaylake.datastore.maintenance.removal import (
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
 from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
-from replaylake.datastore.schema import (
-    EPISODE_ID,
-    SOURCE_EPISODE_ID,
-    TERMINATED,
-    TIMESTAMP,
-    TRUNCATED,
-)
-from replaylake.datastore.sessions.decisions import DECISION_ID, recover_feedback
-from replaylake.datastore.sessions.received import recover_received
-from replaylake.datastore.table.presence import check_present
-from replaylake.datastore.table.rewrite import Plan, rewrite
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.rewrite import Plan, rewrite
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from replaylake.datastore.errors import ShardCorrupt
-from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
-from replaylake.datastore.schema import (
+from replaylake.datastore.episodes.schema import (
     AGENT_ID,
     EPISODE_ID,
     TERMINATED,
     TRUNCATED,
     holds_steps,
 )
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.errors import ShardCorrupt
+from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 # A group is decoded whole, and so is the shard that it becomes, by whoever reads it. As appends.
 MAX_ROWS: Final = 1_048_576

@@ -17,10 +17,10 @@ from itertools import islice, takewhile
 from typing import Any, Final
 
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.folder import FETCHED_AT_ONCE
-from replaylake.datastore.runs.lease import is_at_work, last_heartbeat
-from replaylake.datastore.table.table import Table
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.lease import is_at_work, last_heartbeat
+from replaylake.datastore.storage.log.folder import FETCHED_AT_ONCE
+from replaylake.datastore.storage.table.table import Table
 
 # Seven days: longer than any query, training run or long weekend away from a failed job.
 DEFAULT_RETENTION_S: Final = 7 * 86_400.0

@@ -14,18 +14,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import CommitConflict, ReplayLakeError
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.expiry import expire
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.kept import Kept, kept_files, named_pins
 from replaylake.datastore.maintenance.retention import Retention, retention_of
 from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.maintenance.vacuum import vacuum, vacuum_leftovers
 from replaylake.datastore.query.summaries import refresh
-from replaylake.datastore.remote.shard_cache import trim_cache
-from replaylake.datastore.table.table import Table
+from replaylake.datastore.storage.log.expiry import expire
+from replaylake.datastore.storage.remote.shard_cache import trim_cache
+from replaylake.datastore.storage.table.table import Table
 
 # Called with (the dataset or "", what is done to it).
 OnStep = Callable[[str, str], None]

@@ -7,14 +7,14 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.episodes.schema import EPISODE_ID, STEP, TIMESTAMP
+from replaylake.datastore.feedback.decisions import DECISION_ID, REQUEST_ID
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
-from replaylake.datastore.schema import EPISODE_ID, STEP, TIMESTAMP
-from replaylake.datastore.sessions.decisions import DECISION_ID, REQUEST_ID
-from replaylake.datastore.table.rewrite import ChangeRows, Plan, rewrite
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.rewrite import ChangeRows, Plan, rewrite
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 # A report is of the newest decision of its name that was taken before it, else of the first after;
 # of a step, of those that have the client's own number of it, where there is one.

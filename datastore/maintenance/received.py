@@ -5,12 +5,12 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episodes.schema import EPISODE_ID
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.maintenance.removal import count_rows, forget_rows
 from replaylake.datastore.query.expressions import selected_episodes
 from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
-from replaylake.datastore.schema import EPISODE_ID
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 def select_waiting(dataset: Dataset, steps: TableSnapshot, condition: str) -> pa.Array:

@@ -8,14 +8,14 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore import schema
-from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.schema import EPISODE_ID
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.maintenance.removal import count_rows, forget_rows
 from replaylake.datastore.query.episode_views import episodes, groups_of_rows
 from replaylake.datastore.query.expressions import bound_condition
 from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
-from replaylake.datastore.schema import EPISODE_ID
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 _NONE = pa.array([], pa.string())
 # What `episodes` is made of. Of a row that is refused only who and where it is can be trusted, and

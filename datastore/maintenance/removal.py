@@ -9,16 +9,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID, TIMESTAMP
+from replaylake.datastore.feedback.decisions import DECISION_ID
+from replaylake.datastore.feedback.set_aside import REWARD_CHECK, STEP_CHECK
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.maintenance.named_reports import count_named, forget_named
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.table_files import arrow_of, fetched, located, rows_of, scanning
-from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID, TIMESTAMP
-from replaylake.datastore.sessions.decisions import DECISION_ID
-from replaylake.datastore.sessions.set_aside import REWARD_CHECK, STEP_CHECK
-from replaylake.datastore.table.rewrite import Plan, rewrite
-from replaylake.datastore.table.table import Table, TableSnapshot
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.rewrite import Plan, rewrite
+from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 
 @dataclass(frozen=True)

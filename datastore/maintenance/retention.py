@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalid, NotFound
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.commit_file import Intent
-from replaylake.datastore.log.state import LogState
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import DEFAULT_TARGET_BYTES, check_target
 from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.table.table import TableSnapshot
-from replaylake.datastore.table.table_schema import configuration_of
+from replaylake.datastore.storage.log.commit_file import Intent
+from replaylake.datastore.storage.log.state import LogState
+from replaylake.datastore.storage.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table_schema import configuration_of
 
 # Younger than this, a file may be of a commit that is being made, and a version one that a query
 # reads.

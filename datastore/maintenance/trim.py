@@ -14,10 +14,16 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episodes.schema import (
+    AGENT_ID,
+    EPISODE_ID,
+    TERMINATED,
+    TIMESTAMP,
+    TRUNCATED,
+)
 from replaylake.datastore.errors import ConfigInvalid, NotFound
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import OPEN_S
 from replaylake.datastore.maintenance.received import count_received, forget_received
 from replaylake.datastore.maintenance.rejected import (
@@ -34,9 +40,9 @@ from replaylake.datastore.maintenance.removal import (
 )
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
-from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, TERMINATED, TIMESTAMP, TRUNCATED
-from replaylake.datastore.table.rewrite import Plan, rewrite
-from replaylake.datastore.table.table import Table, TableSnapshot
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.rewrite import Plan, rewrite
+from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 _OPERATION: Final = "TRIM"
 

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from replaylake.datastore.errors import CommitConflict, ConfigInvalid, NotFound
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.maintenance.kept import (
     DEFAULT_RETENTION_S,
     Pin,
@@ -32,9 +33,8 @@ from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.query import summaries
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
 from replaylake.datastore.replay.cache.view_cache import ViewCache
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.storage import LocalStorage, Storage, StoredFile
-from replaylake.datastore.table.shard import FOLDER
+from replaylake.datastore.storage.storage import LocalStorage, Storage, StoredFile
+from replaylake.datastore.storage.table.shard import FOLDER
 
 _ULID: Final = "[0-9a-hjkmnp-tv-z]{26}"
 _SHARD: Final = re.compile(rf"{_ULID}\.parquet")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
 
 # Columns of a piece, and of a whole episode: name, how rows make it, how pieces make it. The policy
 # is that of the last row that names one.

@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.arrow_values import is_list, numbers, whole
+from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import QueryRefused
 from replaylake.datastore.query.connections import connect, session
 from replaylake.datastore.query.statements import check_select, execute, literal, parse, walk
 from replaylake.datastore.query.views import create_dataset_views
-from replaylake.datastore.table.shard import blob_of
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.arrow_values import is_list, numbers, whole
+from replaylake.datastore.storage.table.shard import blob_of
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 _PREFIX: Final = "SELECT 1 FROM episodes WHERE "
 _NOT_ALONE: Final = {

@@ -12,12 +12,12 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import QueryRefused
 from replaylake.datastore.query.expressions import reproducible_views
 from replaylake.datastore.query.statements import execute
-from replaylake.datastore.spaces import Array
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 _KEY: Final = f"{schema.EPISODE_ID}, {schema.AGENT_ID}"
 

@@ -19,7 +19,7 @@ from replaylake.datastore.query.statements import walk as walk
 from replaylake.datastore.query.views import STEP_VIEWS, Views
 from replaylake.datastore.query.views import Catalog as Catalog
 from replaylake.datastore.query.views import plan_views as plan_views
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 def run(query: str, catalog: Catalog, parameters: Mapping[str, object] | None = None) -> pa.Table:

@@ -18,7 +18,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from replaylake.datastore.errors import ConfigInvalid, QueryFailed
-from replaylake.datastore.storage import written_whole
+from replaylake.datastore.storage.storage import written_whole
 
 ResultFormat = Literal["csv", "json", "jsonl", "parquet"]
 RESULT_FORMATS: Final[tuple[str, ...]] = get_args(ResultFormat)

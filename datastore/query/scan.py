@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from replaylake.datastore.query.statements import literal
-from replaylake.datastore.table.delta_schema import field_id, to_duckdb
-from replaylake.datastore.table.presence import check_present
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.delta_schema import field_id, to_duckdb
+from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 def scan(snapshot: TableSnapshot, paths: Sequence[Path | str] | None = None) -> str:

@@ -26,16 +26,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import QueryFailed, ReplayLakeError
-from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.connections import session
 from replaylake.datastore.query.episode_views import FROM_ROWS, PIECE_COLUMNS
 from replaylake.datastore.query.scan import scan_files
 from replaylake.datastore.query.statements import execute
-from replaylake.datastore.storage import Storage
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.storage import Storage
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 FOLDER: Final = "_derived/episodes"
 _ABOUT: Final = b"replaylake.summary"

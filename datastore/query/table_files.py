@@ -15,12 +15,12 @@ import duckdb
 import pyarrow as pa
 
 from replaylake.datastore.errors import QueryFailed
-from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.scan import scan_files
 from replaylake.datastore.query.statements import execute
-from replaylake.datastore.table.shard import blob_of
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.shard import blob_of
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 @contextmanager

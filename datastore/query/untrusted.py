@@ -28,7 +28,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.query.sandbox import read_frame, to_ipc, write_frame
 from replaylake.datastore.query.views import Catalog, Views, plan_views
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 # What people outside need not know: where the lake lies, and what its runs met with.
 _WITHHELD: Final = {"policies": ("path",), "runs": ("record",)}

@@ -13,9 +13,9 @@ from replaylake.datastore.errors import NotFound
 from replaylake.datastore.query import episode_views, summaries
 from replaylake.datastore.query.scan import scan
 from replaylake.datastore.query.statements import execute
-from replaylake.datastore.table.presence import check_present
-from replaylake.datastore.table.shard import blob_of
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.shard import blob_of
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 _LAKE_VIEWS: Final = (
     "commits",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.arguments import rank_of, seed_of, whole_number
 from replaylake.datastore.replay.batch_source import BatchSource, check_batch_source

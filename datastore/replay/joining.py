@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
 from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.memory import BOOTSTRAPPABLE_STEPS, RECORDS, STEPS, Room
 from replaylake.datastore.replay.records import Packed, Records, Runs

@@ -11,11 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
-from replaylake.datastore.replay.arguments import whole_number
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import (
     Array,
     Box,
     Dict,
@@ -27,6 +25,8 @@ from replaylake.datastore.spaces import (
     value_dtype,
     value_shape,
 )
+from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
+from replaylake.datastore.replay.arguments import whole_number
 
 # Steps from this one to the end of its run, itself included; 0 marks a tail.
 STEPS_LEFT: Final = "steps_left"

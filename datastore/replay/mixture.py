@@ -8,9 +8,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.compatibility import difference
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.compatibility import difference
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, SchemaMismatch
 from replaylake.datastore.replay.arguments import batch_size_of
 from replaylake.datastore.replay.randomness import random_stream
@@ -18,7 +19,6 @@ from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.saved_state import KIND, generator_at, reading_state
 from replaylake.datastore.replay.selectors.priorities import priority_rows
 from replaylake.datastore.replay.selectors.prioritized import PrioritizedSampler
-from replaylake.datastore.spaces import Array
 
 _NAME: Final = "mixture"
 # Fields that an item gives only where it is asked to.

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.errors import EmptyReplay, StorageFailed
 from replaylake.datastore.query.expressions import (
     evaluated_rewards,
@@ -27,8 +28,7 @@ from replaylake.datastore.replay.scans import check_finite, has_masked_actions
 from replaylake.datastore.replay.selection import Origin
 from replaylake.datastore.replay.view import CachedPart, ReplayView
 from replaylake.datastore.replay.view_query import ViewQuery, naming, view_key
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 _T = TypeVar("_T")
 

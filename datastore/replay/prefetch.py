@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.arguments import whole_number
 from replaylake.datastore.replay.batch_source import (

@@ -14,9 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.replay.records import Packed, Records
-from replaylake.datastore.spaces import Array
 
 
 class Candidates(Protocol):

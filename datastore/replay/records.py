@@ -15,12 +15,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.kernels.kernels import gather
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.returns import returns_to_go
-from replaylake.datastore.spaces import Array
 
 # Records after the last one, so that a window that starts at any step lies inside of the array.
 PADDING: Final = 1024

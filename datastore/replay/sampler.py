@@ -13,7 +13,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import EmptyReplay
 from replaylake.datastore.replay.arguments import batch_size_of
 from replaylake.datastore.replay.layout import RecordLayout
@@ -27,8 +29,6 @@ from replaylake.datastore.replay.protocols import (
     Selector,
 )
 from replaylake.datastore.replay.saved_state import KIND, reading_state
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.spaces import Array
 
 # Rows drawn at once, for which several small batches are put together: so many that a block has 8
 # batches of 256, whose tensors to_torch.py then makes at once; more would only add memory.

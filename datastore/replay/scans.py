@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import SchemaMismatch
 from replaylake.datastore.replay.layout import KEY
 from replaylake.datastore.replay.records import Packed, Records

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from replaylake.datastore.replay.records import Packed
 from replaylake.datastore.replay.scans import content_hash
 from replaylake.datastore.replay.view_query import ViewQuery
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)

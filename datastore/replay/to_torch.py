@@ -11,7 +11,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.arguments import whole_number
 from replaylake.datastore.replay.batch_source import (
@@ -21,7 +22,6 @@ from replaylake.datastore.replay.batch_source import (
 )
 from replaylake.datastore.replay.protocols import Output
 from replaylake.datastore.replay.sampler import Sampler, cuts, make_batches
-from replaylake.datastore.spaces import Array
 
 # They name rows, and nothing is computed from them: always numpy.
 _NUMPY_FIELDS: Final = frozenset({"keys", "indices"})

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.compatibility import difference, joined
+from replaylake.datastore.episodes.compatibility import difference, joined
+from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, NotFound, SchemaMismatch
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.replay.cache.cached_view import (
@@ -35,7 +36,6 @@ from replaylake.datastore.replay.selectors.weighted import (
 )
 from replaylake.datastore.replay.source import TRANSITIONS, SampleSource
 from replaylake.datastore.replay.view_query import naming
-from replaylake.datastore.schema import DatasetSpec
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from replaylake.datastore.errors import ConfigInvalid, QueryFailed, QueryRefused
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.replay.arguments import whole_number
 from replaylake.datastore.replay.layout import MOST_FRAMES, RecordLayout
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 # What packing puts into records, and where: one more whenever the same shards and query would give
 # other bytes. (A layout's dtype is in the key besides.)

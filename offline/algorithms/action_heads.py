@@ -1,7 +1,7 @@
 """Action heads: what a network's outputs say of the actions that were taken, for each kind.
 
-They give the densities that the policy logs when it acts (datastore/policies/heads.py): where the
-policy that learns is the one that acted, the ratio of the two is 1.
+They give the densities that the policy logs when it acts (datastore/lake/policies/heads.py): where
+the policy that learns is the one that acted, the ratio of the two is 1.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import (
+    Box,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Space,
+    describe,
+)
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.policies.log_probs import UNIT_LIMIT
-from replaylake.datastore.policies.multi_categorical import element_sizes
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space, describe
+from replaylake.datastore.lake.policies.log_probs import UNIT_LIMIT
+from replaylake.datastore.lake.policies.multi_categorical import element_sizes
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.action_scaling import ActionScaling
 from replaylake.offline.algorithm import tensor
 from replaylake.offline.algorithms.box_actions import box_scaling

@@ -12,11 +12,18 @@ from typing import Any, Literal
 
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import (
+    Box,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Space,
+    describe,
+)
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.policies.multi_categorical import element_sizes
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space, describe
+from replaylake.datastore.lake.policies.multi_categorical import element_sizes
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.action_scaling import action_scaling
 from replaylake.offline.adam import adam
 from replaylake.offline.algorithm import Algorithm, Losses, Networks, tensor, weighted_mean

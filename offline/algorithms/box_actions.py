@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Box, Space, describe
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Space, describe
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.action_scaling import ActionScaling, ScaledToEnvironment, action_scaling
 from replaylake.offline.algorithm import (
     Losses,

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Box,
     Discrete,
     MultiBinary,
@@ -23,6 +22,7 @@ from replaylake.datastore.spaces import (
     describe,
     value_dtype,
 )
+from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.algorithms.own import OwnAlgorithm, own_algorithm
 from replaylake.offline.algorithms.table import OURS, OurAlgorithm

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete, Space
+from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete, Space
 from replaylake.offline.algorithms.catalog import d3rlpy_row, our_row
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.d3rlpy.options import known_options

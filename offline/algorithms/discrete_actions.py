@@ -6,9 +6,9 @@ from typing import Final
 
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Discrete, Space, describe
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import Discrete, Space, describe
 from replaylake.offline.algorithm import tensor
 
 # Of a logit: far below any other, and far from overflowing.

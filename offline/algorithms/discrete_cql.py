@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.spaces import Space
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.algorithm import (
     Algorithm,
     Losses,

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Discrete, Space
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Discrete, Space
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.adam import adam
 from replaylake.offline.algorithm import (
     Algorithm,

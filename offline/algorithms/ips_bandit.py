@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Space
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Space
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.adam import adam_with_decay
 from replaylake.offline.algorithm import (
     Algorithm,

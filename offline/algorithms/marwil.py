@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Box, Discrete, Space, describe
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete, Space, describe
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.adam import adam
 from replaylake.offline.algorithm import (
     Algorithm,

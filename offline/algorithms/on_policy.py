@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Box, Space, leaves
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.spaces import Box, Space, leaves
 from replaylake.offline.adam import OptimizerFunction
 from replaylake.offline.algorithm import (
     Algorithm,

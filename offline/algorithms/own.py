@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, Final, get_type_hints
 
+from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.spaces import Space
 from replaylake.offline import user_code
 from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.table import AlgorithmFunction

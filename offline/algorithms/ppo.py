@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from replaylake.datastore.spaces import Space
+from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.adam import adam
 from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.on_policy import (

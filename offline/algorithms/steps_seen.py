@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithm import PolicyModule, tensor
 from replaylake.offline.algorithms.action_heads import ActionHead, Parameters
 from replaylake.offline.facts import DatasetFacts

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, SpaceUnsupported
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Space
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.catalog import (
     algorithms,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
-from replaylake.datastore.spaces import Space
+from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.awac import AWACConfig, awac
 from replaylake.offline.algorithms.bc import BCConfig, bc

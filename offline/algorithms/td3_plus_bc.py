@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from replaylake.datastore.spaces import Space
+from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.td3 import TD3Config, delayed_actor
 from replaylake.offline.facts import DatasetFacts

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Discrete, Space
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.datastore.spaces import Discrete, Space
 from replaylake.offline.action_scaling import ActionScaling
 from replaylake.offline.d3rlpy.features import Features
 from replaylake.offline.d3rlpy.library import load_d3rlpy

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Space, describe, leaves
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import Box, Space, describe, leaves
 from replaylake.offline.d3rlpy.table import TABLE, D3rlpyAlgorithm
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.networks import encoders

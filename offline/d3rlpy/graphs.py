@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Space
+from replaylake.datastore.episodes.spaces import Space
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.action_scaling import ActionScaling, ScaledToEnvironment
 from replaylake.offline.d3rlpy.features import Features
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm

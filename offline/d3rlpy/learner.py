@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array, Box, Discrete, Space
 from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Array, Box, Discrete, Space
 from replaylake.offline.action_scaling import ActionScaling, action_scaling
 from replaylake.offline.d3rlpy.batches import D3rlpyBatches
 from replaylake.offline.d3rlpy.features import Frames, observation_features

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array, describe
 from replaylake.datastore.errors import ConfigInvalid, ExtraMissing, NotFound, SchemaMismatch
-from replaylake.datastore.spaces import Array, describe
-from replaylake.datastore.writer.open_episode import copied
+from replaylake.datastore.lake.writer.open_episode import copied
 from replaylake.offline.environments.spaces import action_mask, from_gymnasium, gymnasium
 
 # Where the classics have their mask: in a Dict, beside the observation.

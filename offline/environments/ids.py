@@ -18,13 +18,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
+from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.errors import (
     ConfigInvalid,
     ExtraMissing,
     NotFound,
     ReplayLakeError,
 )
-from replaylake.datastore.spaces import Space
 from replaylake.offline import user_code
 from replaylake.offline.environments.games import Game, game_of, registered
 from replaylake.offline.environments.spaces import Environment, from_gymnasium, gymnasium

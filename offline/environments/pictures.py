@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid, ExtraMissing
-from replaylake.datastore.spaces import Array
 from replaylake.offline.environments.ids import make
 from replaylake.offline.environments.spaces import Environment, gymnasium
 

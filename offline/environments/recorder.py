@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.dataset import Dataset, EpisodeWriter, new_episode_id
-from replaylake.datastore.episode import Episode, checked
+from replaylake.datastore.episodes.episode import Episode, checked
+from replaylake.datastore.episodes.spaces import Array, Dict, Space, Text, Tuple, children
 from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
-from replaylake.datastore.spaces import Array, Dict, Space, Text, Tuple, children
-from replaylake.datastore.writer.open_episode import copied
+from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter, new_episode_id
+from replaylake.datastore.lake.writer.open_episode import copied
 from replaylake.offline.environments.spaces import (
     Environment,
     action_mask,

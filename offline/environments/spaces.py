@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.errors import ExtraMissing, SpaceUnsupported
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Array,
     Box,
     Dict,
@@ -22,6 +21,7 @@ from replaylake.datastore.spaces import (
     Text,
     Tuple,
 )
+from replaylake.datastore.errors import ExtraMissing, SpaceUnsupported
 
 try:
     # Under its own name: the modules beside this one take it from here, so that what to install

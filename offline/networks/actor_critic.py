@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from replaylake.datastore.spaces import Space
+from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.networks.actors import CategoricalNetwork
 from replaylake.offline.networks.critics import ValueNetwork

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from replaylake.datastore.spaces import Space
+from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.networks.features import ObservationFeatures
 from replaylake.offline.networks.mlp import MLP

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Box, describe
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import Box, describe
 
 # (channels, kernel, stride) of each layer, and what they end in: Mnih et al. 2015, "Human-level
 # control through deep reinforcement learning", methods; its first frames of 84 x 84 become 7 x 7.

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Box,
     Dict,
     Discrete,
@@ -24,6 +23,7 @@ from replaylake.datastore.spaces import (
     describe,
     leaves,
 )
+from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.offline.facts import Moments
 from replaylake.offline.networks.encoders import FrameEncoder
 

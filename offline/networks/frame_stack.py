@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Box, Space, describe
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import Box, Space, describe
 from replaylake.offline.graph import PolicyGraph
 
 # Of integers wider than these float32, which a state is of, does not hold all.

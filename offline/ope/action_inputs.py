@@ -6,8 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Array,
     Box,
     Discrete,
@@ -17,6 +16,7 @@ from replaylake.datastore.spaces import (
     Values,
     describe,
 )
+from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.offline.action_scaling import ActionScaling, action_scaling
 
 

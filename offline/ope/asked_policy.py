@@ -8,17 +8,25 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.compatibility import compatible, encoding_difference
+from replaylake.datastore.episodes.compatibility import compatible, encoding_difference
+from replaylake.datastore.episodes.schema import REWARD, DatasetSpec
+from replaylake.datastore.episodes.spaces import (
+    Dict,
+    Space,
+    Tuple,
+    Values,
+    children,
+    describe,
+    value_dtype,
+)
 from replaylake.datastore.errors import ConfigInvalid, QueryFailed, SchemaMismatch
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.logged_steps import LoggedSteps
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.policies.uniform import UniformPolicy
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.logged_steps import LoggedSteps
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.expressions import canonical_reward, check_reward
-from replaylake.datastore.schema import REWARD, DatasetSpec
-from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Dict, Space, Tuple, Values, children, describe, value_dtype
 from replaylake.offline.ope.question import (
     ASKED,
     STORED,

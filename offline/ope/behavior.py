@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.logged_steps import LoggedSteps
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.spaces import Array, Box, Discrete, Values, take
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array, Box, Discrete, Values, take
+from replaylake.datastore.lake.logged_steps import LoggedSteps
+from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.graph import TorchPolicy

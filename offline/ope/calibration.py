@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.ope.logged import LoggedEpisodes
 from replaylake.offline.ope.weights import rounding_of
 

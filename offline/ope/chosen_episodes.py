@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.errors import EmptyReplay
-from replaylake.datastore.holdout import Holdout
-from replaylake.datastore.logged_steps import LoggedSteps, read_logged_steps
-from replaylake.datastore.snapshot import Snapshot
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.logged_steps import LoggedSteps, read_logged_steps
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.offline.ope.probabilities import BEHAVIOR, TARGET
 from replaylake.offline.ope.question import EvaluatedReward, Listener, Question
 

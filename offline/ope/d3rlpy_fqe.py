@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.spaces import Values
 from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Values
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.networks.actors import NO_FACTS
 from replaylake.offline.ope.d3rlpy_fqe_model import FQEModel

@@ -9,8 +9,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.spaces import (
+    Array,
+    Box,
+    Discrete,
+    Values,
+    describe,
+    num_values,
+    take,
+)
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import Array, Box, Discrete, Values, describe, num_values, take
 from replaylake.offline.action_scaling import ActionScaling, action_scaling
 from replaylake.offline.d3rlpy.features import observation_features
 from replaylake.offline.d3rlpy.library import load_d3rlpy

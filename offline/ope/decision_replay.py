@@ -23,11 +23,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array, Box
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, EpisodeInvalid
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.sessions.logged_decisions import DecisionReader, LoggedDecisions
-from replaylake.datastore.spaces import Array, Box
+from replaylake.datastore.feedback.logged_decisions import DecisionReader, LoggedDecisions
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.offline.ope.asked_policy import as_dtypes, ask_for
 from replaylake.offline.ope.question import Question
 from replaylake.offline.ope.target_policy import TargetPolicy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.ope.calibration import Calibration, calibration
 from replaylake.offline.ope.logged import LoggedEpisodes
 from replaylake.offline.ope.refusal import NotEstimable

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from replaylake.datastore.logged_steps import LoggedSteps
-from replaylake.datastore.spaces import take
+from replaylake.datastore.episodes.spaces import take
+from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.ope.d3rlpy_fqe import fit_by_d3rlpy
 from replaylake.offline.ope.folds import each_fold, episode_folds

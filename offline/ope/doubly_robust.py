@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.ope.refusal import NotEstimable
 from replaylake.offline.ope.statistic import (
     Statistic,

@@ -9,14 +9,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.spaces import Array, Discrete
 from replaylake.datastore.errors import (
     EmptyReplay,
     SpaceUnsupported,
     TrainingFailed,
 )
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.logged_steps import LoggedSteps
-from replaylake.datastore.spaces import Array, Discrete
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for, evaluated_reward
 from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes, with_first_steps
 from replaylake.offline.ope.diagnostics import diagnose

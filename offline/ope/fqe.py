@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.episodes.spaces import Values
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Values
 from replaylake.offline.ope.fqe_config import FQEConfig, OnProgress
 from replaylake.offline.ope.target_policy import TargetPolicy
 from replaylake.offline.ope.transition_arrays import TransitionArrays, from_view

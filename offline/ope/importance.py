@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.ope.logged import LoggedEpisodes
 from replaylake.offline.ope.statistic import Bounds, Statistic, mean_of, ratio_of, ratio_per_step
 from replaylake.offline.ope.weights import Inputs, Weights, largest_ratio, summary

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.intervals import student_t_quantile
 from replaylake.offline.ope.statistic import Bounds, Statistic
 

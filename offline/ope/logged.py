@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import EpisodeInvalid
-from replaylake.datastore.spaces import Array
 
 # Rounding: published tables of probabilities have five digits or so, and some dozens of columns.
 _PROBABILITY_SLACK: Final = 1e-3

@@ -6,7 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array, Box, Dict, Space, Tuple, Values, children, leaves
+from replaylake.datastore.episodes.spaces import (
+    Array,
+    Box,
+    Dict,
+    Space,
+    Tuple,
+    Values,
+    children,
+    leaves,
+)
 from replaylake.offline.facts import Moments
 
 

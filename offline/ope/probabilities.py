@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import EmptyReplay, QueryRefused, SpaceUnsupported
-from replaylake.datastore.logged_steps import LoggedSteps
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.offline.ope.asked_policy import AskedPolicy
 from replaylake.offline.ope.behavior import fit_behavior
 from replaylake.offline.ope.question import Listener, Question

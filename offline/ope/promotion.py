@@ -16,11 +16,11 @@ from dataclasses import asdict, astuple, dataclass, replace
 from operator import itemgetter
 from typing import Any, Final, Literal
 
+from replaylake.datastore.episodes.schema import REWARD
+from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.policies.registry import PolicyRef
-from replaylake.datastore.schema import REWARD
-from replaylake.datastore.spaces import Discrete
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.offline.ope.asked_policy import AskedPolicy, ask_for, evaluated_reward
 from replaylake.offline.ope.chosen_episodes import Chosen, choose_episodes, with_first_steps
 from replaylake.offline.ope.estimate import compare

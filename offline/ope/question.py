@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.holdout import Holdout
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.offline.ope.behavior import BehaviorConfig
 from replaylake.offline.ope.diagnostics import Diagnostics
 from replaylake.offline.ope.direct import REWARD_CONFIG

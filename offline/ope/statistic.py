@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.ope.logged import LoggedEpisodes
 from replaylake.offline.ope.refusal import NotEstimable
 from replaylake.offline.ope.weights import WeightSummary, sum_by_step

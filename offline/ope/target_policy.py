@@ -13,11 +13,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.spaces import (
+    Array,
+    Discrete,
+    Values,
+    concatenate,
+    num_values,
+    take,
+)
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.log_probs import check_has_density
-from replaylake.datastore.policies.policy import Policy
-from replaylake.datastore.spaces import Array, Discrete, Values, concatenate, num_values, take
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.log_probs import check_has_density
+from replaylake.datastore.lake.policies.policy import Policy
 
 # Observations given to a policy's graph at once: what 256 hidden units make of them is 64 MB.
 _ROWS_AT_ONCE: Final = 1 << 16

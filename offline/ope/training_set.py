@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.holdout import Holdout
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.logged_steps import LoggedSteps
-from replaylake.datastore.policies.registry import PolicyRef
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.logged_steps import LoggedSteps
+from replaylake.datastore.lake.policies.registry import PolicyRef
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.expressions import (
     canonical_expression,
     canonical_reward,
     selected_episodes,
 )
-from replaylake.datastore.snapshot import Snapshot
 
 
 @dataclass(frozen=True)

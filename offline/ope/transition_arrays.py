@@ -10,14 +10,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import Array, Values, concatenate, take
 from replaylake.datastore.errors import EmptyReplay
-from replaylake.datastore.logged_steps import LoggedSteps
+from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.spaces import Array, Values, concatenate, take
 
 _ROWS_AT_ONCE: Final = 1 << 14
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Array, Values, num_values, take
 from replaylake.datastore.errors import TrainingFailed
-from replaylake.datastore.spaces import Array, Values, num_values, take
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.flat import FlatGroup, flattened
 from replaylake.offline.networks.critics import Critics, QNetworks

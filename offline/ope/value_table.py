@@ -14,9 +14,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import Array, Discrete, Values
 from replaylake.datastore.errors import TrainingFailed
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.spaces import Array, Discrete, Values
 from replaylake.offline.ope.fqe_config import FQEConfig
 from replaylake.offline.ope.target_policy import TargetPolicy
 from replaylake.offline.ope.transition_arrays import TransitionArrays

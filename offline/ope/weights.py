@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.ope.logged import LoggedEpisodes
 from replaylake.offline.ope.refusal import NotEstimable
 

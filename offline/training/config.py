@@ -8,8 +8,8 @@ from datetime import UTC, date, datetime
 from typing import Any, Final, Literal, get_args
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.holdout import Holdout
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.lake import Lake
 from replaylake.offline.normalisation import REWARD_NORMALISATIONS, RewardNormalisation
 from replaylake.offline.options import expect, from_options
 

@@ -8,15 +8,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore import schema
-from replaylake.datastore.compatibility import difference, joined
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.compatibility import difference, joined
+from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import check_policy_name
 from replaylake.datastore.replay.records import Packed
 from replaylake.datastore.replay.view import ReplayView, concatenate
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.snapshot import Snapshot
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.catalog import (
     check_algorithm,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.offline.learner import torch_threads
 from replaylake.offline.training.config import TrainRequest
 from replaylake.offline.training.job import prepare

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView

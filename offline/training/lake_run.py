@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from replaylake.datastore.errors import TrainingFailed
-from replaylake.datastore.runs.checkpoints import Checkpoint, Checkpoints
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.runs.metrics import MetricsLog
-from replaylake.datastore.runs.summary import EVALUATION
-from replaylake.datastore.storage import Storage
+from replaylake.datastore.lake.runs.checkpoints import Checkpoint, Checkpoints
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.metrics import MetricsLog
+from replaylake.datastore.lake.runs.summary import EVALUATION
+from replaylake.datastore.storage.storage import Storage
 from replaylake.offline.learner import Learner
 
 OnMetrics = Callable[[int, Mapping[str, float]], None]

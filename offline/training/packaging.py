@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from replaylake.datastore.encoding import Encoding
-from replaylake.datastore.policies.package import load_policy, save_package
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.episodes.encoding import Encoding
+from replaylake.datastore.lake.policies.package import load_policy, save_package
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.evaluate import Evaluation
 from replaylake.offline.export import export_onnx
 from replaylake.offline.learner import Learner

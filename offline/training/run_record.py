@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from replaylake.datastore.errors import CommitConflict, NotFound, ReplayLakeError
-from replaylake.datastore.policies.registry import Registry
+from replaylake.datastore.lake.policies.registry import Registry
 
 KIND: Final = "train offline"
 # Of an end that a run which goes on has not come to.

@@ -20,14 +20,14 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.schema import REWARD
+from replaylake.datastore.episodes.spaces import Array, Box
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, TrainingFailed
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.query.expressions import canonical_reward
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.schema import REWARD
-from replaylake.datastore.spaces import Array, Box
 from replaylake.offline.evaluate import evaluate
 from replaylake.offline.ope.fqe import fitted_q_evaluation
 from replaylake.offline.ope.fqe_config import FQEConfig

@@ -15,12 +15,12 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Array
 from replaylake.offline.algorithm import OnPolicy
 from replaylake.offline.graph import PolicyGraph
 from replaylake.offline.learner import Learner, Update

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, SupportsFloat
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.replay.batch_source import TakesPriorities
 from replaylake.offline.graph import TorchPolicy
 from replaylake.offline.learner import Learner, Update

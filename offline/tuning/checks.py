@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.offline.algorithms.catalog import check_options, make_learner
 from replaylake.offline.normalisation import fit_facts
 from replaylake.offline.training.data import open_data

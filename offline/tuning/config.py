@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.runs.summary import is_loss
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.summary import is_loss
 from replaylake.offline.options import check_keys, expect, from_options
 from replaylake.offline.training.config import OWN_OPTIONS, TrainRequest, train_config
 

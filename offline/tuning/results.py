@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.runs.lease import is_at_work
-from replaylake.datastore.runs.metrics import read_curves
-from replaylake.datastore.runs.summary import EVALUATION, SELECTION, best_point
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.lease import is_at_work
+from replaylake.datastore.lake.runs.metrics import read_curves
+from replaylake.datastore.lake.runs.summary import EVALUATION, SELECTION, best_point
 from replaylake.offline.intervals import student_t_interval
 from replaylake.offline.tuning.config import Mode, Sweep
 

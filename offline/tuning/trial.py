@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.train import resume, train
 from replaylake.offline.training.config import TrainRequest
 from replaylake.offline.training.interruption import RunInterrupted

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.policies.package import graph_policy, load_policy
-from replaylake.datastore.policies.policy import Policy, PolicySpec
-from replaylake.datastore.policies.uniform import UniformPolicy
+from replaylake.datastore.lake.policies.package import graph_policy, load_policy
+from replaylake.datastore.lake.policies.policy import Policy, PolicySpec
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.environments.spaces import from_gymnasium
 from replaylake.offline.options import expect
 

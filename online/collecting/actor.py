@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array, Box, Values, describe
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.policies.heads import box_bounds
-from replaylake.datastore.spaces import Array, Box, Values, describe
+from replaylake.datastore.lake.policies.heads import box_bounds
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.draws import EpisodeDraws
 

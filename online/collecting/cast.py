@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array, as_batch, concatenate, take
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.policies.policy import Policy
-from replaylake.datastore.policies.streams import EpisodeStreams
-from replaylake.datastore.spaces import Array, as_batch, concatenate, take
+from replaylake.datastore.lake.policies.policy import Policy
+from replaylake.datastore.lake.policies.streams import EpisodeStreams
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.spaces import from_gymnasium
 from replaylake.offline.evaluate import check_these_spaces

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import Array
 
 # Drawn ahead of each stream: for this many calls, and at least so many numbers.
 _CALLS: Final = 16

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array, Discrete, Space, take
 from replaylake.datastore.errors import RolloutFailed
-from replaylake.datastore.spaces import Array, Discrete, Space, take
 from replaylake.online.collecting.actor import Actor
 from replaylake.online.collecting.draws import EpisodeDraws
 from replaylake.online.collecting.step_block import StepBlock

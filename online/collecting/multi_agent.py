@@ -16,11 +16,11 @@ from itertools import islice
 
 import numpy as np
 
-from replaylake.datastore.dataset import new_episode_id
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.datastore.errors import ConfigInvalid, RolloutFailed
-from replaylake.datastore.policies.policy import Policy
-from replaylake.datastore.spaces import Discrete
+from replaylake.datastore.lake.dataset import new_episode_id
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.environments.games import Game, Outcome
 from replaylake.offline.environments.ids import make_any
 from replaylake.online.collecting.acting import AgentsActing

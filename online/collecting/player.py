@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Array, as_batch, concatenate
 from replaylake.datastore.errors import RolloutFailed
-from replaylake.datastore.spaces import Array, as_batch, concatenate
 from replaylake.offline.environments.games import Outcome
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.track import POLICY_STATE, SEED, WORKER

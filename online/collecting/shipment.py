@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from replaylake.datastore.dataset import Dataset, WrittenEpisodes
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import FailedInPassing
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.dataset import Dataset, WrittenEpisodes
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.online.collecting.acting import Acting, AgentsActing
 from replaylake.online.collecting.worker import EpisodeEnd, RolloutConfig
 from replaylake.online.collecting.workers import Worker, make_worker

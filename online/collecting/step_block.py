@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.errors import RolloutFailed
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Array,
     Dict,
     Space,
@@ -22,6 +21,7 @@ from replaylake.datastore.spaces import (
     value_dtype,
     value_shape,
 )
+from replaylake.datastore.errors import RolloutFailed
 
 # Rows of a block: at most so many, and so many bytes of observations, one row at least.
 _ROWS: Final = 4096

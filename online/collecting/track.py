@@ -8,10 +8,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.episode_columns import EpisodeColumns
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.episode_columns import EpisodeColumns
+from replaylake.datastore.episodes.spaces import Array, as_batch, concatenate, take
 from replaylake.datastore.names import new_ulids
-from replaylake.datastore.spaces import Array, as_batch, concatenate, take
 
 # Further columns of each step: which worker collected it, what its episode's reset was given, and
 # what the policy remembered before it (zeros if it remembers nothing).

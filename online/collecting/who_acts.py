@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any
 from replaylake.online.collecting.acting import RANDOM, Acting, AgentsActing

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.environments.ids import make
 from replaylake.offline.environments.spaces import from_gymnasium
 from replaylake.online.collecting.acting import Acting, AgentsActing, only_one

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any
 from replaylake.online.collecting.acting import AgentsActing, only_one

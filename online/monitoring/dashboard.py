@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from replaylake.datastore import grafana
-from replaylake.datastore.grafana import AGE, RATE, Choice, Panel, Query, Row
+from replaylake.datastore.maintenance import grafana
+from replaylake.datastore.maintenance.grafana import AGE, RATE, Choice, Panel, Query, Row
 from replaylake.online.monitoring.exported import (
     ENV_STEPS,
     EPISODES,

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.runs.metrics import Logged
-from replaylake.datastore.runs.summary import ONLINE
+from replaylake.datastore.lake.runs.metrics import Logged
+from replaylake.datastore.lake.runs.summary import ONLINE
 from replaylake.online.monitoring.bottleneck import (
     WAITS,
     WORKER_LINKS,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalid, RolloutFailed
-from replaylake.datastore.policies.manifest import GRAPH, read_checked
+from replaylake.datastore.lake.policies.manifest import GRAPH, read_checked
 from replaylake.offline import local_ray
 from replaylake.online.collecting.acting import Acting, AgentsActing, GraphBytes
 from replaylake.online.collecting.shipment import Order

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from replaylake.datastore.errors import ReplayLakeError, RolloutFailed
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.locations import open_storage
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.version import VERSION
 
 # Where nonces and answers lie while nodes are asked.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import FailedInPassing
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.online.collecting.shipment import Shipment
 
 

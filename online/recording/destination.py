@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import AlreadyExists, SchemaMismatch
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.evaluate import check_spaces
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
 
-from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import ReplayLakeError
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.retention import retention_of
 from replaylake.datastore.maintenance.vacuum import vacuum

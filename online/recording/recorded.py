@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import NotFound
+from replaylake.datastore.lake.dataset import Dataset
 
 # In a commit's info: episodes that will not go on, of which only pieces are there.
 ABANDONED: Final = "abandoned_episodes"

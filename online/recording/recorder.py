@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from replaylake.datastore.dataset import Commit, Dataset, WrittenEpisodes
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import FailedInPassing, StorageFailed
-from replaylake.datastore.writer.accounting import LeftOut
+from replaylake.datastore.lake.dataset import Commit, Dataset, WrittenEpisodes
+from replaylake.datastore.lake.writer.accounting import LeftOut
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.pool import ANSWER_TIMEOUT_S
 from replaylake.online.recording.recorded import ABANDONED

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from replaylake.datastore.policies.package import check_package, load_policy
-from replaylake.datastore.policies.policy import Policy
-from replaylake.datastore.policies.registry import PolicyRef, Registry
+from replaylake.datastore.lake.policies.package import check_package, load_policy
+from replaylake.datastore.lake.policies.policy import Policy
+from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
 from replaylake.offline.evaluate import Evaluation
 from replaylake.offline.learner import Learner
 from replaylake.offline.training.packaging import packaged

@@ -13,16 +13,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid, NameRefused
+from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.names import check_policy_name
-from replaylake.datastore.policies.policy import Policy
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.live.log_reader import FollowTimings, Taken
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Array
 from replaylake.offline.algorithm import OnPolicy
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.episodes.schema import POLICY_VERSION
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.kernels import kernels
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.datastore.schema import POLICY_VERSION
 from replaylake.offline.evaluate import evaluate
 from replaylake.offline.learner import Learner
 from replaylake.offline.self_play import AgentPolicies

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replaylake.datastore.policies.policy import Policy, PolicySpec
-from replaylake.datastore.spaces import Box
+from replaylake.datastore.episodes.spaces import Box
+from replaylake.datastore.lake.policies.policy import Policy, PolicySpec
 from replaylake.online.collecting.acting import Acting, GraphBytes
 from replaylake.online.training.config import OnlineConfig
 

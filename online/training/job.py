@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.locations import check_shareable
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
 from replaylake.datastore.names import check_policy_name
-from replaylake.datastore.policies.package import check_package, load_learner_weights
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.storage.locations import check_shareable
 from replaylake.offline.algorithms.catalog import (
     check_algorithm,
     check_masks,

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.schema import POLICY_VERSION
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.datastore.schema import POLICY_VERSION
 from replaylake.offline.learner import Learner, Update
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.runs.summary import EVALUATION
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.offline.evaluate import Evaluation, evaluate
 from replaylake.offline.self_play import AgentPolicies
 from replaylake.offline.training.lake_run import LakeRun

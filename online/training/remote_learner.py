@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, TrainingFailed
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.offline.local_ray import import_ray, running_ray
 from replaylake.offline.training.interruption import (
     Interruption,

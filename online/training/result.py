@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.policies.registry import PolicyRef
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.offline.evaluate import Evaluation
 from replaylake.online.training.agent_packages import registered_policies
 from replaylake.online.training.config import OnlineRequest

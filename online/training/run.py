@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from replaylake.datastore.dataset import Dataset
 from replaylake.datastore.errors import (
     LogCorrupt,
     NotFound,
@@ -16,10 +15,11 @@ from replaylake.datastore.errors import (
     StorageFailed,
     TrainingFailed,
 )
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.checkpoints import Checkpoint
+from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.datastore.runs.checkpoints import Checkpoint
-from replaylake.datastore.runs.lease import RunLease
 from replaylake.offline.learner import torch_threads
 from replaylake.offline.training.callbacks import RunStart
 from replaylake.offline.training.interruption import (

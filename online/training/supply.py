@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
 from replaylake.datastore.replay.batch_source import BatchSource
 from replaylake.datastore.replay.live.live_view import LiveView

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import TrainingFailed
 from replaylake.offline.training.selection import Selection
 from replaylake.offline.training.trainer import Sums

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from replaylake.datastore.spaces import to_json
+from replaylake.datastore.episodes.spaces import to_json
 from replaylake.serve.exchange import Answer, Request, json_answer
 from replaylake.serve.monitoring.metrics import CONTENT_TYPE, Metrics
 from replaylake.serve.serving import Serving

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array, Values, take
 from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
-from replaylake.datastore.policies.policy import Act
-from replaylake.datastore.spaces import Array, Values, take
+from replaylake.datastore.lake.policies.policy import Act
 from replaylake.serve.api.act_answer import Group, answer_of, one_answer
 from replaylake.serve.api.act_request import ActReader, ActRequest, joined
 from replaylake.serve.api.options import NO_OPTIONS, Manner, manner_of

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import orjson
 
-from replaylake.datastore.policies.policy import Act
+from replaylake.datastore.lake.policies.policy import Act
 from replaylake.serve.api.act_request import ActRequest
 from replaylake.serve.api.arrays import array_map
 from replaylake.serve.api.bodies import MSGPACK

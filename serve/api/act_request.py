@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episode import MAX_STEP
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Array, describe, num_actions
+from replaylake.datastore.episodes.episode import MAX_STEP
+from replaylake.datastore.episodes.spaces import Array, describe, num_actions
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
 from replaylake.serve.api.options import NO_OPTIONS, OPTIONS, Options, read_options
 from replaylake.serve.api.values import depth_of, num_dims, wrong

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from replaylake.datastore.episode import MAX_STEP
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.reports import MAX_REWARD
-from replaylake.datastore.spaces import Box, describe, num_actions
+from replaylake.datastore.episodes.episode import MAX_STEP
+from replaylake.datastore.episodes.spaces import Box, describe, num_actions
+from replaylake.datastore.feedback.reports import MAX_REWARD
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import MAX_NAME_CHARS
 from replaylake.serve.api.json_schema import Schema, observation_schema, schema_of
 

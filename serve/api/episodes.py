@@ -10,12 +10,17 @@ from typing import Any, Final
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
-from replaylake.datastore.episode import LOG_PROB_TOLERANCE, MAX_STEP, Episode, is_countable
+from replaylake.datastore.episodes.episode import (
+    LOG_PROB_TOLERANCE,
+    MAX_STEP,
+    Episode,
+    is_countable,
+)
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.sessions.received import ReceivedPiece, received_piece
-from replaylake.datastore.sessions.reports import MAX_REWARD
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.feedback.received import ReceivedPiece, received_piece
+from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
 from replaylake.serve.api.values import encoded, found_as, read_values, shortened, wrong
 from replaylake.serve.exchange import Answer, Request, RequestRefused, json_answer

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from replaylake.datastore.sessions.decision_id import DecisionId
+from replaylake.datastore.feedback.decision_id import DecisionId
 from replaylake.serve.api.bodies import read_fields
 from replaylake.serve.api.feedback_request import FeedbackRequest, parse_feedback
 from replaylake.serve.api.pace import Pace

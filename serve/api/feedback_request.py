@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from replaylake.datastore.episode import MAX_STEP
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decisions import LAST, SUM
-from replaylake.datastore.sessions.reports import MAX_REWARD
+from replaylake.datastore.episodes.episode import MAX_STEP
+from replaylake.datastore.feedback.decisions import LAST, SUM
+from replaylake.datastore.feedback.reports import MAX_REWARD
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import check_fields, check_name, optional
 from replaylake.serve.api.values import encoded, read_values, shortened, wrong
 from replaylake.serve.exchange import RequestRefused

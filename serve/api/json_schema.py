@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.encoding import CATEGORY, FLAG, NUMBER, TIME, Encoding, Field
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.encoding import CATEGORY, FLAG, NUMBER, TIME, Encoding, Field
+from replaylake.datastore.episodes.spaces import (
     Dict,
     Discrete,
     MultiBinary,

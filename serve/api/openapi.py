@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.version import VERSION
 from replaylake.serve.api.api_schemas import (
     IN_QUERY,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box
+from replaylake.datastore.episodes.spaces import Box
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import optional
 from replaylake.serve.api.values import wrong
 from replaylake.serve.exchange import RequestRefused

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.serve.api.act_request import ActRequest
 from replaylake.serve.api.pace import Pace
 from replaylake.serve.exchange import Answer

@@ -13,9 +13,8 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from replaylake.datastore.encoding import Encoding
-from replaylake.datastore.errors import EpisodeInvalid
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.encoding import Encoding
+from replaylake.datastore.episodes.spaces import (
     Array,
     Box,
     Dict,
@@ -31,6 +30,7 @@ from replaylake.datastore.spaces import (
     value_dtype,
     value_shape,
 )
+from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.serve.exchange import RequestRefused
 
 _FEW: Final = 32

@@ -22,8 +22,8 @@ from typing import Final
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.spaces import Array
 
 NUM_CELLS: Final = 16_384
 # The last ones: no block is wider, and what is counted once there is no more room is lost there.

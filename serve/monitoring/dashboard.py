@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from replaylake.datastore import grafana
-from replaylake.datastore.grafana import RATE, Choice, Panel, Query, Row
+from replaylake.datastore.maintenance import grafana
+from replaylake.datastore.maintenance.grafana import RATE, Choice, Panel, Query, Row
 from replaylake.serve.monitoring.exported import (
     DECISIONS,
     DRIFT,

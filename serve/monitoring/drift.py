@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Array, Values
+from replaylake.datastore.episodes.spaces import Array, Values
+from replaylake.datastore.lake.policies.policy import PolicySpec
 
 # Of longer observations elements are taken evenly: as many as tell whether the whole has moved.
 MAX_ELEMENTS: Final = 256

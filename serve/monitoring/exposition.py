@@ -16,7 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.serve.monitoring.cells import Block
 from replaylake.serve.monitoring.exported import (
     DRIFT,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.spaces import Array, Values
+from replaylake.datastore.episodes.spaces import Array, Values
 from replaylake.serve.monitoring.cells import Cells
 from replaylake.serve.monitoring.drift import training_moments
 from replaylake.serve.monitoring.exported import (

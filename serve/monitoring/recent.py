@@ -14,7 +14,14 @@ from typing import Final
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array, Discrete, Values, concatenate, num_values, take
+from replaylake.datastore.episodes.spaces import (
+    Array,
+    Discrete,
+    Values,
+    concatenate,
+    num_values,
+    take,
+)
 from replaylake.serve.monitoring.cells import Cells
 from replaylake.serve.monitoring.drift import MAX_ELEMENTS, TrainingMoments, training_moments
 from replaylake.serve.versions.router import Served

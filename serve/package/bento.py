@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from replaylake.datastore.errors import AlreadyExists, NotFound, ServeFailed, StorageFailed
-from replaylake.datastore.policies.package import check_package
-from replaylake.datastore.policies.registry import PolicyRef
+from replaylake.datastore.lake.policies.package import check_package
+from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.version import VERSION
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable

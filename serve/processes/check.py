@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.compatibility import compatible, encoding_difference
+from replaylake.datastore.episodes.compatibility import compatible, encoding_difference
+from replaylake.datastore.episodes.spaces import describe, take
 from replaylake.datastore.errors import ReplayLakeError, SchemaMismatch
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.locations import check_shareable
-from replaylake.datastore.policies.exploration import parse_exploration
-from replaylake.datastore.policies.package import check_package, load_policy
-from replaylake.datastore.spaces import describe, take
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import parse_exploration
+from replaylake.datastore.lake.policies.package import check_package, load_policy
+from replaylake.datastore.storage.locations import check_shareable
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_exploration, load_registered
 from replaylake.serve.monitoring.drift import training_moments

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from replaylake.datastore.errors import ExtraMissing, ServeFailed
-from replaylake.datastore.remote.shard_cache import is_copy
+from replaylake.datastore.storage.remote.shard_cache import is_copy
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable
 from replaylake.serve.processes.homes import Home, own_home

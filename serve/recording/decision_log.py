@@ -11,20 +11,20 @@ from typing import Any, Final
 
 import orjson
 
-from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import StorageFailed
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decision_id import DecisionId
-from replaylake.datastore.sessions.decisions import (
+from replaylake.datastore.feedback.decision_id import DecisionId
+from replaylake.datastore.feedback.decisions import (
     DEFAULT_WINDOW_S,
     decisions_encoder,
     ensure_feedback_tables,
     recover_feedback,
     rewards_encoder,
 )
-from replaylake.datastore.sessions.journal import Journal, JournalConfig
-from replaylake.datastore.sessions.segments import Recovered
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.feedback.journal import Journal, JournalConfig
+from replaylake.datastore.feedback.segments import Recovered
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.policies.policy import PolicySpec
 
 # What becomes of an observation whose decision cannot be logged: it is refused, or answered.
 REFUSE: Final = "refuse"

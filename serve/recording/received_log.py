@@ -7,14 +7,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.sessions.journal import Journal, JournalConfig
-from replaylake.datastore.sessions.received import (
+from replaylake.datastore.feedback.journal import Journal, JournalConfig
+from replaylake.datastore.feedback.received import (
     ReceivedPiece,
     ensure_received_table,
     received_encoder,
     recover_received,
 )
+from replaylake.datastore.lake.dataset import Dataset
 
 # Steps that a worker remembers, to tell a contradiction at once: about 15 MB.
 _HELD_STEPS: Final = 131_072

@@ -21,12 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.locations import absolute_lake
-from replaylake.datastore.sessions.rounds import Rounds, sessionise_every
-from replaylake.datastore.sessions.segments import journal_folder
-from replaylake.datastore.sessions.sessionise import SessionReceipt
+from replaylake.datastore.feedback.rounds import Rounds, sessionise_every
+from replaylake.datastore.feedback.segments import journal_folder
+from replaylake.datastore.feedback.sessionise import SessionReceipt
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.storage.locations import absolute_lake
 
 _LOOK_S: Final = 1.0
 _STOP_TIMEOUT_S: Final = 2.0

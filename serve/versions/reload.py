@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from replaylake.datastore.errors import ReplayLakeError, StorageFailed
-from replaylake.datastore.policies.registry import CHAMPION
+from replaylake.datastore.lake.policies.registry import CHAMPION
 from replaylake.serve.versions.router import Router, Served
 
 _logger = logging.getLogger(__name__)

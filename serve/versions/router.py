@@ -14,7 +14,7 @@ from math import fsum
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.policies.policy import Policy
+from replaylake.datastore.lake.policies.policy import Policy
 
 # Versions that an arm answered with before: a client's state goes on with the one that made it.
 _NUM_HELD: Final = 2

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 
 _FORMAT: Final = 1
 _MAC_BYTES: Final = 16

@@ -7,11 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.compatibility import compatible, encoding_difference
-from replaylake.datastore.errors import EpisodeInvalid, PackageInvalid, SchemaMismatch
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.policy import Act, Policy, PolicySpec
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.compatibility import compatible, encoding_difference
+from replaylake.datastore.episodes.spaces import (
     Array,
     Box,
     Dict,
@@ -30,6 +27,9 @@ from replaylake.datastore.spaces import (
     value_dtype,
     value_shape,
 )
+from replaylake.datastore.errors import EpisodeInvalid, PackageInvalid, SchemaMismatch
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.policy import Act, Policy, PolicySpec
 
 # Zeros, and some at random. The first acts of a graph take longer than all after.
 _NUM_SAMPLES: Final = 8

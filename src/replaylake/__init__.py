@@ -63,25 +63,37 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from replaylake.datastore.batch import Batch
-    from replaylake.datastore.dataset import Dataset, EpisodeWriter
-    from replaylake.datastore.episode import Episode
+    from replaylake.datastore.episodes.batch import Batch
+    from replaylake.datastore.episodes.episode import Episode
+    from replaylake.datastore.episodes.spaces import (
+        Box,
+        Dict,
+        Discrete,
+        MultiBinary,
+        MultiDiscrete,
+        Text,
+        Tuple,
+    )
     from replaylake.datastore.errors import ReplayLakeError
-    from replaylake.datastore.export.export import export
-    from replaylake.datastore.ingest.ingest import ingest
-    from replaylake.datastore.labels.annotate import annotate
-    from replaylake.datastore.lake import Lake
-    from replaylake.datastore.lake import open_lake as open
+    from replaylake.datastore.feedback.sessionise import sessionise
+    from replaylake.datastore.interchange.export.export import export
+    from replaylake.datastore.interchange.ingest.ingest import ingest
+    from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.lake import open_lake as open
+    from replaylake.datastore.lake.policies.package import load_policy
+    from replaylake.datastore.lake.snapshot import Snapshot
+    from replaylake.datastore.lake.versions.diff import diff
     from replaylake.datastore.maintenance.compact import compact
     from replaylake.datastore.maintenance.copy.copy import copy
     from replaylake.datastore.maintenance.delete import delete
     from replaylake.datastore.maintenance.fsck.fsck import fsck
+    from replaylake.datastore.maintenance.labels.annotate import annotate
     from replaylake.datastore.maintenance.maintain import maintain
     from replaylake.datastore.maintenance.purge.purge import purge
     from replaylake.datastore.maintenance.retention import Retention, set_retention
     from replaylake.datastore.maintenance.trim import trim
     from replaylake.datastore.maintenance.vacuum import vacuum
-    from replaylake.datastore.policies.package import load_policy
     from replaylake.datastore.query.untrusted import QueryLimits
     from replaylake.datastore.replay.data_loader import ReplayIterable
     from replaylake.datastore.replay.items.episodes import Episodes
@@ -92,18 +104,6 @@ if TYPE_CHECKING:
     from replaylake.datastore.replay.prefetch import prefetch
     from replaylake.datastore.replay.to_torch import TorchSampler, to_torch
     from replaylake.datastore.replay.view import ReplayView, concatenate
-    from replaylake.datastore.sessions.sessionise import sessionise
-    from replaylake.datastore.snapshot import Snapshot
-    from replaylake.datastore.spaces import (
-        Box,
-        Dict,
-        Discrete,
-        MultiBinary,
-        MultiDiscrete,
-        Text,
-        Tuple,
-    )
-    from replaylake.datastore.versions.diff import diff
     from replaylake.offline.environments.recorder import record
     from replaylake.offline.evaluate import evaluate
     from replaylake.offline.train import resume, train
@@ -112,49 +112,49 @@ if TYPE_CHECKING:
 
 # Where each public name lives: (module, name there).
 _HOMES = {
-    "Batch": ("datastore.batch", "Batch"),
-    "Box": ("datastore.spaces", "Box"),
-    "Dataset": ("datastore.dataset", "Dataset"),
-    "Dict": ("datastore.spaces", "Dict"),
-    "Discrete": ("datastore.spaces", "Discrete"),
-    "Episode": ("datastore.episode", "Episode"),
-    "EpisodeWriter": ("datastore.dataset", "EpisodeWriter"),
+    "Batch": ("datastore.episodes.batch", "Batch"),
+    "Box": ("datastore.episodes.spaces", "Box"),
+    "Dataset": ("datastore.lake.dataset", "Dataset"),
+    "Dict": ("datastore.episodes.spaces", "Dict"),
+    "Discrete": ("datastore.episodes.spaces", "Discrete"),
+    "Episode": ("datastore.episodes.episode", "Episode"),
+    "EpisodeWriter": ("datastore.lake.dataset", "EpisodeWriter"),
     "Episodes": ("datastore.replay.items.episodes", "Episodes"),
     "Hindsight": ("datastore.replay.items.hindsight", "Hindsight"),
-    "Lake": ("datastore.lake", "Lake"),
-    "MultiBinary": ("datastore.spaces", "MultiBinary"),
-    "MultiDiscrete": ("datastore.spaces", "MultiDiscrete"),
+    "Lake": ("datastore.lake.lake", "Lake"),
+    "MultiBinary": ("datastore.episodes.spaces", "MultiBinary"),
+    "MultiDiscrete": ("datastore.episodes.spaces", "MultiDiscrete"),
     "QueryLimits": ("datastore.query.untrusted", "QueryLimits"),
     "ReplayIterable": ("datastore.replay.data_loader", "ReplayIterable"),
     "ReplayLakeError": ("datastore.errors", "ReplayLakeError"),
     "ReplayView": ("datastore.replay.view", "ReplayView"),
     "Retention": ("datastore.maintenance.retention", "Retention"),
     "Sequences": ("datastore.replay.items.sequences", "Sequences"),
-    "Snapshot": ("datastore.snapshot", "Snapshot"),
-    "Text": ("datastore.spaces", "Text"),
+    "Snapshot": ("datastore.lake.snapshot", "Snapshot"),
+    "Text": ("datastore.episodes.spaces", "Text"),
     "TorchSampler": ("datastore.replay.to_torch", "TorchSampler"),
     "TrainConfig": ("offline.training.config", "TrainConfig"),
     "Transitions": ("datastore.replay.items.transitions", "Transitions"),
-    "Tuple": ("datastore.spaces", "Tuple"),
-    "annotate": ("datastore.labels.annotate", "annotate"),
+    "Tuple": ("datastore.episodes.spaces", "Tuple"),
+    "annotate": ("datastore.maintenance.labels.annotate", "annotate"),
     "compact": ("datastore.maintenance.compact", "compact"),
     "concatenate": ("datastore.replay.view", "concatenate"),
     "copy": ("datastore.maintenance.copy.copy", "copy"),
     "delete": ("datastore.maintenance.delete", "delete"),
-    "diff": ("datastore.versions.diff", "diff"),
+    "diff": ("datastore.lake.versions.diff", "diff"),
     "evaluate": ("offline.evaluate", "evaluate"),
-    "export": ("datastore.export.export", "export"),
+    "export": ("datastore.interchange.export.export", "export"),
     "fsck": ("datastore.maintenance.fsck.fsck", "fsck"),
-    "ingest": ("datastore.ingest.ingest", "ingest"),
-    "load_policy": ("datastore.policies.package", "load_policy"),
+    "ingest": ("datastore.interchange.ingest.ingest", "ingest"),
+    "load_policy": ("datastore.lake.policies.package", "load_policy"),
     "maintain": ("datastore.maintenance.maintain", "maintain"),
     "mixture": ("datastore.replay.mixture", "mixture"),
-    "open": ("datastore.lake", "open_lake"),
+    "open": ("datastore.lake.lake", "open_lake"),
     "prefetch": ("datastore.replay.prefetch", "prefetch"),
     "purge": ("datastore.maintenance.purge.purge", "purge"),
     "record": ("offline.environments.recorder", "record"),
     "resume": ("offline.train", "resume"),
-    "sessionise": ("datastore.sessions.sessionise", "sessionise"),
+    "sessionise": ("datastore.feedback.sessionise", "sessionise"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),
     "to_ray": ("online.ray_data", "to_ray"),
     "to_torch": ("datastore.replay.to_torch", "to_torch"),

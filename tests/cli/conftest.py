@@ -10,8 +10,8 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from replaylake.cli.main import main
-from replaylake.datastore.formats.rlds.tfrecord import records
-from replaylake.datastore.sources.source import find_source
+from replaylake.datastore.interchange.formats.rlds.tfrecord import records
+from replaylake.datastore.interchange.sources.source import find_source
 
 
 @dataclass(frozen=True)

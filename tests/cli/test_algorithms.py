@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.spaces import Box, Dict, Discrete, Text
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.train import TrainConfig, train
 
 

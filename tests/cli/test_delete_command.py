@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image, ImageSequence
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import save_package
-from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import save_package
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.environments.ids import spaces_of
 
 ENV = "replaylake-test/Toss-v0"

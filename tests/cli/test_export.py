@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.formats.catalog import FORMATS
-from replaylake.datastore.formats.format import ReadOptions
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.interchange.formats.catalog import FORMATS
+from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.lake import open_lake
 
 _EXPORT = """
 import sys, time
-from replaylake.datastore.export.export import export
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.interchange.export.export import export
+from replaylake.datastore.lake.lake import open_lake
 
 def tell(done, total):
     print(done, flush=True)

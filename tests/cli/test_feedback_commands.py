@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from replaylake.cli.main import main
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.datastore.sessions.decisions import (
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.feedback.decisions import (
     decisions_encoder,
     ensure_feedback_tables,
     rewards_encoder,
 )
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
 
 
 class Served:

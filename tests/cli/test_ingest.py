@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.formats.format import ReadOptions
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.lake import open_lake
 
 MAP = ("--map", "observation=x,y")
 Tree = Callable[[], dict[str, bytes]]

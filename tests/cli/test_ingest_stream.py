@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 
 _LENGTH = 20
 

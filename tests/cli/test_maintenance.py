@@ -14,8 +14,8 @@ import typer
 
 from replaylake.cli.options import parse_duration, parse_size
 from replaylake.cli.report import duration
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import open_lake
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.spaces import Discrete
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Discrete
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.ope.estimators import ESTIMATORS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "OPE.md").read_text(encoding="utf-8")

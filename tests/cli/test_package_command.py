@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from onnx import TensorProto, helper
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import save_package
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import save_package
+from replaylake.datastore.lake.policies.policy import PolicySpec
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.runs.metrics import MetricsLog
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.metrics import MetricsLog
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.policies.manifest import GRAPH, MANIFEST, manifest_bytes
-from replaylake.datastore.policies.package import load_policy, save_package
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decisions import decisions_encoder, ensure_feedback_tables
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.feedback.decisions import decisions_encoder, ensure_feedback_tables
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.manifest import GRAPH, MANIFEST, manifest_bytes
+from replaylake.datastore.lake.policies.package import load_policy, save_package
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.export import export_onnx
 from replaylake.offline.graph import PolicyGraph
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 
 
 def test_commands_on_s3(run, bucket, log) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.runs.checkpoints import Checkpoints
-from replaylake.datastore.runs.metrics import MetricsLog
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.runs.metrics import MetricsLog
 
 FIRST, SECOND, KILLED, FAILED = "01aa11", "01ab22", "01ac33", "02dd44"
 

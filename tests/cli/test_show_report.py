@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.spaces import Box
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box
+from replaylake.datastore.lake.lake import open_lake
 
 _SECTIONS = [
     "Episodes",

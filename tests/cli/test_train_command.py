@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replaylake.cli.main import main
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 
 TRAIN = ("train", "offline", "cartpole", "--policy", "clone", "--set", "hidden_sizes=[8]")
 BC = (*TRAIN, "--algorithm", "bc")

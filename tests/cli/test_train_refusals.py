@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.spaces import Box, Discrete, Space
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete, Space
+from replaylake.datastore.lake.lake import Lake, open_lake
 
 SMALL = ("--set", "hidden_sizes=[8]", "--set", "batch_size=16")
 Write = Callable[..., None]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 
 MORE = "episode_id,step,x,y,action,reward,terminated,truncated\nc,0,0,0,1,5,true,false\n"
 

@@ -14,7 +14,7 @@ from replaylake.cli.event_file import EventFile
 from replaylake.cli.report import Report
 from replaylake.cli.watch import Watchers, watchers
 from replaylake.datastore.errors import ExtraMissing
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.online.monitoring.timings import Timings
 
 
@@ -129,7 +129,7 @@ import sys
 from replaylake.cli.report import Report
 from replaylake.cli.watch import watchers
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 lake = open_lake(sys.argv[1])
 lake.registry.record_run("01abc", {"algorithm": "bc", "config": {"hidden_sizes": [8]}})
 with watchers(Report(False), lake, wandb_project="cartpole") as watch:

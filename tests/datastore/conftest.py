@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.policies.manifest import GRAPH, LEARNER, MANIFEST, manifest_bytes
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.storage import LocalStorage
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.manifest import GRAPH, LEARNER, MANIFEST, manifest_bytes
+from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.storage.storage import LocalStorage
 
 
 @pytest.fixture

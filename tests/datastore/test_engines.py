@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.spaces import Box, Dict, Discrete, MultiBinary, Text, Tuple
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinary, Text, Tuple
 
 
 def _ours(lake, name, version=None):

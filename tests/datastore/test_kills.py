@@ -22,12 +22,12 @@ from typing import Final
 import deltalake
 import pytest
 
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.retention import set_retention
-from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.table.table_snapshot import TableSnapshot
+from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
 
 _WORKER: Final = Path(__file__).parent / "maintenance" / "worker.py"
 _NUM_KILLS: Final = int(os.environ.get("REPLAYLAKE_KILLS", "500"))

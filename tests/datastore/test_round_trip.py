@@ -16,11 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.schema import to_numpy
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import to_numpy
+from replaylake.datastore.episodes.spaces import (
     Box,
     Dict,
     Discrete,
@@ -32,6 +30,8 @@ from replaylake.datastore.spaces import (
     children,
     take,
 )
+from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.lake.lake import Lake, open_lake
 
 _T = 4  # steps, and one value more for the final observation
 _DTYPES = ("float32", "float64", "uint8", "int8", "int16", "int32", "int64")

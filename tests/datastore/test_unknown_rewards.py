@@ -11,26 +11,26 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     ConfigInvalid,
     EpisodeInvalid,
     SchemaMismatch,
     SourceInvalid,
 )
-from replaylake.datastore.formats.format import ReadOptions
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.labels.annotate import annotate
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.versions.diff import diff
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck
+from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.query.summaries import coverage, refresh
 from replaylake.datastore.replay.view import concatenate
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.versions.diff import diff
 from replaylake.offline.train import TrainConfig, train
 
 Make = Callable[..., Episode]

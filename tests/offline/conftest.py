@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import open_lake
 
 CARTPOLE_LOG = (
     Path(__file__).parents[2] / "examples" / "data" / "rllib_cartpole" / "cartpole-v1_large"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.action_scaling import ScaledToEnvironment, action_scaling
 
 

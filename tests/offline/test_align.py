@@ -9,9 +9,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.ingest.alignment import Alignment, Windows
+from replaylake.datastore.interchange.ingest.alignment import Alignment, Windows
 from replaylake.offline.align import check_alignment
 from replaylake.offline.environments.ids import make
 

@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.spaces import Box, Dict, Discrete, Text
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.graph import TorchPolicy, run_graph

@@ -5,9 +5,9 @@ import sys
 import numpy as np
 import pytest
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete, Text
 from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
-from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete, Text
 from replaylake.offline.algorithms.catalog import algorithms, check_algorithm, make_learner
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.learner import GradientLearner

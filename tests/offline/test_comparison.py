@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.policies.policy import Act, PolicySpec
+from replaylake.datastore.lake.policies.policy import Act, PolicySpec
 from replaylake.offline.comparison import compare
 from replaylake.offline.environments.ids import spaces_of
 

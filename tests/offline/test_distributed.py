@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import check_package, load_learner_weights
-from replaylake.datastore.runs.checkpoints import Checkpoints
-from replaylake.datastore.runs.metrics import read_curves
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.local_ray import import_ray, quiet_at_exit
 from replaylake.offline.train import TrainConfig, resume, train
 from replaylake.offline.training.interruption import RunInterrupted

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     ConfigInvalid,
     EpisodeInvalid,
@@ -13,10 +14,9 @@ from replaylake.datastore.errors import (
     NotFound,
     SchemaMismatch,
 )
-from replaylake.datastore.policies.heads import act_from_head
-from replaylake.datastore.policies.policy import Act, PolicySpec
-from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.heads import act_from_head
+from replaylake.datastore.lake.policies.policy import Act, PolicySpec
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.evaluate import evaluate
 from replaylake.offline.graph import PolicyGraph, TorchPolicy

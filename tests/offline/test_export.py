@@ -5,10 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from replaylake.datastore.errors import PackageInvalid
-from replaylake.datastore.policies.package import GraphSession
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Box,
     Dict,
     Discrete,
@@ -16,6 +13,9 @@ from replaylake.datastore.spaces import (
     MultiDiscrete,
     Tuple,
 )
+from replaylake.datastore.errors import PackageInvalid
+from replaylake.datastore.lake.policies.package import GraphSession
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithm import PolicyModule
 from replaylake.offline.export import export_onnx
 from replaylake.offline.graph import PolicyGraph, run_graph

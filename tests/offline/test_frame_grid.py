@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.offline.environments.pictures import make_rendering, rendered
 from replaylake.offline.environments.recorder import record

@@ -3,10 +3,10 @@ import pytest
 import torch
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
 from replaylake.datastore.errors import PackageInvalid
-from replaylake.datastore.policies.package import graph_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete
+from replaylake.datastore.lake.policies.package import graph_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithm import PolicyModule
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.algorithms.table import OURS

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.policies.graph_policy import graph_inputs
-from replaylake.datastore.policies.package import GraphSession
-from replaylake.datastore.spaces import Array, Box, Dict, Discrete, MultiDiscrete, Space
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array, Box, Dict, Discrete, MultiDiscrete, Space
+from replaylake.datastore.lake.policies.graph_policy import graph_inputs
+from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.table import OURS, OurAlgorithm
 from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
-from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.algorithm import Algorithm, Losses, Networks, Target
 from replaylake.offline.facts import DatasetFacts, RewardScaling
 from replaylake.offline.graph import TorchPolicy

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.offline.minibatches import minibatches, taken_rows
 

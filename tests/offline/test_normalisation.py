@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinary, Tuple
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, QueryRefused, SchemaMismatch
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.spaces import Box, Dict, Discrete, MultiBinary, Tuple
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.offline.facts import DatasetFacts, RewardScaling
 from replaylake.offline.normalisation import fit_facts
 

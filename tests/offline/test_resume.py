@@ -8,7 +8,8 @@ import signal
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, MultiDiscrete
 from replaylake.datastore.errors import (
     CommitConflict,
     NotFound,
@@ -16,12 +17,11 @@ from replaylake.datastore.errors import (
     StorageFailed,
     TrainingFailed,
 )
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import check_package, load_learner_weights
-from replaylake.datastore.runs.checkpoints import Checkpoints
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.runs.metrics import read_curves
-from replaylake.datastore.spaces import Box, MultiDiscrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.algorithms.catalog import algorithms
 from replaylake.offline.train import TrainConfig, resume, train
 from replaylake.offline.training.interruption import RunInterrupted

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import check_package, load_learner_weights
-from replaylake.datastore.runs.metrics import read_curves
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
+from replaylake.datastore.lake.runs.metrics import read_curves
 
 pytestmark = pytest.mark.slow
 

@@ -3,10 +3,10 @@ from math import sqrt
 import numpy as np
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
-from replaylake.datastore.policies.policy import Act, PolicySpec
-from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.policy import Act, PolicySpec
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.evaluate import evaluate
 

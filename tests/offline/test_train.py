@@ -4,7 +4,8 @@ import json
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box
 from replaylake.datastore.errors import (
     ConfigInvalid,
     EmptyReplay,
@@ -15,13 +16,12 @@ from replaylake.datastore.errors import (
     SpaceUnsupported,
     TrainingFailed,
 )
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import (
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import (
     check_package,
     load_learner_weights,
     load_policy,
 )
-from replaylake.datastore.spaces import Box
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.environments.ids import make
 from replaylake.offline.evaluate import evaluate

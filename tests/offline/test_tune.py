@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from replaylake.datastore.errors import CommitConflict, ConfigInvalid, NotFound, TrainingFailed
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_learner_weights
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.runs.metrics import read_curves
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_learner_weights
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.intervals import student_t_interval
 from replaylake.offline.local_ray import import_ray, quiet_at_exit
 from replaylake.offline.train import resume, train
@@ -264,7 +264,7 @@ def test_returns_in_an_environment_are_compared_by_the_closing_evaluation(ray, c
 
 _DRIVER = """
 import sys
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.tune import tune
 given = {
     "datasets": "line", "policy": "p", "algorithm": "bc", "batch_size": 8, "holdout": 0.3,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid, ExtraMissing
-from replaylake.datastore.spaces import Array
 from replaylake.offline.video import Video
 
 # So different that no frame is taken for its neighbour: red, green, blue, grey, white.

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import save_package
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import save_package
+from replaylake.datastore.lake.policies.policy import PolicySpec
 
 _ENVIRONMENTS = str(Path(__file__).parent / "environments")
 

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.runs.checkpoints import Checkpoints
-from replaylake.datastore.runs.metrics import read_curves
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.runs.metrics import read_curves
 
 _ENVIRONMENTS: Final = Path(__file__).parent / "environments"
 _COMMAND: Final = (sys.executable, "-m", "replaylake.cli.main")
@@ -605,7 +605,7 @@ def test_steps_that_are_taken_once_after_a_kill(folder: Path, algorithm: str, ru
 _TWICE: Final = """
 import json, os, sys, threading
 from pathlib import Path
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 from replaylake.online.train import train_online
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.policies.package import load_policy
+from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.train import train
 from replaylake.offline.training.config import TrainConfig
 from replaylake.online.train import train_online

@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import ExtraMissing, NotFound, QueryRefused
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.shard_rows import episode_keys, shard_rows
-from replaylake.datastore.spaces import Box, Dict, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.shard_rows import episode_keys, shard_rows
 from replaylake.offline.local_ray import import_ray
 from replaylake.online.ray_data import to_ray
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     ConfigInvalid,
     NameRefused,
@@ -18,7 +19,6 @@ from replaylake.datastore.errors import (
     RolloutFailed,
     SchemaMismatch,
 )
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 from replaylake.online.rollout import fresh_seed, rollout
@@ -214,7 +214,7 @@ def test_fresh_seeds_differ():
 def test_a_local_rollout_imports_neither_ray_nor_torch(tmp_path):
     program = f"""
 import sys
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.rollout import rollout
 from replaylake.online.collecting.worker import RolloutConfig

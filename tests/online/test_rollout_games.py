@@ -8,10 +8,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from replaylake.cli.main import main
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
-from replaylake.datastore.policies.package import save_package
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.package import save_package
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.rollout import rollout
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, NotFound, PackageInvalid, SpaceUnsupported
-from replaylake.datastore.lineage import lineage
-from replaylake.datastore.policies.package import load_policy
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.maintenance.lineage import lineage
 from replaylake.offline.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
@@ -93,7 +93,7 @@ def test_every_step_has_the_log_probability_that_its_epsilon_gives(lake):
 
 
 def test_the_local_run_is_the_same_again(lake, tmp_path):
-    from replaylake.datastore.lake import open_lake
+    from replaylake.datastore.lake.lake import open_lake
 
     first = train_online(lake, request(steps=600))
     other = open_lake(tmp_path / "other", create=True)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from replaylake.datastore.errors import ConfigInvalid, RolloutFailed, StorageFailed
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.environments.spaces import from_gymnasium
 from replaylake.offline.local_ray import running_ray
 from replaylake.online.collecting.acting import Acting

@@ -18,11 +18,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import save_package
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decision_id import read_unverified  # noqa: F401  (for tests, through `kit`)
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.feedback.decision_id import read_unverified  # noqa: F401  (for tests, through `kit`)
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import save_package
+from replaylake.datastore.lake.policies.policy import PolicySpec
 
 WEIGHTS = np.array([[1.0, -1.0], [0.5, 0.25], [-2.0, 2.0], [3.0, -3.0]], np.float32)
 CARTPOLE = PolicySpec(Box((4,)), Discrete(2), "categorical")

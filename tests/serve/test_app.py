@@ -6,10 +6,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.sessions.decision_id import DecisionSigner
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.serving import Limits, Serving

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.sessionise import sessionise
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.client import Action, Client, RequestFailed, ServerUnreachable
 
 GOOD = [0.1, 0.2, 0.3, 0.4]

@@ -4,10 +4,10 @@ import gymnasium
 import numpy as np
 import pytest
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.sessions.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.ope.question import Question
 from replaylake.offline.train import TrainConfig, train

@@ -9,9 +9,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_learner_weights
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_learner_weights
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.facts import DatasetFacts
 from replaylake.offline.graph import TorchPolicy

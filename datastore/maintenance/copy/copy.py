@@ -10,24 +10,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from replaylake.datastore.compatibility import difference
-from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episodes.compatibility import difference
 from replaylake.datastore.errors import (
     AlreadyExists,
     ConfigInvalid,
     NotFound,
     SchemaMismatch,
 )
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.state import LogState
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.lake.writer.accounting import LeftOut, commit_counts
 from replaylake.datastore.maintenance.copy.plan import CopyPlan, notes_of, plan_copy
 from replaylake.datastore.maintenance.copy.rows import RowsPresent
 from replaylake.datastore.maintenance.copy.shards import ShardMover
-from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.table.shard import FOLDER
-from replaylake.datastore.table.table import Table, TableSnapshot, WrittenRows
-from replaylake.datastore.table.table_schema import merged_schema
-from replaylake.datastore.writer.accounting import LeftOut, commit_counts
+from replaylake.datastore.storage.log.state import LogState
+from replaylake.datastore.storage.table.shard import FOLDER
+from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
+from replaylake.datastore.storage.table.table_schema import merged_schema
 
 _PREFIX: Final = "copy/"
 # Those who commit without bringing in rows: a table with no other writers has only copied rows.

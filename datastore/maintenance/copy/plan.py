@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from replaylake.datastore.errors import LogCorrupt, NotFound
-from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.table.table import Table, TableSnapshot
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 _OLD, _MIXED, _FRESH = range(3)
 # Changes of which every row was in a shard that they took out.

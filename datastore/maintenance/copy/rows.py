@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Final
 
-from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID, STEP
 from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
-from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP
-from replaylake.datastore.table.shard import verify_shard
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.shard import verify_shard
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 _KEY: Final = (EPISODE_ID, AGENT_ID, STEP)
 

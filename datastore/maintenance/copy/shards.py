@@ -10,14 +10,14 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
+from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID
 from replaylake.datastore.errors import NotFound, ShardCorrupt
-from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.names import content_ulid, new_ulid
-from replaylake.datastore.schema import AGENT_ID, EPISODE_ID
-from replaylake.datastore.storage import StoredFile
-from replaylake.datastore.table.shard import FOLDER, blob_of, read_shard
-from replaylake.datastore.table.table import Table, TableSnapshot, WrittenRows
-from replaylake.datastore.table.table_schema import conform, has_other_ids, merged_schema
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.storage import StoredFile
+from replaylake.datastore.storage.table.shard import FOLDER, blob_of, read_shard
+from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
+from replaylake.datastore.storage.table.table_schema import conform, has_other_ids, merged_schema
 
 # A shard that an earlier copy put down, before it was killed, is used again while it is younger. An
 # older one is left to vacuum, which may be about to delete it.

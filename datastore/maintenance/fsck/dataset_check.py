@@ -11,10 +11,11 @@ from typing import Final
 
 import pyarrow as pa
 
-from replaylake.datastore.dataset import Dataset
+from replaylake.datastore.episodes.schema import EPISODE_ID
 from replaylake.datastore.errors import LogCorrupt, NotFound, StorageFailed
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.feedback.decisions import DECISION_ID
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding, Findings
 from replaylake.datastore.maintenance.fsck.log_check import CheckedLog, check_log, mend_log
 from replaylake.datastore.maintenance.fsck.quarantine import (
@@ -28,11 +29,10 @@ from replaylake.datastore.maintenance.fsck.row_check import RowCheck, faults_of
 from replaylake.datastore.maintenance.fsck.shard_check import CheckedShard, check_shard
 from replaylake.datastore.maintenance.kept import kept_files
 from replaylake.datastore.query import summaries
-from replaylake.datastore.schema import EPISODE_ID
-from replaylake.datastore.sessions.decisions import DECISION_ID
-from replaylake.datastore.table.shard import FOLDER
-from replaylake.datastore.table.table import Table
-from replaylake.datastore.table.table_schema import table_schema
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.shard import FOLDER
+from replaylake.datastore.storage.table.table import Table
+from replaylake.datastore.storage.table.table_schema import table_schema
 
 _THREADS: Final = 2
 

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.policies.manifest import MANIFEST, Manifest
+from replaylake.datastore.lake.policies.package import check_package
+from replaylake.datastore.lake.policies.registry import PolicyRef
+from replaylake.datastore.lake.runs.metrics import damaged_pieces
 from replaylake.datastore.maintenance.fsck.dataset_check import (
     CheckedDataset,
     DatasetCheck,
@@ -22,10 +26,6 @@ from replaylake.datastore.maintenance.fsck.dataset_check import (
 from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding
 from replaylake.datastore.maintenance.fsck.quarantine import Repair
 from replaylake.datastore.names import LAKE_ROOT
-from replaylake.datastore.policies.manifest import MANIFEST, Manifest
-from replaylake.datastore.policies.package import check_package
-from replaylake.datastore.policies.registry import PolicyRef
-from replaylake.datastore.runs.metrics import damaged_pieces
 
 DEFAULT_ORPHAN_AGE_S: Final = 7 * 86_400.0
 # A writer puts its shards down before it commits them: a younger file may be about to be linked.

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from replaylake.datastore.errors import FormatTooNew, LogCorrupt
-from replaylake.datastore.log.checkpoint import write_checkpoint
-from replaylake.datastore.log.folder import Listing, LogFolder
-from replaylake.datastore.log.state import FileEntry, LogState
-from replaylake.datastore.storage import Storage
+from replaylake.datastore.storage.log.checkpoint import write_checkpoint
+from replaylake.datastore.storage.log.folder import Listing, LogFolder
+from replaylake.datastore.storage.log.state import FileEntry, LogState
+from replaylake.datastore.storage.storage import Storage
 
 # Versions applied at once: every application copies what changes.
 _BATCH: Final = 100

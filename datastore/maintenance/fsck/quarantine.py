@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID
 from replaylake.datastore.errors import CommitConflict, ReplayLakeError
-from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.schema import AGENT_ID, EPISODE_ID
-from replaylake.datastore.table.table import Table, TableSnapshot, WrittenRows
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
 
 FOLDER: Final = "_quarantine"
 

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID, STEP, TERMINATED, TRUNCATED
 from replaylake.datastore.errors import ReplayLakeError, SchemaMismatch
-from replaylake.datastore.log.state import FileEntry
-from replaylake.datastore.schema import AGENT_ID, EPISODE_ID, STEP, TERMINATED, TRUNCATED
-from replaylake.datastore.storage import Storage
-from replaylake.datastore.table.delta_schema import FIELD_ID, field_id
-from replaylake.datastore.table.table_schema import conform
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.storage import Storage
+from replaylake.datastore.storage.table.delta_schema import FIELD_ID, field_id
+from replaylake.datastore.storage.table.table_schema import conform
 
 _RESTORE: Final = "Restore it from a copy of the lake, or let --repair take it out"
 # What Arrow raises on bytes that are no Parquet, or another than it should be.

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.feedback.leftovers import drop_damaged, journals_with
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.fsck.quarantine import FOLDER as QUARANTINE
 from replaylake.datastore.maintenance.purge.earlier_versions import named_paths
 from replaylake.datastore.maintenance.purge.traces import Trace, Wanted, find_traces
@@ -16,8 +17,7 @@ from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.query import summaries
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
 from replaylake.datastore.replay.cache.view_cache import ViewCache
-from replaylake.datastore.sessions.leftovers import drop_damaged, journals_with
-from replaylake.datastore.storage import StoredFile
+from replaylake.datastore.storage.storage import StoredFile
 
 LIVE: Final = "live"
 JOURNAL: Final = "journal"

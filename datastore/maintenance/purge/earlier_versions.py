@@ -10,16 +10,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.log.state import FileEntry
+from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID
+from replaylake.datastore.feedback.decisions import DECISION_ID
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.maintenance.delete import feedback_of, select_episodes
 from replaylake.datastore.maintenance.received import select_received
 from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
-from replaylake.datastore.schema import EPISODE_ID, SOURCE_EPISODE_ID
-from replaylake.datastore.sessions.decisions import DECISION_ID
-from replaylake.datastore.storage import Blob
-from replaylake.datastore.table.shard import FOLDER
-from replaylake.datastore.table.table import Table, TableSnapshot
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.storage import Blob
+from replaylake.datastore.storage.table.shard import FOLDER
+from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 # Finds the ids that a condition selects in a version.
 Select = Callable[[TableSnapshot, str], pa.Array]

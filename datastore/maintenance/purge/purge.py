@@ -27,9 +27,11 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.purges import DONE, RUNNING, Purge
+from replaylake.datastore.episodes.schema import EPISODE_ID
+from replaylake.datastore.feedback.decisions import recover_feedback
+from replaylake.datastore.feedback.received import recover_received
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.delete import remove_episodes
 from replaylake.datastore.maintenance.purge.dataset_files import (
     JOURNAL,
@@ -50,10 +52,8 @@ from replaylake.datastore.maintenance.rejected import select_rejected
 from replaylake.datastore.maintenance.removal import forget_decisions, removal
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression
-from replaylake.datastore.schema import EPISODE_ID
-from replaylake.datastore.sessions.decisions import recover_feedback
-from replaylake.datastore.sessions.received import recover_received
-from replaylake.datastore.table.table_snapshot import TableSnapshot
+from replaylake.datastore.storage.log.purges import DONE, RUNNING, Purge
+from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
 
 # A live server commits its journal every second, a writer may append to an episode that goes.
 _TRIES: Final = 5

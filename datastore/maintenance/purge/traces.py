@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from replaylake.datastore.schema import EPISODE_ID
-from replaylake.datastore.sessions.decisions import DECISION_ID
-from replaylake.datastore.storage import Storage, StoredFile
+from replaylake.datastore.episodes.schema import EPISODE_ID
+from replaylake.datastore.feedback.decisions import DECISION_ID
+from replaylake.datastore.storage.storage import Storage, StoredFile
 
 # A shorter id, such as `7`, would be found in any text. It is looked for in columns alone.
 _MIN_CHARACTERS: Final = 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from replaylake.datastore.episodes.schema import EPISODE_ID
 from replaylake.datastore.errors import ReplayLakeError
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.delete import select_episodes
-from replaylake.datastore.schema import EPISODE_ID
 
 
 def trained_on(lake: Lake, dataset: str, episodes: pa.Array) -> dict[str, int | None]:

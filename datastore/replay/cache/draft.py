@@ -19,7 +19,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.replay.cache.cached_view import About, write_about
 from replaylake.datastore.replay.mapped_arrays import create_array, num_bytes
 from replaylake.datastore.replay.memory import no_room
-from replaylake.datastore.storage import fsync_folder
+from replaylake.datastore.storage.storage import fsync_folder
 
 _DRAFTS: Final = "tmp"
 # Written between two looks at whether to go on.

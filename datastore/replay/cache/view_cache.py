@@ -35,8 +35,8 @@ from replaylake.datastore.replay.cache.draft import Draft, abandoned_drafts
 from replaylake.datastore.replay.layout import RecordLayout
 from replaylake.datastore.replay.memory import DISK_RESERVE, no_room
 from replaylake.datastore.replay.records import Packed
-from replaylake.datastore.storage import Storage, fsync_folder, make_folder
-from replaylake.datastore.table.presence import missing_files
+from replaylake.datastore.storage.storage import Storage, fsync_folder, make_folder
+from replaylake.datastore.storage.table.presence import missing_files
 
 FOLDER: Final = "_derived/replay"
 # As many bytes of views as this machine keeps of a remote lake's shards by default.

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array, Values
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.spaces import Array, Values
 
 
 def stacks(frames: Array, num: int) -> Array:

@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import Array, Box, Dict, Space
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.replay.arguments import discount_of, share
 from replaylake.datastore.replay.items.transitions import (
@@ -21,7 +22,6 @@ from replaylake.datastore.replay.layout import BOOTSTRAPPABLE
 from replaylake.datastore.replay.protocols import Selected
 from replaylake.datastore.replay.randomness import random_stream
 from replaylake.datastore.replay.records import Packed, Records
-from replaylake.datastore.spaces import Array, Box, Dict, Space
 
 # achieved_goal [B, *goal], desired_goal [B, *goal], info {} to rewards [B], as in gymnasium.
 ComputeReward = Callable[[Array, Array, dict[str, Any]], Array]

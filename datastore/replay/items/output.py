@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array, Values
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY
 from replaylake.datastore.replay.protocols import Selected
 from replaylake.datastore.replay.records import Records
-from replaylake.datastore.spaces import Array, Values
 
 
 class WindowOutput:

@@ -8,7 +8,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import leaves
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.arguments import discount_of, whole_number
 from replaylake.datastore.replay.items.output import WindowOutput
@@ -16,7 +17,6 @@ from replaylake.datastore.replay.kernels.kernels import n_steps
 from replaylake.datastore.replay.layout import KEY, STEPS_LEFT
 from replaylake.datastore.replay.protocols import Selected
 from replaylake.datastore.replay.records import PADDING, Packed, Records
-from replaylake.datastore.spaces import leaves
 
 # A window of n + 1 records lies inside of the array wherever it starts.
 _MOST_STEPS: Final = PADDING - 1

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import leaves
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.live.runs import Interval
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps
 from replaylake.datastore.replay.records import PADDING, Packed, Records, Runs
-from replaylake.datastore.spaces import leaves
 
 
 class Part(NamedTuple):

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import leaves
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT
 from replaylake.datastore.replay.live.cutting import Block
 from replaylake.datastore.replay.live.ring import Ring
 from replaylake.datastore.replay.live.runs import Interval, LiveRun, RunIndex
-from replaylake.datastore.spaces import leaves
 
 
 class Links:

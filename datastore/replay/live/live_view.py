@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.arguments import whole_number
 from replaylake.datastore.replay.layout import make_layout
@@ -21,8 +22,7 @@ from replaylake.datastore.replay.protocols import Assembler, Item
 from replaylake.datastore.replay.selectors.saved_priorities import PriorityFolder
 from replaylake.datastore.replay.source import SampleSource
 from replaylake.datastore.replay.view_query import ViewQuery, column_names
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.table.table import Table
+from replaylake.datastore.storage.table.table import Table
 
 Since = Literal["start"] | int
 

@@ -15,16 +15,16 @@ from replaylake.datastore.errors import (
     ShardCorrupt,
     SpaceUnsupported,
 )
-from replaylake.datastore.log.state import FileEntry, LogState
 from replaylake.datastore.query.expressions import selected_steps
 from replaylake.datastore.replay.layout import RecordLayout
 from replaylake.datastore.replay.live.cutting import Block, make_block
 from replaylake.datastore.replay.live.runs import Interval, IntervalSet
 from replaylake.datastore.replay.packing.packing import pack
 from replaylake.datastore.replay.packing.run_table import make_run_table
-from replaylake.datastore.table.shard import blob_of
-from replaylake.datastore.table.table import Table, TableSnapshot
-from replaylake.datastore.table.table_schema import configuration_of, table_schema
+from replaylake.datastore.storage.log.state import FileEntry, LogState
+from replaylake.datastore.storage.table.shard import blob_of
+from replaylake.datastore.storage.table.table import Table, TableSnapshot
+from replaylake.datastore.storage.table.table_schema import configuration_of, table_schema
 
 # Rows of one or several commits that are decoded together.
 _ROWS_AT_ONCE: Final = 131_072

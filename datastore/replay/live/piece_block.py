@@ -9,10 +9,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.episode import Episode, checked
-from replaylake.datastore.episode_columns import EpisodeColumns
-from replaylake.datastore.episodes import checked_all, checked_as_one
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.episode import Episode, checked
+from replaylake.datastore.episodes.episode_columns import EpisodeColumns
+from replaylake.datastore.episodes.episodes import checked_all, checked_as_one
+from replaylake.datastore.episodes.rows import check_ids, encode
+from replaylake.datastore.episodes.spaces import Array, Values, as_batch, concatenate, leaves
 from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.live.cutting import Block
@@ -25,8 +27,6 @@ from replaylake.datastore.replay.packing.fields import (
 )
 from replaylake.datastore.replay.packing.row_keys import digests_of, keys_of_steps, pair_name
 from replaylake.datastore.replay.records import Packed, Records, Runs
-from replaylake.datastore.rows import check_ids, encode
-from replaylake.datastore.spaces import Array, Values, as_batch, concatenate, leaves
 
 # Packed together: what is copied into the ring then still lies in the processor's cache.
 _BYTES_AT_ONCE: Final = 2 << 20

@@ -20,10 +20,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.replay.layout import RecordLayout
 from replaylake.datastore.replay.protocols import Overwritten
 from replaylake.datastore.replay.records import PADDING, Records
-from replaylake.datastore.spaces import Array
 
 # How far apart `low` and what is overwritten are kept, and the most that is written at once: a
 # reader of 4,096 transitions takes 0.2 ms, and in that time nobody writes as much.

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import Dict, Space, Tuple, as_values, leaves
 from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.live.cutting import Block
@@ -18,7 +19,6 @@ from replaylake.datastore.replay.live.runs import Interval
 from replaylake.datastore.replay.packing.fields import put, put_column, put_values
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps
 from replaylake.datastore.replay.records import Packed, Records, Runs
-from replaylake.datastore.spaces import Dict, Space, Tuple, as_values, leaves
 
 _ONE: Final = np.ones(1, np.int64)
 

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.arrow_values import numbers, scalar, whole
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.schema import to_numpy
+from replaylake.datastore.episodes.spaces import Array, Space, Values, leaves
 from replaylake.datastore.errors import SchemaMismatch, SpaceUnsupported
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.schema import to_numpy
-from replaylake.datastore.spaces import Array, Space, Values, leaves
+from replaylake.datastore.storage.arrow_values import numbers, scalar, whole
 
 # What stands for a policy version that is not known.
 UNKNOWN_VERSION: Final = -1

@@ -9,17 +9,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.arrays import RowGroup, completed
-from replaylake.datastore.arrow_values import numbers, row_numbers
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import leaves
+from replaylake.datastore.replay.arrays import RowGroup, completed
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.packing.fields import put, put_column, put_masks, put_space
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps
 from replaylake.datastore.replay.packing.run_table import RunTable
 from replaylake.datastore.replay.packing.stretches import FINAL, LAST, TERMINATED
-from replaylake.datastore.spaces import leaves
-from replaylake.datastore.table.shard import row_group_batches
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.arrow_values import numbers, row_numbers
+from replaylake.datastore.storage.table.shard import row_group_batches
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 # Records decoded together: they and their columns stay in the processor's cache.
 _BYTES_AT_ONCE: Final = 1 << 20

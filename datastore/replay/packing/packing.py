@@ -20,8 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.arrays import READ_THREADS, RowGroup
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import leaves
+from replaylake.datastore.replay.arrays import READ_THREADS, RowGroup
 from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.memory import (
     BOOTSTRAPPABLE_STEPS,
@@ -34,9 +35,8 @@ from replaylake.datastore.replay.packing.fill import Filler
 from replaylake.datastore.replay.packing.run_table import RunTable, make_run_table
 from replaylake.datastore.replay.packing.stretches import FINAL, LAST, TERMINATED, TRUNCATED
 from replaylake.datastore.replay.records import PADDING, Packed, Records, Runs
-from replaylake.datastore.spaces import leaves
-from replaylake.datastore.table.shard import blob_of
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.shard import blob_of
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 OnProgress = Callable[[int, int], None]
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore.spaces import Array
+from replaylake.datastore.episodes.spaces import Array
 
 # As a scalar of Arrow, made from its memory: see arrow_values.py.
 _SEPARATOR: Final = pa.Array.from_buffers(

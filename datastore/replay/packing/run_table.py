@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replaylake.datastore.arrays import RowGroup, each_verified_group
+from replaylake.datastore.replay.arrays import RowGroup, each_verified_group
 from replaylake.datastore.replay.packing.stretches import (
     FINAL,
     LAST,
@@ -21,7 +21,7 @@ from replaylake.datastore.replay.packing.stretches import (
     Stretches,
     StretchReader,
 )
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
-from replaylake.datastore.arrays import RowGroup, completed
-from replaylake.datastore.arrow_values import numbers, row_numbers, scalar
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.replay.arrays import RowGroup, completed
 from replaylake.datastore.replay.packing.row_keys import pair_digests
-from replaylake.datastore.table.shard import row_group_batches, smallest_leaf
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.arrow_values import numbers, row_numbers, scalar
+from replaylake.datastore.storage.table.shard import row_group_batches, smallest_leaf
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 # Flags of a stretch: how its last step ended, and whether its run ends with it.
 TERMINATED: Final = 1

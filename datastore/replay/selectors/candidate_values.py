@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.replay.protocols import Candidates, Overwritten
 from replaylake.datastore.replay.records import Records
-from replaylake.datastore.spaces import Array
 
 
 def values_of(

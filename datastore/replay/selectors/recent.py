@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import EmptyReplay
 from replaylake.datastore.replay.arguments import whole_number
 from replaylake.datastore.replay.protocols import Assembler, Candidates, Selected

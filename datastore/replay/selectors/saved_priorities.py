@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from replaylake.datastore.errors import FormatTooNew, NameRefused, NotFound, StorageFailed
 from replaylake.datastore.names import check_tag_name
 from replaylake.datastore.replay.selectors.key_index import find_keys
-from replaylake.datastore.storage import Storage
+from replaylake.datastore.storage.storage import Storage
 
 _FORMAT: Final = 1
 _SUFFIX: Final = ".npz"

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
 from replaylake.datastore.replay.arguments import batch_size_of, rank_of, seed_of
 from replaylake.datastore.replay.protocols import Assembler, Candidates, Selected
 from replaylake.datastore.replay.randomness import random_stream
 from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.selectors.permutation import Permutation
-from replaylake.datastore.spaces import Array
 
 _NAME: Final = "shuffled sampler"
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore import schema
+from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
 from replaylake.datastore.query.expressions import evaluated_weights
 from replaylake.datastore.replay.layout import KEY
@@ -22,7 +22,7 @@ from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.saved_state import generator_at
 from replaylake.datastore.replay.selection import Origin
 from replaylake.datastore.replay.selectors.key_index import find_keys
-from replaylake.datastore.table.presence import check_present
+from replaylake.datastore.storage.table.presence import check_present
 
 
 class WeightedSelector:

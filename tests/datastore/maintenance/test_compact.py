@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, NotFound, ShardCorrupt, StorageFailed
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance import compact as compact_module
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.query.table_files import fingerprint
-from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.table.table import Table, TableSnapshot
+from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 Make = Callable[..., Episode]
 HOUR_MS = 3_600_000

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
     ConfigInvalid,
     NotFound,
@@ -22,12 +21,13 @@ from replaylake.datastore.errors import (
     ShardCorrupt,
     StorageFailed,
 )
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.log.expiry import expire
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.copy.copy import CopyReceipt, copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.vacuum import vacuum
-from replaylake.datastore.table.rewrite import Plan, rewrite
+from replaylake.datastore.storage.log.expiry import expire
+from replaylake.datastore.storage.table.rewrite import Plan, rewrite
 
 Make = Callable[..., Episode]
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import NotFound, QueryFailed, QueryRefused
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.feedback.segments import framed, journal_folder
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.delete import delete
-from replaylake.datastore.sessions.segments import framed, journal_folder
-from replaylake.datastore.spaces import Box, Discrete
 
 
 @pytest.fixture

@@ -20,19 +20,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.formats.format import ReadOptions
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.labels.annotate import annotate
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.log.folder import LogFolder
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.delete import delete
+from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.maintenance.purge.purge import purge
 from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.datastore.query import summaries
+from replaylake.datastore.storage.log.folder import LogFolder
 
 PageBytes = Callable[[Path], bytes]
 _BASE64 = re.compile(rb"[A-Za-z0-9+/]{40,}={0,2}")

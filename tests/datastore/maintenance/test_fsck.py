@@ -17,17 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, NotFound, ReplayLakeError, ShardCorrupt
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.log.commit_file import Intent
-from replaylake.datastore.log.commit_log import CommitLog
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.entries import policy_key
 from replaylake.datastore.maintenance.fsck.finding import NOTE, Finding, Findings
 from replaylake.datastore.maintenance.fsck.fsck import FsckReport, fsck
-from replaylake.datastore.policies.entries import policy_key
 from replaylake.datastore.query import summaries
-from replaylake.datastore.table.table import WrittenRows
+from replaylake.datastore.storage.log.commit_file import Intent
+from replaylake.datastore.storage.log.commit_log import CommitLog
+from replaylake.datastore.storage.table.table import WrittenRows
 
 Make = Callable[..., Episode]
 

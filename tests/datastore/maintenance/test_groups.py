@@ -5,11 +5,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.log.state import FileEntry
 from replaylake.datastore.maintenance import groups as groups_module
 from replaylake.datastore.maintenance.groups import groups
-from replaylake.datastore.storage import LocalStorage
-from replaylake.datastore.table.table import Table, TableSnapshot
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.storage import LocalStorage
+from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 MB = 1 << 20
 NUMBERS = pa.schema([pa.field("x", pa.int64(), metadata={b"PARQUET:field_id": b"1"})])

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.expiry import expire
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.kept import Kept, kept_files
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.storage import LocalStorage, StoredFile
+from replaylake.datastore.storage.log.expiry import expire
+from replaylake.datastore.storage.storage import LocalStorage, StoredFile
 
 Make = Callable[..., Episode]
 DAY_MS = 86_400_000

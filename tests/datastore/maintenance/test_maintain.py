@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.log.expiry import expire
-from replaylake.datastore.log.folder import LogFolder
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.versions.tags import tag_snapshot
 from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.maintain import Maintained, maintain, maintain_every
 from replaylake.datastore.maintenance.retention import set_retention
-from replaylake.datastore.versions.tags import tag_snapshot
+from replaylake.datastore.storage.log.expiry import expire
+from replaylake.datastore.storage.log.folder import LogFolder
 
 Make = Callable[..., Episode]
 DAY_MS = 86_400_000

@@ -12,10 +12,10 @@ from pathlib import Path
 import deltalake
 import pytest
 
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.retention import set_retention
-from replaylake.datastore.spaces import Box, Discrete
 
 _WORKER = Path(__file__).with_name("worker.py")
 

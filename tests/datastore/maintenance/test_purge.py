@@ -13,18 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import NotFound, ReplayLakeError
-from replaylake.datastore.labels.annotate import annotate
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.lineage import lineage
+from replaylake.datastore.feedback.segments import framed, journal_folder
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
 from replaylake.datastore.maintenance.fsck.fsck import fsck
+from replaylake.datastore.maintenance.labels.annotate import annotate
+from replaylake.datastore.maintenance.lineage import lineage
 from replaylake.datastore.maintenance.purge import purge as purge_module
 from replaylake.datastore.maintenance.purge.purge import purge
-from replaylake.datastore.sessions.segments import framed, journal_folder
-from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.storage import LocalStorage
+from replaylake.datastore.storage.storage import LocalStorage
 
 SECRET = "person-4711-secret"
 

@@ -13,15 +13,15 @@ from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.labels.annotate import annotate
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
+from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.maintenance.purge import purge as purge_module
 from replaylake.datastore.maintenance.purge.purge import purge
-from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.storage import LocalStorage
+from replaylake.datastore.storage.storage import LocalStorage
 
 NAMES = ["episode-aa", "episode-bb", "episode-cc", "episode-dd"]
 ACTIONS = st.lists(

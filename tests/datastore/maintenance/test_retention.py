@@ -9,12 +9,12 @@ import deltalake
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, NotFound
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.log.commit_file import Intent
-from replaylake.datastore.log.state import LogState
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.retention import Retention, retention_of, set_retention
+from replaylake.datastore.storage.log.commit_file import Intent
+from replaylake.datastore.storage.log.state import LogState
 
 Make = Callable[..., Episode]
 

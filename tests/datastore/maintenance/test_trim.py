@@ -11,21 +11,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, NotFound
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.log.expiry import expire
-from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.maintenance.trim import trim
-from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.datastore.sessions.decisions import (
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.feedback.decisions import (
     decisions_encoder,
     ensure_feedback_tables,
     rewards_encoder,
 )
-from replaylake.datastore.sessions.sessionise import sessionise
-from replaylake.datastore.spaces import Box, Discrete
-from replaylake.datastore.table.table import Table
+from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.maintenance.compact import compact
+from replaylake.datastore.maintenance.trim import trim
+from replaylake.datastore.storage.log.expiry import expire
+from replaylake.datastore.storage.table.table import Table
 
 Make = Callable[..., Episode]
 HOUR_MS = 3_600_000

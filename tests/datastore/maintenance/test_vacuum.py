@@ -9,9 +9,9 @@ from typing import Any
 import deltalake
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, LogCorrupt, NotFound
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance import vacuum as vacuum_module
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.kept import Kept

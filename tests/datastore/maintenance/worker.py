@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.maintain import maintain
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import Lake
 
 
 @pytest.fixture

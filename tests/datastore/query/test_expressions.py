@@ -7,9 +7,9 @@ from collections.abc import Callable
 import duckdb
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import QueryFailed, QueryRefused
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.query.expressions import (
     bound_condition,
     canonical_expression,
@@ -17,7 +17,7 @@ from replaylake.datastore.query.expressions import (
     selected_episodes,
     selected_steps,
 )
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text, Tuple
 from replaylake.datastore.errors import (
     NotFound,
     QueryFailed,
@@ -24,8 +24,8 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
     ShardCorrupt,
 )
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.spaces import Box, Dict, Discrete, Text, Tuple
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
 
 Make = Callable[..., Episode]
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query import summaries
-from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Box, Discrete
 
 Make = Callable[..., Episode]
 FOLDER = "_derived/episodes"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.query import views
 from replaylake.datastore.query.connections import session
 from replaylake.datastore.query.statements import named_tables

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.records import PADDING, Packed, Records, Runs
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.spaces import Box, Discrete
 
 # (episode, first step, steps, how it ends): "terminated", "truncated", "open" with the observation
 # after it; "cut" (truncated) and "lost" without.

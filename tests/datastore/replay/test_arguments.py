@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
     ConfigInvalid,
     NameRefused,
     QueryFailed,
     QueryRefused,
 )
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.replay.arguments import positive_number, share, whole_number
 from replaylake.datastore.replay.data_loader import ReplayIterable
 from replaylake.datastore.replay.items.episodes import Episodes
@@ -27,7 +28,6 @@ from replaylake.datastore.replay.mixture import mixture
 from replaylake.datastore.replay.prefetch import prefetch
 from replaylake.datastore.replay.to_torch import TorchSampler, to_torch
 from replaylake.datastore.replay.view import ReplayView, concatenate
-from replaylake.datastore.snapshot import Snapshot
 
 Make = Callable[..., Episode]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.data_loader import Part, ReplayIterable
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import EmptyReplay
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.hindsight import Hindsight
 from replaylake.datastore.replay.items.sequences import Sequences
@@ -23,7 +24,6 @@ from replaylake.datastore.replay.mixture import mixture
 from replaylake.datastore.replay.protocols import Item
 from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Box, Dict, Discrete
 
 Make = Callable[..., Episode]
 

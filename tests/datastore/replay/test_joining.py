@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, NotFound
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.memory import is_mapped
 from replaylake.datastore.replay.view import ReplayView, concatenate

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import Lake, open_lake
 
 # 160 MB of records: 200 episodes of 1,000 steps of 200 floats.
 NUM_EPISODES, NUM_STEPS, SIZE = 200, 1000, 200
@@ -20,7 +20,7 @@ BUDGET = 40 << 20
 TRAIN = """
 import json, sys
 import numpy as np
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.items.transitions import Transitions
 
 def anonymous():

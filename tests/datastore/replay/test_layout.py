@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from replaylake.datastore.episodes.schema import DatasetSpec, arrow_schema
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete, Text
 from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
 from replaylake.datastore.replay.layout import RecordLayout, make_layout
-from replaylake.datastore.schema import DatasetSpec, arrow_schema
-from replaylake.datastore.spaces import Box, Dict, Discrete, MultiDiscrete, Text
 
 SPEC = DatasetSpec(Box((17,)), Box((6,)))
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, NotFound, QueryRefused
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.replay.memory import is_mapped
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.snapshot import Snapshot
 
 Make = Callable[..., Episode]
 
@@ -220,7 +220,7 @@ def test_where_steps_limits_starts_and_nothing_else(snapshot: Snapshot) -> None:
 OPEN = """
 import sys
 import numpy as np
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 options = eval(sys.argv[2])
 view = open_lake(sys.argv[1]).snapshot("d").replay(**options)
 print(len(view.packed.steps), view.selections[0].content_hash)
@@ -257,7 +257,7 @@ def test_processes_that_open_at_once_agree_and_leave_one_whole_view(
 
 KILLED = """
 import os, signal, sys
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.cache import draft
 draft.write_about = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
 open_lake(sys.argv[1]).snapshot("d").replay(**eval(sys.argv[2])).cached_in()
@@ -285,7 +285,7 @@ FULL = """
 import resource, signal, sys
 import numpy as np
 from replaylake.datastore.errors import StorageFailed
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 snapshot = open_lake(sys.argv[1]).snapshot("d")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))

@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete
 from replaylake.datastore.errors import SchemaMismatch, ShardCorrupt, SpaceUnsupported
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.query.expressions import (
     evaluated_rewards,
     selected_episodes,
@@ -30,9 +31,8 @@ from replaylake.datastore.replay.packing import fill, packing, stretches
 from replaylake.datastore.replay.packing.packing import pack
 from replaylake.datastore.replay.packing.row_keys import pair_name, row_keys
 from replaylake.datastore.replay.records import PADDING, Packed
-from replaylake.datastore.spaces import Box, Dict, Discrete, MultiDiscrete
-from replaylake.datastore.table.shard import write_shard
-from replaylake.datastore.table.table import TableSnapshot
+from replaylake.datastore.storage.table.shard import write_shard
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 Make = Callable[..., Episode]
 Key = tuple[str, str, int]

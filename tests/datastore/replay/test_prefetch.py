@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.mixture import mixture
 from replaylake.datastore.replay.prefetch import prefetch
 from replaylake.datastore.replay.to_torch import TorchSampler

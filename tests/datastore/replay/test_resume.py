@@ -17,9 +17,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Array, Box, Dict, Discrete
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.hindsight import Hindsight
 from replaylake.datastore.replay.items.sequences import Sequences
@@ -29,7 +30,6 @@ from replaylake.datastore.replay.prefetch import prefetch
 from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Array, Box, Dict, Discrete
 
 NUM_BATCHES: Final = 100
 # A sampler of a view and a seed.

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import EmptyReplay
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.mixture import mixture
 from replaylake.datastore.replay.protocols import Item
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.snapshot import Snapshot
-from replaylake.datastore.spaces import Box, Discrete
 
 Key = tuple[str, str, int]
 NAMES: Final = list(itertools.product(["a", "b", "c"], ["", "left"]))

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, NotFound
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.data_loader import ReplayIterable
 from replaylake.datastore.replay.mixture import mixture
 from replaylake.datastore.replay.prefetch import prefetch

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import SchemaMismatch
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay import scans
 from replaylake.datastore.replay.layout import KEY
 from replaylake.datastore.replay.view import ReplayView

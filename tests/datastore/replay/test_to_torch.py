@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions

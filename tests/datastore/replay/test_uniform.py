@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.datastore.spaces import Box, Discrete
 
 Make = Callable[..., Episode]
 

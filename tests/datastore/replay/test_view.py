@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     ConfigInvalid,
     EmptyReplay,
@@ -17,10 +17,10 @@ from replaylake.datastore.errors import (
     ShardCorrupt,
     SpaceUnsupported,
 )
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView, concatenate
-from replaylake.datastore.spaces import Box, Discrete
 
 Make = Callable[..., Episode]
 CLONING = Transitions(only_bootstrappable=False)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from replaylake.datastore.spaces import Box
+from replaylake.datastore.episodes.spaces import Box
 from replaylake.offline.algorithms.awac import AWACConfig, awac
 from replaylake.offline.algorithms.cql import CQLConfig, cql
 from replaylake.offline.algorithms.iql import IQLConfig, iql

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import GraphSession
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.datastore.replay.items.transitions import Transitions
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.dr_bandit import DRBanditConfig, dr_bandit
 from replaylake.offline.algorithms.ips_bandit import IPSBanditConfig, ips_bandit

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.policies.package import load_policy, save_package
-from replaylake.datastore.policies.policy import HEAD_OUTPUTS
-from replaylake.datastore.spaces import Box, Dict, Discrete
+from replaylake.datastore.lake.policies.package import load_policy, save_package
+from replaylake.datastore.lake.policies.policy import HEAD_OUTPUTS
 from replaylake.offline.algorithms.awac import AWACConfig, awac
 from replaylake.offline.algorithms.cql import CQLConfig, cql
 from replaylake.offline.algorithms.iql import IQLConfig, iql

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
 from replaylake.datastore.replay.items.sequences import Sequences
-from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete
 from replaylake.offline.algorithms.catalog import (
     algorithms,
     algorithms_named,

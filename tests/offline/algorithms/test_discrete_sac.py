@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.policies.package import load_policy, save_package
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.offline.algorithms.discrete_sac import DiscreteSACConfig, discrete_sac
 from replaylake.offline.d3rlpy.library import load_d3rlpy
 from replaylake.offline.export import export_onnx

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.policies.package import GraphSession
-from replaylake.datastore.spaces import Box, Dict, Discrete, MultiDiscrete
+from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.discrete_cql import DiscreteCQLConfig, discrete_cql
 from replaylake.offline.algorithms.dqn import DQNConfig, dqn
 from replaylake.offline.d3rlpy.library import load_d3rlpy

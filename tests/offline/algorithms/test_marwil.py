@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.policies.package import GraphSession
-from replaylake.datastore.spaces import Box, Discrete, MultiDiscrete
+from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.algorithms.marwil import MARWILConfig, marwil
 from replaylake.offline.export import export_onnx

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, MultiBinary, MultiDiscrete
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.spaces import Box, MultiBinary, MultiDiscrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.algorithms.catalog import check_algorithm
 from replaylake.offline.evaluate import evaluate

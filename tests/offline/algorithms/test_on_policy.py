@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.datastore.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from replaylake.offline.algorithm import Algorithm, Losses, Networks, OnPolicy
 from replaylake.offline.algorithms.catalog import check_algorithm, check_replayed, make_learner
 from replaylake.offline.algorithms.impala import IMPALAConfig, impala

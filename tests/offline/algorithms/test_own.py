@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import replaylake as rl
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
-from replaylake.datastore.policies.package import check_package, load_policy
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.package import check_package, load_policy
 from replaylake.offline.algorithms.catalog import (
     algorithms_named,
     check_algorithm,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.datastore.spaces import Discrete
 from replaylake.offline.d3rlpy.batches import D3rlpyBatches
 from replaylake.offline.facts import DatasetFacts, RewardScaling
 

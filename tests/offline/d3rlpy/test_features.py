@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.spaces import Box, Dict, Discrete
 from replaylake.offline.d3rlpy.features import Frames
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.export import export_onnx

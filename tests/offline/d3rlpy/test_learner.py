@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, PackageInvalid, SpaceUnsupported
-from replaylake.datastore.policies.heads import act_from_head
-from replaylake.datastore.policies.package import (
+from replaylake.datastore.lake.policies.heads import act_from_head
+from replaylake.datastore.lake.policies.package import (
     GraphSession,
     load_learner_weights,
     load_policy,
     save_package,
 )
 from replaylake.datastore.replay.to_torch import TorchSampler
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.d3rlpy.library import load_d3rlpy
@@ -277,7 +277,7 @@ def test_the_discount_reaches_d3rlpy():
 
 def test_it_prints_nothing():
     code = (
-        "from replaylake.datastore.spaces import Box, Discrete\n"
+        "from replaylake.datastore.episodes.spaces import Box, Discrete\n"
         "from replaylake.offline.algorithms.catalog import make_learner\n"
         "learner = make_learner('nfq', Box((4,)), Discrete(2), options={}, seed=0)\n"
         "import d3rlpy\n"

@@ -6,8 +6,8 @@ import sys
 import gymnasium
 import pytest
 
+from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.datastore.errors import ConfigInvalid, ExtraMissing, NotFound
-from replaylake.datastore.spaces import Discrete
 from replaylake.offline.environments.games import SimultaneousGame, TurnBasedGame
 from replaylake.offline.environments.ids import make, make_any, spaces_of
 

@@ -5,9 +5,9 @@ import gymnasium
 import numpy as np
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.environments.ids import make
 from replaylake.offline.environments.recorder import record
 

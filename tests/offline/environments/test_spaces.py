@@ -1,8 +1,7 @@
 import gymnasium
 import pytest
 
-from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Box,
     Dict,
     Discrete,
@@ -11,6 +10,7 @@ from replaylake.datastore.spaces import (
     Text,
     Tuple,
 )
+from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.offline.environments.spaces import from_gymnasium, to_gymnasium
 
 SPACES = [

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Space
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.policies.graph_policy import graph_inputs
-from replaylake.datastore.policies.package import GraphSession
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Dict, Discrete, Space
+from replaylake.datastore.lake.policies.graph_policy import graph_inputs
+from replaylake.datastore.lake.policies.package import GraphSession
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithm import PolicyModule
 from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts, Moments

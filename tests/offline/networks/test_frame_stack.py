@@ -3,12 +3,12 @@ import pytest
 import torch
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Box, Discrete, Text
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import graph_policy, load_policy, save_package
-from replaylake.datastore.policies.policy import PolicySpec
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import graph_policy, load_policy, save_package
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.replay.items.sequences import Sequences
-from replaylake.datastore.spaces import Box, Discrete, Text
 from replaylake.offline.algorithm import PolicyModule
 from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.offline.environments.recorder import record

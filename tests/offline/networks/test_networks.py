@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Box,
     Dict,
     Discrete,
@@ -11,6 +10,7 @@ from replaylake.datastore.spaces import (
     Text,
     Tuple,
 )
+from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.offline.networks.actors import GaussianNetwork
 from replaylake.offline.networks.features import ObservationFeatures
 

@@ -3,10 +3,10 @@ import pytest
 import torch
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid
-from replaylake.datastore.policies.package import graph_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.package import graph_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.export import export_onnx
 from replaylake.offline.flat import FlatGroup
 from replaylake.offline.graph import PolicyGraph, TorchPolicy

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.policies.package import save_package
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Discrete
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Discrete
+from replaylake.datastore.lake.policies.package import save_package
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.export import export_onnx
 from replaylake.offline.graph import PolicyGraph, TorchPolicy
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.logged_steps import read_logged_steps
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.logged_steps import read_logged_steps
 from replaylake.offline.ope.behavior import BehaviorConfig, fit_behavior
 from replaylake.offline.ope.folds import each_fold, episode_folds
 

@@ -3,13 +3,13 @@ import pytest
 import torch
 from torch import nn
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.facts import DatasetFacts, Moments
 from replaylake.offline.graph import PolicyGraph, TorchPolicy
 from replaylake.offline.ope.d3rlpy_fqe import d3rlpy_fqe

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     ConfigInvalid,
     EmptyReplay,
@@ -15,11 +16,10 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
     SpaceUnsupported,
 )
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decisions import decisions_encoder, ensure_feedback_tables
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.feedback.decisions import decisions_encoder, ensure_feedback_tables
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.ope.decision_replay import Asked, Tally, replay_decisions
 
 # Takes action 1 in context 0, else 0.
@@ -146,7 +146,7 @@ def test_many_batches_are_one(lake, register_table, monkeypatch):
     steps(lake, rng.integers(0, 3, 200), rng.integers(0, 2, 200), rng.uniform(0.2, 0.9, 200))
     options = {"exploration": Exploration(epsilon=0.2), "by": "action"}
     whole = replay_decisions(lake, "p", "log", **options)
-    monkeypatch.setattr("replaylake.datastore.sessions.logged_decisions._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("replaylake.datastore.feedback.logged_decisions._ROWS_AT_ONCE", 7)
     parts = replay_decisions(lake, "p", "log", **options)
     for name in ("total", "groups"):
         one, other = getattr(whole, name), getattr(parts, name)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.logged_steps import read_logged_steps
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.logged_steps import read_logged_steps
+from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.offline.ope.direct import predict_rewards, predict_values
 from replaylake.offline.ope.fqe_config import FQEConfig
 from replaylake.offline.ope.target_policy import TargetPolicy

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     ConfigInvalid,
     EmptyReplay,
@@ -15,11 +16,10 @@ from replaylake.datastore.errors import (
     QueryRefused,
     SchemaMismatch,
 )
-from replaylake.datastore.holdout import Holdout
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.ope.behavior import BehaviorConfig
 from replaylake.offline.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.ope.fqe_config import FQEConfig

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import SpaceUnsupported, TrainingFailed
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.logged_steps import read_logged_steps
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.graph_policy import GraphPolicy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.logged_steps import read_logged_steps
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.graph_policy import GraphPolicy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.graph import PolicyGraph, TorchPolicy
 from replaylake.offline.ope.fqe import FQEConfig, fit, fitted_q_evaluation
 from replaylake.offline.ope.target_policy import TargetPolicy

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import EmptyReplay
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.graph_policy import GraphPolicy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Dict, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.graph_policy import GraphPolicy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.ope import target_policy
 from replaylake.offline.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.ope.promotion import gate

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
-from replaylake.datastore.holdout import Holdout
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.spaces import Discrete
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.offline.ope.estimate import compare
 from replaylake.offline.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.ope.fqe_config import FQEConfig

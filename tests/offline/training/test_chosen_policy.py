@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from replaylake.datastore.formats.format import ReadOptions
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import check_package, load_learner_weights
+from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
 from replaylake.offline.train import TrainConfig, train
 
 SMALL = {"hidden_sizes": [16]}

@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.datastore.holdout import Holdout
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import check_package
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import check_package
 from replaylake.offline.train import TrainConfig, train
 
 SMALL = {"hidden_sizes": [16]}

@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import check_package
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import check_package
 from replaylake.offline.train import train
 from replaylake.offline.training.config import TrainConfig, TrainRequest
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.errors import TrainingFailed
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.runs.lease import RunLease
-from replaylake.datastore.runs.metrics import read_metrics
-from replaylake.datastore.runs.summary import EVALUATION
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.metrics import read_metrics
+from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.offline.training.lake_run import LakeRun
 
 

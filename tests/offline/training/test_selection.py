@@ -3,11 +3,11 @@ import math
 import numpy as np
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.evaluate import evaluate
 from replaylake.offline.training.config import TrainConfig, TrainRequest

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.training.selection import Selection
 from replaylake.offline.training.team import (

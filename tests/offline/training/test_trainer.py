@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from torch import nn
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.graph import PolicyGraph
 from replaylake.offline.learner import Update
 from replaylake.offline.training.config import TrainConfig

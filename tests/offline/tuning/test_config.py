@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, NotFound
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.tuning.checks import check_sweep
 from replaylake.offline.tuning.config import Sweep, TuneConfig, measured_by
 

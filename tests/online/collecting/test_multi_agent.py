@@ -3,10 +3,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, RolloutFailed, SchemaMismatch
-from replaylake.datastore.policies.policy import Act, PolicySpec
-from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.policy import Act, PolicySpec
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.multi_agent import MultiAgentWorker
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.shipment import Endless, Order, ShippingWorker

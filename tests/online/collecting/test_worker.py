@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     ConfigInvalid,
     EpisodeInvalid,
@@ -14,8 +15,7 @@ from replaylake.datastore.errors import (
     RolloutFailed,
     SpaceUnsupported,
 )
-from replaylake.datastore.policies.policy import Act, PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.policy import Act, PolicySpec
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from replaylake.datastore.errors import NotFound
-from replaylake.datastore.runs.metrics import Logged
+from replaylake.datastore.lake.runs.metrics import Logged
 from replaylake.online.monitoring.profile import LinkUse, profile_of
 from replaylake.online.monitoring.timings import Timings
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.online.pools.nodes import _look, _nonce_path
 
 _NONCE = b"0123456789abcdef"
@@ -67,8 +67,8 @@ def test_a_lake_that_cannot_be_opened_is_not_seen():
 _DRIVER = '''
 import json, os, signal, sys, time
 from contextlib import suppress
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.pools.nodes import here, on
 from replaylake.online.pools.pool import WorkerLost

@@ -4,7 +4,7 @@ import zipfile
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, StorageFailed
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.online.pools.working_folder import IGNORE_FILE, packed
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.online.collecting.shipment import Shipment
 from replaylake.online.recording.feed import Arrived, DirectFeed, LakeFeed
 from replaylake.online.recording.recorder import Recorder

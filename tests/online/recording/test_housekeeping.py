@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake, open_lake
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.online.recording import housekeeping
 from replaylake.online.recording.housekeeping import Housekeeper, keep
 

@@ -3,9 +3,9 @@ import time
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import FailedInPassing, SchemaMismatch, StorageFailed
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.online.recording.recorder import Recorder
 
 

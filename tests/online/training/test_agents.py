@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, NameRefused
-from replaylake.datastore.policies.package import load_policy
+from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.evaluate import evaluate
 from replaylake.offline.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online

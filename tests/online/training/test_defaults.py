@@ -1,6 +1,6 @@
 import pytest
 
-from replaylake.datastore.spaces import Discrete
+from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.offline.algorithms.catalog import check_algorithm
 from replaylake.online.training.config import OnlineConfig
 from replaylake.online.training.defaults import resolved

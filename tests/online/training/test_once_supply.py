@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.spaces import Box, Discrete
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig

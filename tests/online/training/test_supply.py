@@ -1,7 +1,7 @@
 import numpy as np
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.online.collecting.acting import Acting, GraphBytes, num_bytes_sent
 from replaylake.online.monitoring.timings import Timings

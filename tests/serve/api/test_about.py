@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import save_package
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import save_package
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import load_serving

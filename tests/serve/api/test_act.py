@@ -8,13 +8,13 @@ import numpy as np
 import orjson
 import pytest
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.datastore.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.serving import Limits, Serving

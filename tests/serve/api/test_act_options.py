@@ -7,11 +7,11 @@ import numpy as np
 import orjson
 import pytest
 
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.serving import Serving
 from replaylake.serve.versions.router import Router, Served

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.act_request import ActReader
 from replaylake.serve.api.bodies import parse_msgpack, read_fields
 from replaylake.serve.api.values import encoded, read_values

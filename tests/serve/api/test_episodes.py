@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from replaylake.datastore.episodes.spaces import Box, Dict, Text
 from replaylake.datastore.errors import StorageFailed
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.datastore.sessions.journal import JournalConfig
-from replaylake.datastore.sessions.sessionise import sessionise
-from replaylake.datastore.spaces import Box, Dict, Text
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.feedback.journal import JournalConfig
+from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.arrays import array_map
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog

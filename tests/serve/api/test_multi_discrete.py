@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.datastore.sessions.sessionise import sessionise
-from replaylake.datastore.spaces import Box, MultiBinary, MultiDiscrete
+from replaylake.datastore.episodes.spaces import Box, MultiBinary, MultiDiscrete
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.serving import Limits, Serving

@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from replaylake.datastore.encoding import Encoding
+from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.errors import SchemaMismatch
-from replaylake.datastore.formats.format import ReadOptions
-from replaylake.datastore.ingest.ingest import ingest
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.sessions.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.train import TrainConfig, train
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig

@@ -5,12 +5,8 @@ import numpy as np
 import pytest
 from openapi_spec_validator import validate
 
-from replaylake.datastore.encoding import Encoding, Field
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.encoding import Encoding, Field
+from replaylake.datastore.episodes.spaces import (
     Box,
     Dict,
     Discrete,
@@ -21,6 +17,10 @@ from replaylake.datastore.spaces import (
     as_values,
     gather,
 )
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.json_schema import example_of, observation_schema, schema_of
 from replaylake.serve.api.openapi import document
 from replaylake.serve.app import create_app

@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.client import Client
 
 pytestmark = pytest.mark.slow

@@ -8,13 +8,13 @@ import httpx
 import numpy as np
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import StorageFailed
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.sessions.decision_id import DecisionSigner
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api import act as act_module
 from replaylake.serve.api.act import ActEndpoint
 from replaylake.serve.door.waits import Arrivals

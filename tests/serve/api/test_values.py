@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import EpisodeInvalid
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Box,
     Dict,
     Discrete,
@@ -17,6 +16,7 @@ from replaylake.datastore.spaces import (
     as_values,
     gather,
 )
+from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.serve.api.values import _check_value, depth_of, num_dims, read_values
 from replaylake.serve.exchange import RequestRefused
 

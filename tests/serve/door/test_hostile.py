@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.safety.limits import Safety
 
 _GOOD = {"observation": [0.1, 0.2, 0.3, 0.4]}

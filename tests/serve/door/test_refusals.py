@@ -9,7 +9,7 @@ import httpx
 import msgpack
 import pytest
 
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.client import Client
 from replaylake.serve.safety.limits import Safety
 

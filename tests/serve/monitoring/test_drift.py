@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from replaylake.datastore.encoding import Encoding, Field
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.policies.uniform import UniformPolicy
-from replaylake.datastore.spaces import Box, Dict, Discrete
+from replaylake.datastore.episodes.encoding import Encoding, Field
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
+from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.serve.monitoring.cells import Cells
 from replaylake.serve.monitoring.drift import MAX_ELEMENTS, training_moments
 from replaylake.serve.monitoring.recent import TIME_CONSTANT_S, Means, Recent, joined

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replaylake.datastore import grafana
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_policy, save_package
-from replaylake.datastore.sessions.decision_id import DecisionSigner
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_policy, save_package
+from replaylake.datastore.maintenance import grafana
 from replaylake.serve.app import create_app
 from replaylake.serve.door.connections import NUM_REFUSED
 from replaylake.serve.monitoring.dashboard import dashboard

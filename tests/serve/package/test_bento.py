@@ -5,15 +5,15 @@ import re
 
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     AlreadyExists,
     NotFound,
     PackageInvalid,
 )
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import load_serving
 from replaylake.serve.package.bento import package_bento

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.policy import PolicySpec
-from replaylake.datastore.spaces import Box
+from replaylake.datastore.episodes.spaces import Box
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import load_serving
@@ -322,7 +322,7 @@ def test_packaged_again_from_the_installed_wheel_it_is_the_same(deployment):
     """No checkout: the wheel is written anew from what is installed there."""
     code = (
         "import json, sys; from pathlib import Path;"
-        "from replaylake.datastore.lake import open_lake;"
+        "from replaylake.datastore.lake.lake import open_lake;"
         "from replaylake.serve.package.bento import package_bento;"
         "ref = open_lake(sys.argv[1]).registry.resolve('arm');"
         "print(json.dumps(package_bento(ref, Path(sys.argv[2])).to_json()))"

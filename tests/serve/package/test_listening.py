@@ -10,7 +10,7 @@ import click
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, ServeFailed
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.package.bento import package_bento
 from replaylake.serve.package.listening import checked_address
 

@@ -5,8 +5,8 @@ import socket
 import numpy as np
 import pytest
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.processes.check import check_server
 from replaylake.serve.safety.limits import Safety

@@ -9,11 +9,11 @@ import httpx
 import numpy as np
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch, ServeFailed, SpaceUnsupported
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_policy
-from replaylake.datastore.sessions.sessionise import sessionise
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.processes.server import serve
 from replaylake.serve.safety.limits import Safety

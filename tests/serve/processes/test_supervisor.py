@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.sessions.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.processes.supervisor import Supervisor, heard_signals
 
 _BACK_WITHIN_S = 5.0

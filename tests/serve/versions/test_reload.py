@@ -10,10 +10,10 @@ import httpx
 import numpy as np
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import NotFound, PackageInvalid, StorageFailed
-from replaylake.datastore.lake import open_lake
-from replaylake.datastore.policies.package import load_policy, save_package
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable, load_serving
 from replaylake.serve.processes.check import check_server

@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import PackageInvalid, SchemaMismatch
-from replaylake.datastore.policies.exploration import Exploration
-from replaylake.datastore.policies.policy import Act, PolicySpec
-from replaylake.datastore.spaces import (
+from replaylake.datastore.episodes.spaces import (
     Box,
     Dict,
     Discrete,
@@ -18,6 +15,9 @@ from replaylake.datastore.spaces import (
     check_bounds,
     take,
 )
+from replaylake.datastore.errors import PackageInvalid, SchemaMismatch
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.policy import Act, PolicySpec
 from replaylake.serve.versions.trial import check_same_door, sample_values, try_policy
 
 SPACES = [

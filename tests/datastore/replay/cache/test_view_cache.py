@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import NotFound, StorageFailed
-from replaylake.datastore.lake import Lake, open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.delete import delete
 from replaylake.datastore.maintenance.maintain import maintain

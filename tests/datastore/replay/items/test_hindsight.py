@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.batch import Batch
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import Array, Box, Dict, Discrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.replay.items.hindsight import Hindsight
 from replaylake.datastore.replay.items.transitions import Transitions
@@ -19,8 +21,6 @@ from replaylake.datastore.replay.protocols import Selected
 from replaylake.datastore.replay.records import Packed, Records
 from replaylake.datastore.replay.sampler import FixedCandidates, Sampler
 from replaylake.datastore.replay.selectors.uniform import UniformSelector
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.spaces import Array, Box, Dict, Discrete
 
 Pack = Callable[..., Any]
 GOAL = Box((2,))

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Array, Box, Dict, Discrete
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.hindsight import Hindsight
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.datastore.spaces import Array, Box, Dict, Discrete
 
 Make = Callable[..., Episode]
 

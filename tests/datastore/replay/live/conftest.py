@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 
 
 def _make_told(number: int, num_steps: int = 10, first_step: int = 0, **fields: Any) -> Episode:

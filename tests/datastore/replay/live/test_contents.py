@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
@@ -24,7 +25,6 @@ from replaylake.datastore.replay.layout import make_layout
 from replaylake.datastore.replay.live.contents import Contents
 from replaylake.datastore.replay.live.log_reader import LogReader
 from replaylake.datastore.replay.protocols import Item, Selected
-from replaylake.datastore.spaces import Box, Discrete
 
 ITEMS = (
     Transitions(0.5),

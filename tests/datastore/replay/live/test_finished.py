@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import EmptyReplay
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.selectors.in_order import InOrderSampler
-from replaylake.datastore.spaces import Box, Discrete
 
 
 @pytest.fixture(scope="module")

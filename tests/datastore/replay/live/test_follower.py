@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     LogCorrupt,
     NotFound,
@@ -20,11 +20,11 @@ from replaylake.datastore.errors import (
     SpaceUnsupported,
     StorageFailed,
 )
-from replaylake.datastore.lake import Lake
-from replaylake.datastore.log.expiry import expire
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.live import follower
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.datastore.spaces import Box, Discrete
+from replaylake.datastore.storage.log.expiry import expire
 
 Make = Callable[..., Episode]
 

@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, NotFound
-from replaylake.datastore.labels.annotate import annotate
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
+from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.maintenance.purge.purge import purge
 from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.replay.items.sequences import Sequences
@@ -35,7 +35,7 @@ import threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from conftest import _make_told
-from replaylake.datastore.lake import open_lake
+from replaylake.datastore.lake.lake import open_lake
 dataset = open_lake(Path(sys.argv[1])).dataset("d")
 for commit in range(int(sys.argv[3])):
     pieces = []

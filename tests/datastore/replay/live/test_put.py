@@ -11,20 +11,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.episode_columns import EpisodeColumns
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.episode_columns import EpisodeColumns
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, concatenate
 from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
-from replaylake.datastore.labels.annotate import annotate
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
+from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.protocols import Item, Selected
-from replaylake.datastore.spaces import Box, Dict, Discrete, concatenate
 
 Make = Callable[..., Episode]
 ITEMS = (

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.replay.layout import RecordLayout
 from replaylake.datastore.replay.live.candidates import LiveCandidates
 from replaylake.datastore.replay.live.ring import Ring
 from replaylake.datastore.replay.protocols import Overwritten
-from replaylake.datastore.schema import DatasetSpec
-from replaylake.datastore.spaces import Box, Discrete
 
 Make = Callable[..., Episode]
 

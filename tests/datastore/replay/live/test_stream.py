@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.dataset import Dataset
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.hindsight import Hindsight
 from replaylake.datastore.replay.items.sequences import Sequences
@@ -19,7 +20,6 @@ from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.live.stream import Stream
 from replaylake.datastore.replay.protocols import Item, Selected
-from replaylake.datastore.spaces import Box, Dict, Discrete
 
 Make = Callable[..., Episode]
 Check = Callable[..., None]

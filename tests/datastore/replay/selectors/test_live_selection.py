@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.delete import delete
 from replaylake.datastore.replay.sampler import Sampler
 

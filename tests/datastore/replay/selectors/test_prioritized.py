@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.sampler import Sampler

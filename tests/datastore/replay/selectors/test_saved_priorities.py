@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
     ConfigInvalid,
     FormatTooNew,
@@ -15,7 +15,7 @@ from replaylake.datastore.errors import (
     NotFound,
     StorageFailed,
 )
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.purge.purge import purge
 from replaylake.datastore.replay.layout import KEY

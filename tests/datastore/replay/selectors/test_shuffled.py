@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.batch import Batch
-from replaylake.datastore.episode import Episode
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.datastore.lake import Lake
+from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.sampler import FixedCandidates
 from replaylake.datastore.replay.selectors.shuffled import ShuffledSelector

@@ -1,0 +1,270 @@
+"""Episode: what every writer hands to the lake and every reader of a foreign format returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore.episodes.spaces import (
+    Array,
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Space,
+    Text,
+    Tuple,
+    Values,
+    as_batch,
+    as_values,
+    check_bounds,
+    children,
+    leaves,
+    take,
+)
+from replaylake.datastore.errors import EpisodeInvalid
+
+MAX_STEP: Final = 2**31 - 1
+# Fields of Episode that hold one value a step and may be absent.
+PER_STEP: Final = (
+    "behavior_log_probs",
+    "policies",
+    "policy_versions",
+    "action_masks",
+    "timestamps",
+    "env_steps",
+)
+# A softmax in float32 may give a sure action a little more than 1.
+LOG_PROB_TOLERANCE: Final = 1e-6
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One agent's steps from reset to end, or a contiguous piece of them.
+
+    Row t holds the observation before action t, the action as executed, and the reward, termination
+    and truncation that it caused. T is the number of steps.
+
+    Shapes: observations [T, *obs] (a mapping of arrays for Dict and Tuple spaces); actions
+    [T, *act]; rewards float64 [T], undiscounted and unscaled (NaN where unknown, in datasets whose
+    rewards are optional); final_observation [*obs], the one after the last step, or None if the log
+    lacks it. Per-step arrays that may be None where unknown: behavior_log_probs float32 [T] (ln of
+    the probability or density that the acting policy gave the action; NaN where one step lacks it),
+    policies object [T] of str, policy_versions int64 [T], action_masks bool [T, A], timestamps
+    int64 [T] (us since 1970, UTC), env_steps int32 [T] (the global tick; equals the step with one
+    agent).
+
+    `terminated` and `truncated` describe the last step; neither means that the episode is still
+    open. `extras` holds further columns, arrays of length T that pyarrow can type.
+    """
+
+    episode_id: str
+    observations: Values
+    actions: Values
+    rewards: Array
+    terminated: bool = False
+    truncated: bool = False
+    final_observation: Any = None
+    agent_id: str = ""
+    first_step: int = 0
+    behavior_log_probs: Array | None = None
+    policies: NDArray[np.object_] | None = None
+    policy_versions: Array | None = None
+    action_masks: Array | None = None
+    timestamps: Array | None = None
+    env_steps: Array | None = None
+    source_episode_id: str | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+
+def checked(
+    episode: Episode,
+    observation_space: Space,
+    action_space: Space,
+    *,
+    rewards_optional: bool = False,
+) -> Episode:
+    """Return the episode with every array in its stored dtype, or refuse it whole.
+
+    Checks lengths, shapes, dtypes (cast when exact), finite numbers (a reward may be NaN, unknown,
+    where `rewards_optional` says so), the steps' range and, for countable actions, the space's
+    bounds (one outside would index past a network's head), the action's own mask, and that no
+    log-probability is above 0. Observation bounds are for `check_in_spaces`, because real logs
+    overshoot nominal ones.
+
+    Raises: EpisodeInvalid with the episode, the field, what was found and what was expected.
+    """
+    try:
+        return _checked(episode, observation_space, action_space, rewards_optional)
+    except EpisodeInvalid as error:
+        name = episode.source_episode_id or episode.episode_id
+        raise EpisodeInvalid(f"episode {name}: {error}") from error
+
+
+def check_in_spaces(episode: Episode, observation_space: Space, action_space: Space) -> None:
+    """Refuse observations and actions outside an environment's bounds. Raises: EpisodeInvalid."""
+    try:
+        check_bounds(observation_space, episode.observations, "observation")
+        check_bounds(action_space, episode.actions, "action")
+    except EpisodeInvalid as error:
+        name = episode.source_episode_id or episode.episode_id
+        raise EpisodeInvalid(f"episode {name}: {error}") from error
+
+
+def _checked(
+    episode: Episode, observation_space: Space, action_space: Space, rewards_optional: bool
+) -> Episode:
+    num = len(episode.rewards)
+    if num == 0:
+        raise EpisodeInvalid("found no steps, expected at least one. Leave empty episodes out.")
+    if episode.first_step < 0 or episode.first_step + num - 1 > MAX_STEP:
+        raise EpisodeInvalid(
+            f"step: found {episode.first_step}..{episode.first_step + num - 1}, expected "
+            f"0..{MAX_STEP}. Renumber the steps from 0."
+        )
+    final = episode.final_observation
+    if final is not None:
+        final = take(as_values(observation_space, as_batch(final), "final_observation", 1), 0)
+    actions = as_values(action_space, episode.actions, "action", num)
+    _check_discrete(action_space, actions, "action")
+    masks = _checked_masks(episode.action_masks, num)
+    if masks is not None and isinstance(action_space, Discrete):
+        _check_allowed(np.asarray(actions), action_space, masks)
+    log_probs = _checked_log_probs(episode.behavior_log_probs, num)
+    if log_probs is not None and is_countable(action_space):
+        _check_probabilities(log_probs)
+    return replace(
+        episode,
+        observations=as_values(observation_space, episode.observations, "observation", num),
+        actions=actions,
+        rewards=_checked_rewards(episode.rewards, num, rewards_optional),
+        final_observation=final,
+        behavior_log_probs=log_probs,
+        policy_versions=_optional(episode.policy_versions, np.int64, "policy_version", num),
+        policies=_checked_policies(episode.policies, num),
+        action_masks=masks,
+        timestamps=_optional(episode.timestamps, np.int64, "timestamp", num),
+        env_steps=_optional(episode.env_steps, np.int32, "env_step", num),
+        extras={name: _checked_extra(name, array, num) for name, array in episode.extras.items()},
+    )
+
+
+def _check_discrete(space: Space, values: Values, what: str) -> None:
+    """Check the bounds of countable actions alone: logged continuous ones overshoot at times."""
+    if isinstance(space, Dict | Tuple):
+        parts: Any = values
+        for key, sub in children(space).items():
+            _check_discrete(sub, parts[key], f"{what}.{key}")
+    elif isinstance(space, Discrete | MultiDiscrete | MultiBinary):
+        check_bounds(space, values, what)
+
+
+def is_countable(space: Space) -> bool:
+    """Whether actions of this space have probabilities, not densities."""
+    return not any(isinstance(leaf, Box | Text) for _, leaf in leaves(space))
+
+
+def _check_allowed(actions: Array, space: Discrete, masks: Array) -> None:
+    """Refuse an action that its own mask forbids: no policy could have chosen it."""
+    chosen = actions - space.start
+    # The space may be wider than the mask, whose width the dataset fixes and the encoder checks.
+    inside = chosen < masks.shape[1]
+    allowed = np.zeros(len(chosen), dtype=bool)
+    allowed[inside] = masks[inside, chosen[inside]]
+    if not allowed.all():
+        row = int(np.argmin(allowed))
+        raise EpisodeInvalid(
+            f"action at step {row}: found {actions[row]}, which its action_mask forbids, expected "
+            f"one of {(np.flatnonzero(masks[row]) + space.start).tolist()}. Check that mask and "
+            "action belong to the same step."
+        )
+
+
+def _check_probabilities(log_probs: Array) -> None:
+    """Refuse the logarithm of more than 1. A density may be above it; NaN is an unknown one."""
+    above = log_probs > LOG_PROB_TOLERANCE
+    if above.any():
+        row = int(np.argmax(above))
+        raise EpisodeInvalid(
+            f"behavior_log_prob at step {row}: found {log_probs[row]:g}, expected at most 0, the "
+            "natural logarithm of a probability. Map a column of probabilities as behavior_prob."
+        )
+
+
+def _numbers(raw: Any, dtype: Any, what: str, num: int) -> Array:
+    return np.asarray(as_values(Box((), np.dtype(dtype).name), raw, what, num))
+
+
+def _optional(raw: Any, dtype: Any, what: str, num: int) -> Array | None:
+    return None if raw is None else _numbers(raw, dtype, what, num)
+
+
+def _checked_rewards(raw: Any, num: int, is_optional: bool) -> Array:
+    rewards = np.asarray(raw) if is_optional else None
+    if rewards is None or rewards.shape != (num,) or rewards.dtype.kind != "f":
+        return _numbers(raw, np.float64, "reward", num)
+    unknown = np.isnan(rewards)
+    known = _numbers(np.where(unknown, 0, rewards), np.float64, "reward", num)
+    return np.where(unknown, np.nan, known)
+
+
+def _checked_log_probs(raw: Any, num: int) -> Array | None:
+    if raw is None:
+        return None
+    try:
+        with np.errstate(over="ignore"):
+            log_probs = np.asarray(raw, dtype=np.float64).astype(np.float32)
+    except (TypeError, ValueError) as error:
+        raise EpisodeInvalid(f"behavior_log_prob: {error}, expected one number a step.") from error
+    if log_probs.shape != (num,):
+        raise EpisodeInvalid(
+            f"behavior_log_prob: found shape {list(log_probs.shape)}, expected [{num}]."
+        )
+    if np.isinf(log_probs).any():
+        row = int(np.argwhere(np.isinf(log_probs))[0][0])
+        raise EpisodeInvalid(
+            f"behavior_log_prob at step {row}: found {log_probs[row]}, expected a finite number "
+            "or NaN where it is unknown. An action with probability 0 cannot have been taken."
+        )
+    return log_probs
+
+
+def _checked_policies(raw: Any, num: int) -> NDArray[np.object_] | None:
+    if raw is None:
+        return None
+    policies = np.asarray(raw, dtype=object)
+    if policies.shape != (num,):
+        raise EpisodeInvalid(f"policy: found shape {list(policies.shape)}, expected [{num}].")
+    for policy in set(policies.tolist()):
+        if policy is not None and not isinstance(policy, str):
+            raise EpisodeInvalid(f"policy: found {policy!r}, expected names, or None if unknown.")
+    return policies
+
+
+def _checked_masks(raw: Any, num: int) -> Array | None:
+    if raw is None:
+        return None
+    masks = np.asarray(raw)
+    if masks.ndim != 2 or len(masks) != num or masks.dtype != np.bool_:
+        raise EpisodeInvalid(
+            f"action_mask: found {masks.dtype} {list(masks.shape)}, expected bool [{num}, A]."
+        )
+    return masks
+
+
+def _checked_extra(name: str, array: Any, num: int) -> Any:
+    try:
+        found = len(array)
+    except TypeError:
+        found = 0
+    if found != num:
+        raise EpisodeInvalid(f"{name}: found {found} rows, expected {num}, one a step.")
+    return array

@@ -1,0 +1,236 @@
+"""Journal: what a server must not lose between answering a request and committing its row.
+
+Each worker appends its records to a file of its own, written with write(2) before the request is
+answered and fsynced in groups; once a second the file becomes one commit of a table and goes. The
+commit's producer is the journal and its sequence the segment, so a crash at any moment leaves a
+segment that the next `recover` commits, or one that was committed already and only has to go.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from replaylake.datastore.errors import ReplayLakeError, StorageFailed
+from replaylake.datastore.feedback.native_rows import Encode
+from replaylake.datastore.feedback.segments import (
+    SUFFIX,
+    Segment,
+    commit_segment,
+    framed,
+    journal_folder,
+    producer_of,
+    take_lock,
+)
+from replaylake.datastore.storage.storage import fsync_folder, make_folder
+from replaylake.datastore.storage.table.table import Table
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JournalConfig:
+    """How soon records are durable and visible.
+
+    sync_interval_s: a killed process loses nothing acknowledged, a power cut at most this much.
+    sync_every: fsync each append before returning (about 0.12 ms): a power cut loses nothing.
+    flush_interval_s: how long a record waits before it is committed to the table, for SQL to see.
+    segment_bytes: a segment that reaches this is committed at once, to bound memory at the commit.
+    """
+
+    sync_interval_s: float = 0.005
+    sync_every: bool = False
+    flush_interval_s: float = 1.0
+    segment_bytes: int = 16 << 20
+
+
+class Journal:
+    """One worker's journal into one table. Safe for threads; close it to commit what is left."""
+
+    def __init__(
+        self, table: Table, encode: Encode, *, worker: str, config: JournalConfig | None = None
+    ) -> None:
+        """Start a journal named `worker`, which must be new: a random id, never reused."""
+        self.config = config or JournalConfig()
+        self.producer = producer_of(worker)
+        self._table, self._encode, self._worker = table, encode, worker
+        self._folder = journal_folder(table)
+        make_folder(self._folder)
+        self._lock_path, self._lock_fd = take_lock(self._folder, worker, wait=True)
+        self._write_lock = threading.Lock()  # the current segment, and whether it may be written
+        self._sync_lock = threading.Lock()  # no descriptor is closed while it is being synced
+        self._commit_lock = threading.Lock()
+        self._pending: deque[Segment] = deque()
+        self._failure: str | None = None
+        self._closed = False
+        self._current = self._open_segment(0)
+        self._written, self._full = threading.Event(), threading.Event()
+        # Of two threads that sync, one would be told of an error and the other acknowledge.
+        loops = [self._flush_loop]
+        if not self.config.sync_every:
+            loops.append(self._sync_loop)
+        self._threads = [
+            threading.Thread(target=loop, name=f"{loop.__name__}-{worker}", daemon=True)
+            for loop in loops
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_pending(self) -> int:
+        """Rows written and not yet committed."""
+        return self._current.num_rows + sum(segment.num_rows for segment in list(self._pending))
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing more can be written, or None."""
+        return self._failure
+
+    def append(self, records: Iterable[bytes]) -> None:
+        """Write records, each one JSON object without newlines, with one write(2), all or none.
+
+        Raises: StorageFailed if the disk refuses. Then nothing of it is kept, except where only
+        the fsync of `sync_every` failed: what is kept then is unknown.
+        """
+        records = list(records)
+        data = b"".join(framed(records))
+        with self._write_lock:
+            if self._closed or self._failure:
+                raise StorageFailed(f"{self._folder}: {self._failure or 'the journal is closed'}.")
+            segment = self._current
+            self._write(segment, data)
+            if segment.num_rows == 0:
+                segment.opened_s = time.monotonic()
+            segment.num_bytes += len(data)
+            segment.num_rows += len(records)
+            if segment.records is not None:
+                segment.records += records
+            if self.config.sync_every:
+                self._sync(segment)
+                if self._failure:
+                    raise StorageFailed(f"{self._failure}. Mend the disk and start again.")
+        self._written.set()
+        if segment.num_bytes >= self.config.segment_bytes:
+            self._full.set()
+
+    def flush(self) -> None:
+        """Commit every record written so far. Raises: ReplayLakeError; the records stay on disk."""
+        with self._commit_lock:
+            # The old ones first: while they cannot be committed, a segment for each try would use
+            # up the file descriptors and leave thousands of small files.
+            try:
+                self._commit_pending()
+            except BaseException:
+                if self._current.num_bytes >= self.config.segment_bytes:
+                    self._rotate()
+                raise
+            self._rotate()
+            self._commit_pending()
+
+    def close(self) -> None:
+        """Commit what is left and let go. Raises: ReplayLakeError; `recover` can then commit it."""
+        with self._write_lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._written.set()
+        self._full.set()
+        for thread in self._threads:
+            thread.join()
+        try:
+            self.flush()
+            self._current.path.unlink()
+            self._lock_path.unlink()
+        finally:
+            os.close(self._current.fd)
+            os.close(self._lock_fd)
+
+    def _write(self, segment: Segment, data: bytes) -> None:
+        """Write all of data or leave the file as it was: half a line would spoil the next one."""
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(segment.fd, view) :]
+        except OSError as error:
+            try:
+                os.ftruncate(segment.fd, segment.num_bytes)
+            except OSError as again:
+                self._failure = f"could not undo a torn write: {again}"
+            raise StorageFailed(
+                f"{segment.path}: {error.strerror or error}, expected to write {len(data)} bytes. "
+                "Free some space; the server goes on by itself."
+            ) from error
+
+    def _sync(self, segment: Segment) -> None:
+        try:
+            os.fdatasync(segment.fd)
+        except OSError as error:
+            # After a failed fsync the kernel may drop the pages and report success the next time.
+            self._failure = f"{segment.path} could not be synced: {error.strerror or error}"
+            _logger.error("journal stopped: %s", self._failure)
+
+    def _sync_loop(self) -> None:
+        while not self._closed:
+            self._written.wait()
+            self._written.clear()
+            with self._sync_lock:
+                self._sync(self._current)
+            time.sleep(self.config.sync_interval_s)
+
+    def _flush_loop(self) -> None:
+        interval_s = self.config.flush_interval_s
+        while not self._closed:
+            self._full.wait(interval_s)
+            self._full.clear()
+            segment = self._current
+            is_due = segment.num_rows and time.monotonic() - segment.opened_s >= interval_s / 2
+            if self._closed or not (
+                is_due or self._pending or segment.num_bytes >= self.config.segment_bytes
+            ):
+                continue
+            try:
+                self.flush()
+            except ReplayLakeError as error:
+                _logger.error("journal not committed, will retry: %s", error)
+            except (
+                Exception
+            ):  # a bug must not end the thread: the records are safe, the next try may work
+                _logger.exception("journal not committed, will retry")
+
+    def _rotate(self) -> None:
+        """Begin a new segment if the current one holds anything."""
+        if self._current.num_rows == 0:
+            return
+        fresh = self._open_segment(self._current.sequence + 1)
+        with self._write_lock:
+            full, self._current = self._current, fresh
+        with self._sync_lock:
+            self._sync(full)
+            os.close(full.fd)
+            full.fd = -1
+        self._pending.append(full)
+
+    def _commit_pending(self) -> None:
+        while self._pending:
+            try:
+                commit_segment(self._table, self._encode, self.producer, self._pending[0])
+            except BaseException:
+                # It may take long: what waits is on disk, and need not be in memory too.
+                for segment in self._pending:
+                    segment.records = None
+                raise
+            self._pending.popleft()
+
+    def _open_segment(self, sequence: int) -> Segment:
+        path = self._folder / f"{self._worker}-{sequence}{SUFFIX}"
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_RDWR, 0o644)
+            fsync_folder(self._folder)
+        except OSError as error:
+            raise StorageFailed(f"{path}: {error.strerror or error}.") from error
+        return Segment(sequence, path, fd, records=[])

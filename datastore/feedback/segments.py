@@ -1,0 +1,268 @@
+"""Journal segments: the files in which records wait for their commit, and their recovery.
+
+<table>/_journal/<worker>.lock         held (flock) while the worker lives
+<table>/_journal/<worker>-<k>.jsonl    segment k: lines of `crc32 JSON`, the newest still growing
+<table>/_journal/<worker>-<k>.damaged  a segment of which some records could not be committed, kept
+                                       for a person to look at; nothing reads it
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch, StorageFailed
+from replaylake.datastore.feedback.native_rows import Encode, RowEncoder
+from replaylake.datastore.storage.table.table import Table
+
+SUFFIX: Final = ".jsonl"
+DAMAGED: Final = ".damaged"
+_CRC_DIGITS: Final = 8
+# What a record that no row can hold makes its encoder raise; Arrow's own errors are among them. Not
+# OSError nor StorageFailed: what a full disk or memory refuses now is taken another time.
+_UNENCODABLE: Final = (
+    EpisodeInvalid,
+    SchemaMismatch,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What became of segments: how many there were, and of their lines how many ...
+
+    num_rows: are rows of the table. num_torn: are the last and have no end, so that nobody was
+    answered for them. num_damaged: cannot be read or encoded; their segment is kept.
+    """
+
+    num_segments: int
+    num_rows: int
+    num_torn: int
+    num_damaged: int
+
+    def __add__(self, other: Recovered) -> Recovered:
+        return Recovered(
+            self.num_segments + other.num_segments,
+            self.num_rows + other.num_rows,
+            self.num_torn + other.num_torn,
+            self.num_damaged + other.num_damaged,
+        )
+
+
+NOTHING: Final = Recovered(0, 0, 0, 0)
+
+
+@dataclass
+class Segment:
+    """A segment's file; fd is -1 once it is only read.
+
+    records: what was written into it, while whoever wrote it has that at hand.
+    """
+
+    sequence: int
+    path: Path
+    fd: int = -1
+    num_bytes: int = 0
+    num_rows: int = 0
+    opened_s: float = 0.0
+    records: list[bytes] | None = None
+
+
+def framed(records: Iterable[bytes]) -> list[bytes]:
+    """Return one line a record, each one JSON object without newlines."""
+    return [b"%08x %b\n" % (zlib.crc32(record), record) for record in records]
+
+
+def journal_folder(table: Table) -> Path:
+    """Return where a table's journals are; it exists once a worker has begun one.
+
+    A remote lake's are on the machine that serves, which is where they are recovered.
+    """
+    return table.storage.state_folder(f"{table.root}/_journal")
+
+
+def producer_of(worker: str) -> str:
+    """Return the producer under which a worker's segments are committed."""
+    return f"journal:{worker}"
+
+
+def recover(table: Table, encode: Encode) -> Recovered:
+    """Commit the segments of dead workers, in order; those of live ones are left alone.
+
+    A last line without its end is dropped and counted: nobody was answered for it. Safe to run at
+    any time, by several processes at once. Raises: ReplayLakeError if a commit fails.
+    """
+    total = NOTHING
+    folder = journal_folder(table)
+    for worker in sorted({worker for worker, _, _ in _segments(folder)}):
+        try:
+            lock_path, lock_fd = take_lock(folder, worker, wait=False)
+        except BlockingIOError:
+            continue
+        try:
+            mine = sorted((k, path) for name, k, path in _segments(folder) if name == worker)
+            for sequence, path in mine:
+                total += commit_segment(table, encode, producer_of(worker), Segment(sequence, path))
+            lock_path.unlink(missing_ok=True)
+        finally:
+            os.close(lock_fd)
+    return total
+
+
+def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment) -> Recovered:
+    """Append a segment's records to the table and remove its file.
+
+    A record that cannot be read back or encoded does not hold up the others: the file is then kept
+    under another name, and logged. Raises: ReplayLakeError if the commit fails; nothing is removed.
+    """
+    # Its own writer need not read it back: each checksum would hold up the event loop beside it.
+    told = segment.records
+    lines, num_torn, faults = _read(segment.path) if told is None else (told, 0, [])
+    quick = encode.quickly(lines) if isinstance(encode, RowEncoder) and not faults else None
+    if quick is not None:
+        tables = [quick] if quick.num_rows else []
+    else:
+        records, unread = _records(lines)
+        tables, errors = _encoded(encode, records)
+        faults += unread + errors
+    if tables:
+        table.append(pa.concat_tables(tables), producer=producer, sequence=segment.sequence)
+    try:
+        if faults:
+            kept = segment.path.rename(segment.path.with_suffix(DAMAGED))
+            _logger.error("%s: %d records not committed, kept: %s", kept, len(faults), faults[0])
+        else:
+            segment.path.unlink()
+    except OSError as error:
+        raise _refused(segment.path, error) from error
+    return Recovered(1, sum(part.num_rows for part in tables), num_torn, len(faults))
+
+
+def has_live_worker(table: Table) -> bool:
+    """Whether a journal is open: a live worker always has a segment, if only an empty one."""
+    return any(True for _ in _segments(journal_folder(table)))
+
+
+def first_pending(table: Table, field: str) -> list[int]:
+    """Return an integer field of each uncommitted segment's first record, live workers' too."""
+    firsts: list[int] = []
+    for _, _, path in _segments(journal_folder(table)):
+        try:
+            with path.open("rb") as file:
+                whole = (line[_CRC_DIGITS + 1 : -1] for line in file if _is_whole(line))
+                values = ((_parsed(text) or {}).get(field) for text in whole)
+                firsts += islice((value for value in values if type(value) is int), 1)
+        except FileNotFoundError:
+            continue  # it has been committed
+        except OSError as error:
+            raise _refused(path, error) from error
+    return firsts
+
+
+def _read(path: Path) -> tuple[list[bytes], int, list[str]]:
+    """Return a segment's records as text, how many were torn, and what is wrong with others."""
+    records, num_torn, faults = [], 0, []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n") and _is_whole(line):
+                    records.append(line[_CRC_DIGITS + 1 : -1])
+                elif _is_torn(line):
+                    num_torn += 1
+                else:
+                    faults.append(f"line {number} is not what was written")
+    except OSError as error:
+        raise _refused(path, error) from error
+    return records, num_torn, faults
+
+
+def _records(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return records out of their text, and what is wrong with others."""
+    records, faults = [], []
+    for number, line in enumerate(lines, 1):
+        record = _parsed(line)
+        if record is None:
+            faults.append(f"record {number} is not what was written")
+        else:
+            records.append(record)
+    return records, faults
+
+
+def _encoded(encode: Encode, records: Sequence[dict[str, Any]]) -> tuple[list[pa.Table], list[str]]:
+    """Encode what can be, halving around what cannot; returns tables and what is wrong."""
+    if not records:
+        return [], []
+    try:
+        return [encode(records)], []
+    except _UNENCODABLE as error:
+        if len(records) == 1:
+            return [], [f"a record cannot be a row: {error}"]
+    middle = len(records) // 2
+    tables, faults = _encoded(encode, records[:middle])
+    more_tables, more_faults = _encoded(encode, records[middle:])
+    return tables + more_tables, faults + more_faults
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Return a record, or None if it is none."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):  # the latter of brackets, thousands deep
+        return None
+    return record if type(record) is dict else None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line that is no record was cut short by a crash: only the last one has no end."""
+    # A whole record before another byte than the newline was acknowledged; that byte is damaged.
+    return not line.endswith(b"\n") and not _is_whole(line)
+
+
+def _is_whole(line: bytes) -> bool:
+    return line[:_CRC_DIGITS] == b"%08x" % zlib.crc32(line[_CRC_DIGITS + 1 : -1])
+
+
+def _segments(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Yield (worker, sequence, path) of what lies in the folder."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        worker, _, sequence = path.name.removesuffix(SUFFIX).rpartition("-")
+        if path.name.endswith(SUFFIX) and worker and sequence.isdecimal():
+            yield worker, int(sequence), path
+
+
+def take_lock(folder: Path, worker: str, *, wait: bool) -> tuple[Path, int]:
+    """Lock a worker's name. Raises: BlockingIOError if it is held and `wait` is false."""
+    path = folder / f"{worker}.lock"
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(fd)
+        raise
+    return path, fd
+
+
+def _refused(path: Path, error: OSError) -> StorageFailed:
+    return StorageFailed(
+        f"{path}: {error.strerror or error}, expected to commit the records in it. Mend the disk "
+        "or the permission and run it again; the records stay where they are."
+    )

@@ -1,0 +1,189 @@
+"""Status: what became of what was served: how much of it was rewarded, and how soon."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.episodes.schema import EPISODE_ID, POLICY, POLICY_VERSION, TIMESTAMP
+from replaylake.datastore.errors import NotFound
+from replaylake.datastore.feedback.decision_id import read_unverified
+from replaylake.datastore.feedback.decisions import (
+    DECISION_ID,
+    DEFAULT_WINDOW_S,
+    REQUEST_ID,
+    REWARD_LATE,
+    REWARDED_AT,
+)
+from replaylake.datastore.feedback.served import Logged, read_logged
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.query.table_files import rows_of, scanning
+
+# A decision is joined if it is a step, or has a report; of several of one request one is. One whose
+# reports come to nothing that a step can have is set aside, whether it is a step already or not.
+_COUNTS: Final = """
+WITH known AS (
+    SELECT d.policy, d.policy_version, d.timestamp AS ts,
+        d.decision_id IN (SELECT key FROM aside) AS is_aside,
+        d.decision_id NOT IN (SELECT key FROM aside) AND (d.decision_id IN (SELECT key FROM said)
+            OR w.decision_id IS NOT NULL) AS joined, coalesce(w.late, false) AS late,
+        coalesce(w.since, s.ts) - epoch_us(d.timestamp) AS lag, d.episode_id, d.request_id
+    FROM decisions d LEFT JOIN written w USING (decision_id)
+    LEFT JOIN said s ON s.key = d.decision_id
+), asked AS (
+    SELECT DISTINCT episode_id, request_id, true AS was_joined FROM known
+    WHERE joined AND request_id IS NOT NULL AND episode_id IS NOT NULL
+), counted AS (
+    SELECT k.*, coalesce(a.was_joined, false) AND NOT (joined OR is_aside) AS repeated,
+        NOT (joined OR is_aside) AND epoch_us(ts) >= {closing} AS is_open
+    FROM known k LEFT JOIN asked a USING (episode_id, request_id)
+)
+SELECT policy, policy_version, count(*), count(*) FILTER (joined),
+    count(*) FILTER (is_open AND NOT repeated),
+    count(*) FILTER (NOT joined AND NOT is_open AND NOT repeated AND NOT is_aside),
+    count(*) FILTER (repeated), count(*) FILTER (is_aside), count(*) FILTER (late),
+    quantile_cont(lag, 0.5) / 1e6, quantile_cont(lag, 0.95) / 1e6
+FROM counted GROUP BY GROUPING SETS ((policy, policy_version), ())
+ORDER BY policy NULLS LAST, policy_version
+"""
+
+_COLUMNS: Final = (
+    "policy",
+    "version",
+    "decisions",
+    "joined",
+    "waiting",
+    "unrewarded",
+    "repeated",
+    "set_aside",
+    "late",
+    "lag_p50_s",
+    "lag_p95_s",
+)
+
+
+@dataclass(frozen=True)
+class FeedbackCounts:
+    """Decisions of one policy version, or of all.
+
+    joined: those with a reward. waiting: those without whose window is open. unrewarded: those
+    whose window has passed. repeated: those without whose request was asked again and rewarded.
+    set_aside: those whose reports come to no finite reward; one that is a step keeps what it has.
+    The five add up to decisions. late: steps whose reward came, or changed, after they were
+    written. orphaned: rewarded decisions that are not there, and reports by a client's own names
+    for which none came within the window; of those the policy is not known. join_rate: joined of
+    all that no longer wait nor were repeated. lag_p50_s and lag_p95_s: from a decision to the
+    report that its reward is from.
+    """
+
+    policy: str | None
+    version: int | None
+    decisions: int = 0
+    joined: int = 0
+    waiting: int = 0
+    unrewarded: int = 0
+    repeated: int = 0
+    set_aside: int = 0
+    late: int = 0
+    orphaned: int = 0
+    lag_p50_s: float | None = None
+    lag_p95_s: float | None = None
+
+    @property
+    def join_rate(self) -> float | None:
+        """The share of settled decisions that have a reward; None where there are none."""
+        settled = self.joined + self.unrewarded
+        return self.joined / settled if settled else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {**asdict(self), "join_rate": self.join_rate}
+
+
+@dataclass(frozen=True)
+class FeedbackStatus:
+    """What became of the decisions of a dataset, by policy version and in total."""
+
+    dataset: str
+    version: int
+    rewards: int
+    total: FeedbackCounts
+    by_version: list[FeedbackCounts]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "dataset": self.dataset,
+            "version": self.version,
+            "rewards": self.rewards,
+            "total": self.total.to_json(),
+            "by_version": [counts.to_json() for counts in self.by_version],
+        }
+
+
+def feedback_status(
+    lake: Lake, dataset: str, *, window_s: float = DEFAULT_WINDOW_S, now_s: float | None = None
+) -> FeedbackStatus:
+    """Count what was served into a dataset and fed back, as it is in the lake now.
+
+    What a running server wrote within about a second is not there yet. `window_s` and `now_s` are
+    as for sessionise. Raises: NotFound if nothing was ever served into it. Cost: as sessionise.
+    """
+    handle = lake.dataset(dataset)
+    if not (handle.exists() and handle.decisions.exists() and handle.rewards.exists()):
+        raise NotFound(
+            f"feedback {dataset}: found no decisions, expected some from a served policy. "
+            f"`replaylake serve POLICY --log-to {dataset}` logs them."
+        )
+    now = time.time_ns() // 1000 if now_s is None else int(now_s * 1e6)
+    closing = now - int(window_s * 1e6)
+    snapshot = handle.snapshot()
+    logged = read_logged(handle, snapshot, now, int(window_s * 1e6))
+    orphans = Counter(
+        (said.policy, said.policy_version)
+        for key in logged.unknown
+        if (said := read_unverified(key)) is not None and said.timestamp < logged.horizon
+    )
+    found: list[FeedbackCounts] = []
+    with scanning(_tables(handle, snapshot, logged)) as connection:
+        for row in rows_of(connection, _COUNTS.format(closing=closing)):
+            counts = dict(zip(_COLUMNS, row, strict=True))
+            orphaned = orphans.pop((counts["policy"], counts["version"]), 0)
+            found.append(FeedbackCounts(**counts, orphaned=orphaned))
+    *by_version, total = found
+    by_version += [
+        FeedbackCounts(policy, version, orphaned=num)
+        for (policy, version), num in sorted(orphans.items())
+    ]
+    num_orphaned = sum(counts.orphaned for counts in by_version) + logged.unmatched
+    total = FeedbackCounts(**{**asdict(total), "orphaned": num_orphaned})
+    return FeedbackStatus(dataset, snapshot.version, logged.num_rewards, total, by_version)
+
+
+def _tables(handle: Dataset, snapshot: Snapshot, logged: Logged) -> dict[str, pa.Table]:
+    names = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP, POLICY, POLICY_VERSION]
+    there = [n for n in (DECISION_ID, REWARDED_AT, REWARD_LATE) if n in snapshot.spec.extras]
+    written = {DECISION_ID: pa.array([], pa.string())}
+    if DECISION_ID in there:
+        rows = snapshot.table.read(there)
+        written = {name: rows.column(name) for name in there}
+    num = len(written[DECISION_ID])
+    since = written.get(REWARDED_AT, pa.nulls(num, pa.int64())).cast(pa.int64())
+    late = written.get(REWARD_LATE, pa.nulls(num, pa.bool_()))
+    rewards = logged.rewards
+    said = {
+        "key": pa.array(list(rewards), pa.string()),
+        "ts": pa.array([reward.timestamp for reward in rewards.values()], pa.int64()),
+    }
+    return {
+        "decisions": logged.decisions.read(names),
+        "written": pa.table({DECISION_ID: written[DECISION_ID], "since": since, "late": late}),
+        "said": pa.table(said),
+        "aside": pa.table({"key": pa.array(list(logged.set_aside), pa.string())}),
+    }

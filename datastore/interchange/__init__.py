@@ -1,0 +1,1 @@
+"""Ingest and export: sources, foreign formats, and the conversions between them and episodes."""

@@ -1,0 +1,266 @@
+"""Export: a snapshot, or a selection of it, as a file or folder of another format."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.errors import (
+    AlreadyExists,
+    ConfigInvalid,
+    EmptyReplay,
+    NotFound,
+    ReplayLakeError,
+    StorageFailed,
+)
+from replaylake.datastore.interchange.export.selection import Selection, select
+from replaylake.datastore.interchange.export.stored_episodes import stored_episodes
+from replaylake.datastore.interchange.formats.catalog import FORMATS
+from replaylake.datastore.interchange.formats.format import WritableFormat
+from replaylake.datastore.interchange.sources.source import find_source
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.names import new_ulid
+from replaylake.datastore.storage.storage import fsync_folder
+from replaylake.datastore.storage.table.presence import check_present
+
+# Formats that keep the dataset's spaces and encoding in their metadata, and those of text.
+_WITH_SPACES: Final = ("arrow", "parquet", "rllib")
+_TEXTS: Final = ("csv", "jsonl")
+# Called with (rows read, rows of the snapshot).
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ExportReceipt:
+    """What an export wrote. `where` and `where_steps` are in DuckDB's own spelling.
+
+    num_pieces: as how many runs of consecutive steps the episodes were written.
+    """
+
+    dataset: str
+    version: int
+    format: str
+    path: str
+    num_episodes: int
+    num_pieces: int
+    num_steps: int
+    num_bytes: int
+    where: str | None = None
+    where_steps: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {**asdict(self), "notes": list(self.notes)}
+
+
+def export(
+    lake: Lake,
+    name: str,
+    path: str | Path,
+    *,
+    format: str,
+    where: str | None = None,
+    where_steps: str | None = None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+) -> ExportReceipt:
+    """Write `NAME`, `NAME@VERSION` or `NAME@TAG` as a file, or a folder, of another format.
+
+    It is written beside its name and renamed once it is durable: it is there whole or not at all.
+    Episodes come in the order of their first rows, under the ids that their source gave them where
+    these are unique, each whole unless steps are missing. Read again, the rows are equal as far as
+    the format has a place for them; the receipt's notes say for what it has none.
+
+    Args:
+        lake: where from.
+        name: the snapshot.
+        path: where to; nothing may be there.
+        format: a name from `formats.catalog.FORMATS` that can be written.
+        where: SQL condition over the columns of `episodes`; selects whole episodes.
+        where_steps: SQL condition over the columns of `steps`; keeps these steps alone. Consecutive
+            ones become a piece, whose first_step is theirs.
+        force: replace what is there. A folder must be of the same format.
+        on_progress: called as rows are read.
+
+    Cost: memory stays below 1 GiB whatever the size; what episodes that are written in turns need
+    beyond it is put beside `path` meanwhile.
+    Raises: NotFound, NameRefused; ConfigInvalid for another format; AlreadyExists; QueryRefused,
+    QueryFailed for a condition; EmptyReplay if it selects nothing; SpaceUnsupported where the
+    format has no place for the observations or actions; ShardCorrupt; StorageFailed.
+    """
+    known = writable_format(format)
+    snapshot = lake.snapshot(name)
+    target = Path(os.path.abspath(path))
+    _check_target(target, known, force)
+    check_present(snapshot.table)
+    selection = select(snapshot, where, where_steps)
+    job = _Export(snapshot, selection, known, target, on_progress)
+    return job.run(force)
+
+
+def writable_format(name: str) -> WritableFormat:
+    """Return the format that is called so. Raises: ConfigInvalid where none can be written."""
+    writable = {known.name: known for known in FORMATS if isinstance(known, WritableFormat)}
+    if name not in writable:
+        raise ConfigInvalid(
+            f"export: found format {name!r}, expected one that can be written: "
+            f"{', '.join(sorted(writable))}."
+        )
+    return writable[name]
+
+
+class _Export:
+    """One export, from a temporary name to its own."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        selection: Selection,
+        known: WritableFormat,
+        target: Path,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._snapshot = snapshot
+        self._selection = selection
+        self._format = known
+        self._target = target
+        self._on_progress = on_progress
+        self._num_pieces = 0
+        self._num_steps = 0
+        self._num_episodes = 0
+        self._last: tuple[str, str] | None = None
+
+    def run(self, force: bool) -> ExportReceipt:
+        target = self._target
+        beside = target.with_name(f".{target.name}.{new_ulid()}.part")
+        try:
+            beside.mkdir()
+            # Under its own name, which some formats keep inside too.
+            made = beside / "o" / target.name
+            made.parent.mkdir()
+            written = self._format.write(self._episodes(beside), self._snapshot.spec, made)
+            self._check_some()
+            num_bytes = _make_durable(made)
+            _put(made, target, force)
+        except OSError as error:
+            raise StorageFailed(
+                f"{target}: {error.strerror or error}, expected to write there. Nothing was; make "
+                "room or choose another path."
+            ) from error
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        return ExportReceipt(
+            dataset=self._snapshot.dataset,
+            version=self._snapshot.version,
+            format=self._format.name,
+            path=str(target),
+            num_episodes=self._num_episodes,
+            num_pieces=self._num_pieces,
+            num_steps=self._num_steps,
+            num_bytes=num_bytes,
+            where=self._selection.where,
+            where_steps=self._selection.where_steps,
+            notes=(*written.notes, *self._notes()),
+        )
+
+    def _episodes(self, scratch: Path) -> Iterator[Episode]:
+        for episode in stored_episodes(self._snapshot, self._selection, scratch, self._tell):
+            self._num_pieces += 1
+            self._num_steps += len(episode)
+            key = (episode.episode_id, episode.agent_id)
+            self._num_episodes += key != self._last
+            self._last = key
+            name = self._selection.name_of(episode.episode_id, episode.source_episode_id)
+            yield replace(episode, episode_id=name)
+
+    def _tell(self, num_rows: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(num_rows, self._snapshot.num_steps)
+
+    def _check_some(self) -> None:
+        if not self._num_steps:
+            raise EmptyReplay(
+                f"{self._snapshot.dataset}@{self._snapshot.version}: found no step that the "
+                "selection leaves, expected one or more. Nothing was written; widen --where."
+            )
+
+    def _notes(self) -> Iterator[str]:
+        spec = self._snapshot.spec
+        if spec.encoding is not None and self._format.name not in _WITH_SPACES:
+            yield (
+                f"{self._format.name} has no place for the rules by which named columns became "
+                "the observation: export to parquet or arrow to keep them"
+            )
+        if spec.rewards_optional and self._format.name in _TEXTS:
+            yield "rewards that are not known are empty: ingest reads them with --no-reward"
+        if self._num_pieces > self._num_episodes:
+            yield (
+                f"{self._num_episodes:,} episodes are written as {self._num_pieces:,} pieces, as "
+                "steps between them are missing or left out; ingest reads them with --gaps split"
+            )
+        if shared := len(self._selection.shared_ids):
+            yield (
+                f"{shared:,} ids of the source are of several episodes, which keep the store's ids"
+            )
+
+
+def _check_target(target: Path, known: WritableFormat, force: bool) -> None:
+    if not target.parent.is_dir():
+        raise NotFound(f"{target.parent}: found no such folder, expected one to write into.")
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise AlreadyExists(
+            f"{target}: found something there, expected a free name. Choose another, or replace "
+            "it with --force."
+        )
+    if target.is_dir() and not target.is_symlink() and not _is_of_format(target, known):
+        raise AlreadyExists(
+            f"{target}: found a folder that holds no {known.name}, expected an earlier export. "
+            "Remove it yourself, or choose another name."
+        )
+
+
+def _is_of_format(folder: Path, known: WritableFormat) -> bool:
+    if not any(folder.iterdir()):
+        return True
+    try:
+        return known.is_folder and known.recognises(find_source([folder]).files)
+    except ReplayLakeError:
+        return False
+
+
+def _make_durable(path: Path) -> int:
+    """Force a file, or all files of a folder, to the disk; return their bytes."""
+    if path.is_dir():
+        num_bytes = sum(_make_durable(child) for child in sorted(path.iterdir()))
+        fsync_folder(path)
+        return num_bytes
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        return os.fstat(stream.fileno()).st_size
+
+
+def _put(made: Path, target: Path, force: bool) -> None:
+    """Give what was made its name. Raises: AlreadyExists if that was taken meanwhile."""
+    if not os.path.lexists(target):
+        os.rename(made, target)
+    elif not force:
+        raise AlreadyExists(
+            f"{target}: found something that came there meanwhile, expected a free name. Choose "
+            "another, or replace it with --force."
+        )
+    elif made.is_file() and not (target.is_dir() and not target.is_symlink()):
+        os.replace(made, target)
+    else:
+        # A folder cannot be replaced in one step: the old one steps aside, and goes with the rest.
+        os.rename(target, made.parents[1] / "old")
+        os.rename(made, target)
+    fsync_folder(target.parent)

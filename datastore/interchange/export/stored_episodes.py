@@ -1,0 +1,209 @@
+"""Stored episodes: the rows of a snapshot put together again, one episode after the other.
+
+They come in the order of their first rows. An episode whose steps lie in several shards is held
+until the last of them was read; those that came after it wait. Memory holds a batch and 128 MiB of
+what is held, the rest of which is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Array
+from replaylake.datastore.interchange.export.block import ROW, SELECTED, Block, Mask
+from replaylake.datastore.interchange.export.open_episodes import (
+    OpenEpisode,
+    OpenEpisodes,
+    Piece,
+    merged,
+)
+from replaylake.datastore.interchange.export.selection import Selection
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.storage.arrow_values import numbers, whole
+from replaylake.datastore.storage.table.shard import row_group_batches
+from replaylake.datastore.storage.table.table_schema import conform
+from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
+
+_BATCH_BYTES: Final = 16 << 20
+_MOST_ROWS: Final = 65_536
+_KEY: Final = (schema.EPISODE_ID, schema.AGENT_ID)
+_NAMES: Final = (*_KEY, schema.POLICY, schema.SOURCE_EPISODE_ID)
+
+# Called with the rows read so far.
+OnRows = Callable[[int], None]
+
+
+def stored_episodes(
+    snapshot: Snapshot,
+    selection: Selection,
+    scratch: Path,
+    on_rows: OnRows | None = None,
+    *,
+    batch_bytes: int = _BATCH_BYTES,
+) -> Iterator[Episode]:
+    """Yield a snapshot's episodes with all that is known of them, in the order of their first rows.
+
+    An episode whose steps are not consecutive comes as several, each with its first_step. Their
+    episode_id is the store's.
+
+    Args:
+        snapshot: where from.
+        selection: which episodes, and which of their steps.
+        scratch: a folder for what memory cannot hold.
+        on_rows: called after each batch.
+        batch_bytes: decoded at a time, about.
+
+    Cost: the ids and flags of all rows are read once, then all columns once.
+    Raises: ShardCorrupt, before any row of a shard whose sha256 is another; StorageFailed.
+    """
+    last_rows = _last_rows(snapshot.table, selection)
+    held = OpenEpisodes(snapshot.spec, scratch)
+    num_read = 0
+    for table in _batches(snapshot.table, batch_bytes):
+        rows = np.arange(num_read, num_read + table.num_rows)
+        num_read += table.num_rows
+        block, spans = _grouped(table, rows, selection, snapshot)
+        touched = []
+        for span in spans:
+            key = (span.episode_id, span.agent_id)
+            touched.append(held.of(*key, last_rows.get(key)))
+            touched[-1].add(Piece(block, span.start, span.end), span.last_row)
+        for episode in held.take_whole():
+            yield from _assembled(episode, snapshot)
+        held.keep(block, touched)
+        if on_rows is not None:
+            on_rows(num_read)
+    for episode in held.take_all():
+        yield from _assembled(episode, snapshot)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Rows start..end of a block, of one episode and agent."""
+
+    episode_id: str
+    agent_id: str
+    start: int
+    end: int
+    last_row: int
+
+
+def _assembled(episode: OpenEpisode, snapshot: Snapshot) -> Iterator[Episode]:
+    """Yield the runs of consecutive selected steps: nearly always one."""
+    pieces = episode.pieces
+    if len(pieces) == 1:
+        block, start, end = pieces[0].block, pieces[0].start, pieces[0].end
+    else:
+        block = merged(pieces, snapshot.spec)
+        start, end = 0, len(block)
+    cuts = np.flatnonzero(block.breaks[start + 1 : end]) + start + 1
+    for first, last in zip([start, *cuts.tolist()], [*cuts.tolist(), end], strict=True):
+        if block.selected[first]:
+            yield block.episode(episode.episode_id, episode.agent_id, first, last)
+
+
+def _grouped(
+    table: pa.Table, rows: Array, selection: Selection, snapshot: Snapshot
+) -> tuple[Block, list[_Span]]:
+    """Bring the rows of each episode together, in the order of their steps."""
+    chosen = selection.steps_at(rows)
+    table = table.append_column(ROW, pa.array(rows)).append_column(SELECTED, pa.array(chosen))
+    codes, labels = _codes(table)
+    if (wanted := selection.episodes_of(labels)) is not None:
+        of_wanted = wanted[codes]
+        table, codes = table.filter(pa.array(of_wanted)), codes[of_wanted]
+    steps = numbers(whole(table.column(schema.STEP)))
+    jumps = np.diff(codes)
+    if ((jumps < 0) | ((jumps == 0) & (np.diff(steps) < 0))).any():
+        order = np.lexsort((steps, codes))
+        table, codes = table.take(pa.array(order)), codes[order]
+    numbered = numbers(whole(table.column(ROW)))
+    starts = np.flatnonzero(np.diff(codes, prepend=-1))
+    ends = np.append(starts[1:], len(codes))[: len(starts)]
+    spans = []
+    if len(starts):
+        lasts = np.maximum.reduceat(numbered, starts)
+        firsts = np.minimum.reduceat(numbered, starts)
+        for g in np.argsort(firsts).tolist():
+            start = int(starts[g])
+            names = labels[int(codes[start])]
+            spans.append(_Span(*names, start, int(ends[g]), int(lasts[g])))
+    return Block(table, snapshot.spec), spans
+
+
+def _last_rows(table: TableSnapshot, selection: Selection) -> dict[tuple[str, str], int]:
+    """Return the last row of each episode that no single shard has from step 0 to its end."""
+    names = [*_KEY, schema.STEP, schema.TERMINATED, schema.TRUNCATED]
+    found: dict[tuple[str, str], int] = {}
+    start = 0
+    for rows in table.batches(names):
+        if not rows.num_rows:
+            continue
+        codes, labels = _codes(rows)
+        num = len(labels)
+        steps = numbers(rows.column(schema.STEP)).astype(np.int64)
+        ended: Mask = numbers(rows.column(schema.TERMINATED)) | numbers(
+            rows.column(schema.TRUNCATED)
+        )
+        last_rows = np.zeros(num, np.int64)
+        np.maximum.at(last_rows, codes, np.arange(len(codes)))
+        end_steps = np.full(num, -1)
+        np.maximum.at(end_steps, codes[ended], steps[ended])
+        counts = np.bincount(codes, minlength=num)
+        wanted = selection.episodes_of(labels)
+        for code in np.flatnonzero(end_steps + 1 != counts).tolist():
+            if wanted is None or wanted[code]:
+                found[labels[code]] = start + int(last_rows[code])
+        start += rows.num_rows
+    return found
+
+
+def _codes(rows: pa.Table) -> tuple[Array, list[tuple[str, str]]]:
+    """Number the episodes and agents of some rows; return the numbers [n] and who they are."""
+    parts = []
+    for name in _KEY:
+        column = whole(rows.column(name))
+        coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+        parts.append((coded.indices.to_numpy().astype(np.int64), coded.dictionary.to_pylist()))
+    (episodes, ids), (agents, who) = parts
+    # Numbered by first row, so that rows which are in order stay as they are.
+    pairs = episodes * max(1, len(who)) + agents
+    distinct, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    episode, agent = np.divmod(distinct[order], max(1, len(who)))
+    labels = [(ids[e], who[a]) for e, a in zip(episode.tolist(), agent.tolist(), strict=True)]
+    return rank[inverse], labels
+
+
+def _batches(table: TableSnapshot, batch_bytes: int) -> Iterator[pa.Table]:
+    """Read all columns, a part of a row group at a time, names as dictionaries."""
+    fields = pa.schema(
+        [f.with_type(schema.NAMES_TYPE) if f.name in _NAMES else f for f in table.schema]
+    )
+    for path in table.verified():
+        metadata = pq.read_metadata(path)
+        for group in range(metadata.num_row_groups):
+            info = metadata.row_group(group)
+            width = max(1, info.total_byte_size // max(1, info.num_rows))
+            num_rows = int(np.clip(batch_bytes // width, 1, _MOST_ROWS))
+            batches = row_group_batches(path, group, fields.names, num_rows, as_dictionaries=_NAMES)
+            for batch in batches:
+                yield _in_one_piece(conform(batch, fields))
+
+
+def _in_one_piece(table: pa.Table) -> pa.Table:
+    """Join the chunks of each column, whose dictionaries may differ."""
+    if all(column.num_chunks == 1 for column in table.columns):
+        return table
+    return table.unify_dictionaries().combine_chunks()

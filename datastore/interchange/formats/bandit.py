@@ -1,0 +1,173 @@
+"""Bandit logs: one row is one decision, of a context, an action, its propensity and a reward.
+
+The Open Bandit Dataset (Saito et al. 2021, arXiv:2008.07146) is known by its columns; other logs
+are mapped. Slates, several actions of one decision, are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
+from replaylake.datastore.interchange.formats.format import Reading, ReadOptions
+from replaylake.datastore.interchange.formats.generic.csv import (
+    CsvTables,
+    numeric_columns,
+    text_columns,
+)
+from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables, first_object
+from replaylake.datastore.interchange.formats.generic.parquet import (
+    ParquetTables,
+    is_parquet,
+    parquet_columns,
+)
+from replaylake.datastore.interchange.formats.tabular.fields import ALIASES
+from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
+from replaylake.datastore.interchange.formats.tabular.tables import Kept, Tables
+from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.storage.arrow_values import is_list
+
+# The Open Bandit Dataset's; the propensity is of the item at its position, which is thus context.
+_ACTION: Final = "item_id"
+_REWARD: Final = "click"
+_PROPENSITIES: Final = ("propensity_score", "pscore", "action_prob")
+_CONTEXT: Final = ("user_feature_*", "position")
+_ITEM_FEATURE: Final = "item_feature_"
+# What other logs of this kind call theirs; mapped where `--format bandit` says that it is one.
+_CONTEXTS: Final = ("context", "context_*", "position")
+_CHANCES: Final = ("propensity", "prob", "probability")
+# Files that are asked whether they are of this kind: an item table may come first.
+_LOOKED_AT: Final = 16
+# Several rows of one of these are several actions of one decision.
+_SLATE_COLUMNS: Final = ("impression_id", "slate_id", "request_id")
+
+
+class BanditFormat:
+    """One-step logs: the Open Bandit Dataset by itself, others by `--map`."""
+
+    name = "bandit"
+    about = "one decision a row: the Open Bandit Dataset, or any table of that kind by --map"
+    is_folder = False
+
+    def recognises(self, files: Sequence[SourceFile]) -> bool:
+        return any(_is_open_bandit(_columns(file)) for file in files[:_LOOKED_AT])
+
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+        items = [file for file in files if _is_item_table(_columns(file))]
+        decisions = [file for file in files if file not in items]
+        if not decisions:
+            raise SourceInvalid(
+                f"{items[0].name}: found a table of items and their features, expected one with a "
+                "row a decision. Ingest the log of decisions that it belongs to."
+            )
+        names = _columns(decisions[0])
+        notes = [
+            f"{file.name}: left out, as it is a table of items and not of decisions"
+            for file in items
+        ]
+        is_open_bandit = _is_open_bandit(names)
+        fields = _open_bandit_fields(names) if is_open_bandit else _common_fields(names)
+        mapping = {**fields, **options.mapping}
+        tables = Kept(_tables(decisions, mapping))
+        _refuse_slates(tables, names, options, mapping.get("action", "action"))
+        declared = Declared(fields=fields, one_step=True, notes=notes)
+        return TabularReading(tables, options, decisions[0].name, declared)
+
+
+def _is_open_bandit(names: Sequence[str]) -> bool:
+    return _ACTION in names and _REWARD in names and _propensity(names) is not None
+
+
+def _is_item_table(names: Sequence[str]) -> bool:
+    has_features = any(name.startswith(_ITEM_FEATURE) for name in names)
+    return _ACTION in names and has_features and _REWARD not in names
+
+
+def _propensity(names: Sequence[str]) -> str | None:
+    return next((name for name in _PROPENSITIES if name in names), None)
+
+
+def _open_bandit_fields(names: Sequence[str]) -> dict[str, str]:
+    context = [part for part in _CONTEXT if any(fnmatchcase(name, part) for name in names)]
+    fields = {"action": _ACTION, "reward": _REWARD, "behavior_prob": str(_propensity(names))}
+    return {**fields, "observation": ",".join(context)} if context else fields
+
+
+def _common_fields(names: Sequence[str]) -> dict[str, str]:
+    """Return what names say by themselves: context and context_*, position, propensity."""
+    fields = {}
+    context = [part for part in _CONTEXTS if any(fnmatchcase(name, part) for name in names)]
+    if context and context != ["position"] and not {*ALIASES["observation"]} & {*names}:
+        fields["observation"] = ",".join(context)
+    chance = next((name for name in _CHANCES if name in names), None)
+    known = {*ALIASES["behavior_prob"], *ALIASES["behavior_log_prob"]}
+    if chance is not None and not known & {*names}:
+        fields["behavior_prob"] = chance
+    return fields
+
+
+def _columns(file: SourceFile) -> list[str]:
+    """Return a file's columns, from its first rows; none where it is no table."""
+    try:
+        if is_parquet(file):
+            return parquet_columns(file)
+        if (first := first_object(file)) is not None:
+            return list(first)
+        for chunk in CsvTables([file]).chunks():
+            return list(chunk.table.column_names)
+    except ReplayLakeError:
+        return []  # another format's file, or a broken one: reading it says so
+    return []
+
+
+def _tables(files: Sequence[SourceFile], mapping: Mapping[str, str]) -> Tables:
+    if is_parquet(files[0]):
+        return ParquetTables(files)
+    if first_object(files[0]) is not None:
+        return JsonTables(files)
+    return CsvTables(files, text_columns(mapping), numeric_columns(mapping))
+
+
+def _refuse_slates(tables: Kept, names: Sequence[str], options: ReadOptions, action: str) -> None:
+    """Refuse several actions of one decision: a list in one row, or rows of one impression."""
+    kinds = {field.name: field.type for part in tables.schemas() for field in part.schema}
+    kind = kinds.get(action)
+    if kind is not None and _is_slate(kind):
+        raise SourceInvalid(
+            f"column {action!r}: found {kind}, expected one action a row: a list of actions is a "
+            "slate, and slates are not supported. Write one row for each position, with the "
+            "position in the context and the propensity of the item at that position."
+        )
+    kept = {*options.mapping.values()}  # kept under another name: the caller knows what it is
+    for name in _SLATE_COLUMNS:
+        if name in names and name not in kept and (example := _repeated(tables, name)) is not None:
+            raise SourceInvalid(
+                f"column {name!r}: found {example!r} in several rows, expected one row a decision: "
+                "several are a slate, and slates are not supported. Keep one row of each, or, if "
+                "each row was decided by itself (as at a position of its own, which is in the "
+                f"context), say so with --map {name}_={name}."
+            )
+
+
+def _is_slate(kind: pa.DataType) -> bool:
+    types = pa.types
+    if is_list(kind):
+        return not types.is_floating(kind.value_type)
+    return False
+
+
+def _repeated(tables: Kept, name: str) -> Any:
+    """Return a value that stands in two rows, or None."""
+    seen: set[Any] = set()
+    for chunk in tables.chunks([name]):
+        counts = pc.value_counts(chunk.table.column(name).combine_chunks().drop_null())
+        for count in counts.to_pylist():
+            if count["counts"] > 1 or count["values"] in seen:
+                return count["values"]
+            seen.add(count["values"])
+    return None

@@ -1,0 +1,39 @@
+"""Catalog: every foreign format, in the order they are asked whether a source is theirs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from replaylake.datastore.interchange.formats.bandit import BanditFormat
+from replaylake.datastore.interchange.formats.d3rlpy import D3rlpyFormat
+from replaylake.datastore.interchange.formats.d4rl.d4rl import D4rlFormat
+from replaylake.datastore.interchange.formats.format import Format
+from replaylake.datastore.interchange.formats.generic.arrow import ArrowFormat
+from replaylake.datastore.interchange.formats.generic.csv import CsvFormat
+from replaylake.datastore.interchange.formats.generic.jsonl import JsonlFormat
+from replaylake.datastore.interchange.formats.generic.parquet import ParquetFormat
+from replaylake.datastore.interchange.formats.lerobot.lerobot import LeRobotFormat
+from replaylake.datastore.interchange.formats.minari.minari import MinariFormat
+from replaylake.datastore.interchange.formats.npz.npz import NpzFormat
+from replaylake.datastore.interchange.formats.reagent.reagent import ReagentFormat
+from replaylake.datastore.interchange.formats.rlds.rlds import RldsFormat
+from replaylake.datastore.interchange.formats.rllib.rllib import RllibFormat
+from replaylake.datastore.interchange.formats.transcripts.transcripts import TranscriptsFormat
+
+# The particular before the general: RLlib's files are Parquet or JSON lines too.
+FORMATS: Final[tuple[Format, ...]] = (
+    MinariFormat(),
+    RldsFormat(),
+    LeRobotFormat(),
+    ReagentFormat(),
+    RllibFormat(),
+    BanditFormat(),
+    D4rlFormat(),
+    D3rlpyFormat(),
+    NpzFormat(),
+    ParquetFormat(),
+    ArrowFormat(),
+    TranscriptsFormat(),
+    JsonlFormat(),
+    CsvFormat(),
+)

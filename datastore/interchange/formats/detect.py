@@ -1,0 +1,76 @@
+"""Detection: which format a source is, from its content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.interchange.formats.catalog import FORMATS
+from replaylake.datastore.interchange.formats.format import Format
+from replaylake.datastore.interchange.formats.strangers import advice
+from replaylake.datastore.interchange.sources.source import SourceFile
+
+AUTO: Final = "auto"
+
+_TEXT: Final = "text"
+_KINDS: Final[dict[bytes, str]] = {
+    b"PAR1": "Parquet",
+    b"\x89HDF": "HDF5",
+    b"ARROW1": "Arrow",
+    b"PK\x03\x04": "npz",
+    b"\x80\x02": "a pickle",
+    b"\x80\x03": "a pickle",
+    b"\x80\x04": "a pickle",
+    b"\x80\x05": "a pickle",
+}
+
+
+def find_format(name: str, files: Sequence[SourceFile]) -> Format:
+    """Return the format called `name`, or for `auto` the one that the content shows.
+
+    Raises: ConfigInvalid on an unknown name, SourceInvalid if no format recognises the files, or
+    they are of several kinds.
+    """
+    names = [known.name for known in FORMATS]
+    if name != AUTO:
+        if name not in names:
+            raise ConfigInvalid(
+                f"--format: found {name!r}, expected {AUTO}, {', '.join(sorted(names))}."
+            )
+        return next(known for known in FORMATS if known.name == name)
+    for known in FORMATS:
+        if known.is_folder and known.recognises(files):
+            return known
+    _refuse_mixed(files)
+    for known in FORMATS:
+        if not known.is_folder and known.recognises(files):
+            return known
+    raise _unknown(files[0])
+
+
+def kind_of(file: SourceFile) -> str:
+    """Return what a file's first bytes say that it is: Parquet, HDF5, Arrow, npz, or text."""
+    head = file.head(8)
+    return next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), _TEXT)
+
+
+def _refuse_mixed(files: Sequence[SourceFile]) -> None:
+    first = kind_of(files[0])
+    for file in files[1:]:
+        if (kind := kind_of(file)) != first:
+            raise SourceInvalid(
+                f"{files[0].name} is {first} and {file.name} is {kind}, expected files of one "
+                "kind. Ingest them one kind at a time."
+            )
+
+
+def _unknown(file: SourceFile) -> SourceInvalid:
+    kind = kind_of(file)
+    if (known := advice(file, kind)) is not None:
+        return SourceInvalid(f"{file.name}: {known}")
+    found = f"content that begins with {file.head(8)!r}" if kind == _TEXT else f"{kind} file"
+    return SourceInvalid(
+        f"{file.name}: found {found} of no format that is known here (`replaylake formats` lists "
+        "them). Convert it, or name the format with --format."
+    )

@@ -1,0 +1,495 @@
+"""CSV tables, one row a step: a header, then numbers, flags, texts, or JSON in a cell.
+
+A cell may hold a JSON list of numbers, or an object. Arrow converts columns of floats and of flags
+while it parses. Where a later cell turns out to be something else, the file is parsed again from
+its start with that column as text, and rows given before are passed over.
+
+A column is numbers, flags or JSON where nine in ten of its cells are (of a field that is a number,
+where any cell is): the others are misfits. All cells of the source are counted before that is
+settled, so it does not matter where the others stand.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.interchange.formats.generic.jsonl import parse_json, parse_rows
+from replaylake.datastore.interchange.formats.generic.standard import (
+    TEXT_TABLE_BYTES,
+    exported_names,
+    write_tables,
+)
+from replaylake.datastore.interchange.formats.generic.text_rows import csv_header, csv_lines
+from replaylake.datastore.interchange.formats.tabular.fields import ALIASES, DONE_ALIASES
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables
+from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+
+_BLOCK_BYTES: Final = 4 << 20
+_SAMPLE_BYTES: Final = 1 << 18
+_HEADER_BYTES: Final = 1 << 20
+_DELIMITERS: Final = ",;\t|"
+# 007 and 0x1 name things; Arrow would read them as the numbers 7 and 1.
+_NOT_A_NUMBER: Final = r"^[+-]?0[0-9xX]"
+_NUMBER: Final = r"^[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|(?i:nan|inf|infinity))$"
+_WHOLE: Final = r"^[+-]?[0-9]+$"
+_BIT: Final = r"^[01]$"
+_FLAG: Final = r"^(?i:true|false)$"
+_JSON: Final = r"^[\[{]"
+# At least so many of a column's cells, or it is text.
+SHARE: Final = 0.9
+_TOO_GREAT: Final = 2.0**63
+# Kinds of columns, and of cells beside them.
+_NUMBERS, _FLAGS, _NESTED, _TEXT = "number", "flag", "nested", "text"
+_BITS, _NAMES = "bit", "name"
+# Fields that are a number or a flag whatever most of their cells are.
+_NUMERIC_FIELDS: Final = (
+    "reward",
+    "terminated",
+    "truncated",
+    "step",
+    "env_step",
+    "policy_version",
+    "behavior_prob",
+    "behavior_log_prob",
+)
+_TEXT_FIELDS: Final = ("episode_id", "agent_id", "policy", "timestamp")
+_FAILED_COLUMN: Final = re.compile(r"In CSV column #(\d+)")
+_UTF_16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+class CsvTables(Tables):
+    """Chunks of CSV files.
+
+    as_text: columns that are text whatever their cells are. numeric: those that are numbers or
+    flags where any of their cells is. share: what part of the cells of any other has to be of one
+    kind, or it is text.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        as_text: Collection[str] = (),
+        numeric: Collection[str] = (),
+        share: float = SHARE,
+    ) -> None:
+        self._files = files
+        self._share = share
+        self._numeric = {*numeric}
+        self._kinds: dict[str, str] = dict.fromkeys(as_text, _TEXT)
+        self._settled: set[str] = {*as_text}
+        self._converted: dict[str, dict[str, pa.DataType]] = {}
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        for file in self._files:
+            file.check_unchanged()
+            names, delimiter = _header(file)
+            num_given = 0
+            while (
+                failed := (yield from self._from(file, names, delimiter, num_given))
+            ) is not None:
+                column, num_given = failed
+                del self._converted[file.sha256][column]
+
+    @property
+    def settled(self) -> frozenset[str]:
+        return frozenset(self._settled)
+
+    def settle(self, columns: Sequence[str]) -> None:
+        """Count the cells of all files; what most are, if nearly all are, is the column's kind."""
+        counts: dict[str, Counter[str]] = {n: Counter() for n in columns if n not in self._settled}
+        for file in self._files:
+            names, delimiter = _header(file)
+            try:
+                with file.open() as stream:
+                    for batch in _open(stream, names, delimiter, {}, _BLOCK_BYTES):
+                        for name in counts.keys() & {*names}:
+                            counts[name] += _count_kinds(batch.column(names.index(name)))
+            except (pa.ArrowException, OSError) as error:
+                raise unreadable(file.name, error) from error
+        for name, found in counts.items():
+            self._settled.add(name)
+            share = 0.0 if name in self._numeric else self._share
+            self._kinds[name] = _kind_of(found, share)
+            for converted in self._converted.values():
+                converted.pop(name, None)
+
+    def _from(
+        self, file: SourceFile, names: Sequence[str], delimiter: str, num_given: int
+    ) -> Generator[Chunk, None, tuple[str, int] | None]:
+        """Yield chunks from a row on; return a column that could not be converted, and where."""
+        row = 0
+        try:
+            converted = self._conversions(file, names, delimiter)
+            with file.open() as stream:
+                for batch in _open(stream, names, delimiter, converted, _BLOCK_BYTES):
+                    if row >= num_given and batch.num_rows:
+                        yield self._chunk(file, row, batch, converted, stream.tell())
+                    row += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            found = _FAILED_COLUMN.search(str(error))
+            name = names[int(found.group(1))] if found else ""
+            if name in self._converted.get(file.sha256, {}):
+                return name, row
+            raise unreadable(file.name, error) from error
+        return None
+
+    def _chunk(
+        self,
+        file: SourceFile,
+        row: int,
+        batch: pa.RecordBatch,
+        converted: Mapping[str, pa.DataType],
+        num_bytes: int,
+    ) -> Chunk:
+        columns: dict[str, pa.Array] = {}
+        misfits: dict[int, dict[str, Any]] = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            columns[name] = column
+            if name not in converted:
+                columns[name], wrong = self._typed(column, name)
+                for i, cell in wrong.items():
+                    misfits.setdefault(i, {})[name] = cell
+        return Chunk(file, row, pa.table(columns), num_bytes=num_bytes, misfits=misfits)
+
+    def _conversions(
+        self, file: SourceFile, names: Sequence[str], delimiter: str
+    ) -> Mapping[str, pa.DataType]:
+        """Return the columns that Arrow converts: those that are floats or flags at first."""
+        if file.sha256 not in self._converted:
+            with file.open() as stream:
+                batches = iter(_open(stream, names, delimiter, {}, _SAMPLE_BYTES))
+                sample = next(batches, None)
+            found = {}
+            for i, name in enumerate(names):
+                if sample is None or name in self._kinds:
+                    continue
+                column, misfits = self._typed(sample.column(i), name)
+                is_converted = pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)
+                if is_converted and not misfits:
+                    found[name] = column.type
+            self._converted[file.sha256] = found
+        return self._converted[file.sha256]
+
+    def _typed(self, column: pa.Array, name: str) -> tuple[pa.Array, dict[int, Any]]:
+        """Return a column of texts as what it is, and its misfits."""
+        kind = self._kinds.get(name)
+        if kind == _TEXT:
+            return column, {}
+        if column.null_count == len(column):
+            return pa.nulls(len(column)), {}
+        trimmed = pc.utf8_trim_whitespace(column)
+        if kind is None:
+            share = 0.0 if name in self._numeric else self._share
+            found = _all_of_one(column, trimmed)
+            if found is not None and (share or found is not column):
+                return found, {}
+            if share and not _may_be_typed(trimmed, share):
+                return column, {}
+            kind = _kind_of(_count_kinds(column), share)
+        return _of_kind(column, trimmed, kind)
+
+
+class CsvFormat:
+    """Any CSV with a header, by aliases and `--map`."""
+
+    name = "csv"
+    about = "any table as CSV with a header, one row a step"
+    is_folder = False
+    suffix = ".csv"
+
+    def recognises(self, files: Sequence[SourceFile]) -> bool:
+        if files[0].head(2) in _UTF_16:
+            return True  # reading it says what is wrong with it
+        try:
+            names, _ = _header(files[0])
+        except SourceInvalid:
+            return False
+        return len(names) > 1
+
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+        # Ids are texts from the start: "7" and "007" are two episodes.
+        as_text, numeric = text_columns(options.mapping), numeric_columns(options.mapping)
+        tables = CsvTables(files, [*as_text, *options.episode_by], numeric)
+        return TabularReading(tables, options, files[0].name)
+
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+        """Write one file: vectors and objects as JSON in a cell, floats exact to the last digit."""
+        with path.open("xb") as stream:
+            stream.write(csv_header(exported_names(spec)))
+            return write_tables(
+                episodes,
+                spec,
+                lambda table: stream.write(csv_lines(table)),
+                table_bytes=TEXT_TABLE_BYTES,
+            )
+
+
+def text_columns(mapping: Mapping[str, str]) -> set[str]:
+    """Return the columns that name something, or are times: those mapped, and the aliases."""
+    mapped = {mapping[ours] for ours in _TEXT_FIELDS if ours in mapping}
+    return mapped | {name for ours in _TEXT_FIELDS for name in ALIASES[ours]}
+
+
+def numeric_columns(mapping: Mapping[str, str]) -> set[str]:
+    """Return the columns of the fields that are a number or a flag."""
+    found = {mapping[ours] for ours in _NUMERIC_FIELDS if ours in mapping}
+    unmapped = [ours for ours in _NUMERIC_FIELDS if ours not in mapping]
+    found |= {name for ours in unmapped for name in ALIASES[ours]}
+    found |= {*DONE_ALIASES} if "terminated" in unmapped else set()
+    others = {
+        name
+        for ours, theirs in mapping.items()
+        if ours not in _NUMERIC_FIELDS
+        for name in theirs.split(",")
+    }
+    return found - others
+
+
+def _open(
+    stream: Any,
+    names: Sequence[str],
+    delimiter: str,
+    converted: Mapping[str, pa.DataType],
+    block_bytes: int,
+) -> pa_csv.CSVStreamingReader:
+    return pa_csv.open_csv(
+        stream,
+        read_options=pa_csv.ReadOptions(block_size=block_bytes),
+        parse_options=pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=pa_csv.ConvertOptions(
+            column_types={name: converted.get(name, pa.string()) for name in names},
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+            null_values=[""],
+        ),
+    )
+
+
+def _header(file: SourceFile) -> tuple[list[str], str]:
+    head = file.head(_HEADER_BYTES)
+    if head[:2] in _UTF_16:
+        raise SourceInvalid(
+            f"{file.name}: found UTF-16, expected CSV in UTF-8. Convert it, as with "
+            "`iconv -f UTF-16 -t UTF-8`."
+        )
+    try:
+        # The head may end inside of a character.
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(head)
+        first = text.partition("\n")[0]
+        delimiter = max(_DELIMITERS, key=first.count)
+        names = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SourceInvalid(
+            f"{file.name}: expected CSV in UTF-8 with a header ({error})."
+        ) from error
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise SourceInvalid(f"{file.name}: found the columns {twice} twice. Rename one of each.")
+    if names and all(_is_number(name) for name in names):
+        raise SourceInvalid(
+            f"{file.name}: found numbers in the first line, expected the columns' names. "
+            "Add a header line."
+        )
+    return names, delimiter
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _all_of_one(column: pa.Array, trimmed: pa.Array) -> pa.Array | None:
+    """Return a column all of whose cells are JSON, numbers or flags; None where one is not."""
+    first = column.drop_null()[0].as_py().lstrip()
+    if first.startswith(("[", "{")):
+        found = _nested(column)
+        return None if found is column else found
+    for kind in (pa.int64(), pa.float64(), pa.bool_()):
+        try:
+            cast = trimmed.cast(kind)
+        except pa.ArrowException:
+            continue
+        if kind == pa.int64() and _has_names(trimmed):
+            return column
+        is_great = kind == pa.float64() and (np.abs(cast.to_numpy(False)) >= _TOO_GREAT).any()
+        return None if is_great and _are_whole(trimmed) else cast
+    return None
+
+
+def _are_whole(trimmed: pa.Array) -> bool:
+    """Whether all cells are whole numbers, of whatever length."""
+    return bool(pc.all(pc.match_substring_regex(trimmed, _WHOLE)).as_py())
+
+
+def _has_names(column: pa.Array) -> bool:
+    """Whether a column of integers has some that are written as names are."""
+    # Nearly no column has any, and looking at the first character costs a tenth of the pattern.
+    signed = pc.or_(pc.starts_with(column, "-"), pc.starts_with(column, "+"))
+    candidates = column.filter(pc.or_(pc.starts_with(column, "0"), signed))
+    if not len(candidates):
+        return False
+    return bool(pc.any(pc.match_substring_regex(candidates, _NOT_A_NUMBER)).as_py())
+
+
+def _may_be_typed(trimmed: pa.Array, share: float = SHARE) -> bool:
+    """Whether that share of a column's cells may be something else than text, by a few bytes each.
+
+    Never wrong where it denies: it spares columns of names and times the patterns, which cost a
+    hundred times as much.
+    """
+    cells = trimmed.drop_null()
+    ends = np.frombuffer(cells.buffers()[1], np.int32)[cells.offset : cells.offset + len(cells) + 1]
+    data = np.frombuffer(cells.buffers()[2] or b"", np.uint8)
+    starts, lengths = ends[:-1], np.diff(ends)
+    if not len(data):
+        return False
+    last = len(data) - 1
+    is_likely = (lengths > 0) & _BEGINS[data[np.minimum(starts, last)]]
+    is_likely &= _FINISHES[data[np.maximum(ends[1:] - 1, 0)]]
+    # A date has a dash where a number has none, unless behind an e.
+    is_long = lengths > 4
+    dashes = data[np.minimum(starts + 4, last)] == ord("-")
+    digits = _DIGITS[data[np.minimum(starts + 3, last)]]
+    is_likely &= ~(is_long & dashes & digits)
+    return bool(is_likely.sum() >= share * len(cells))
+
+
+def _bytes(characters: str) -> Any:
+    found = np.zeros(256, np.bool_)
+    found[[*characters.encode()]] = True
+    return found
+
+
+_DIGITS: Final = _bytes("0123456789")
+_BEGINS: Final = _bytes("0123456789+-.nNiItTfF[{")
+_FINISHES: Final = _bytes("0123456789.nNfFyYeE]}")
+
+
+def _count_kinds(column: pa.Array) -> Counter[str]:
+    """Count what the cells of a column of texts are."""
+    cells = pc.utf8_trim_whitespace(column.drop_null())
+    cells = cells.filter(pc.not_equal(cells, ""))
+    patterns = {_NUMBERS: _NUMBER, _BITS: _BIT, _FLAGS: _FLAG, _NESTED: _JSON}
+    patterns[_NAMES] = _NOT_A_NUMBER
+    matched = {kind: pc.match_substring_regex(cells, text) for kind, text in patterns.items()}
+    counts = {kind: int(pc.sum(rows).as_py() or 0) for kind, rows in matched.items()}
+    return Counter({**counts, "all": len(cells)})
+
+
+def _kind_of(counts: Mapping[str, int], share: float) -> str:
+    """Return a column's kind by the counts of its cells; a share of 0 is of numbers or flags."""
+    totals = {
+        _NUMBERS: counts[_NUMBERS],
+        _FLAGS: counts[_FLAGS] + counts[_BITS] if counts[_FLAGS] else 0,
+        _NESTED: counts[_NESTED] if share else 0,
+    }
+    most = max(totals, key=lambda kind: totals[kind])
+    # 007 is a name, and so are the others of its column.
+    is_text = share and (counts[_NAMES] or totals[most] < share * counts["all"])
+    return _TEXT if is_text or not totals[most] else most
+
+
+def _of_kind(column: pa.Array, trimmed: pa.Array, kind: str) -> tuple[pa.Array, dict[int, Any]]:
+    """Read a column as a kind; return it and the cells that are none of it."""
+    if kind == _TEXT:
+        return column, {}
+    there = np.asarray(column.is_valid()) & np.asarray(pc.not_equal(trimmed, "").fill_null(False))
+    pattern = {_NUMBERS: _NUMBER, _FLAGS: f"{_FLAG}|{_BIT}", _NESTED: _JSON}[kind]
+    fits = there & np.asarray(pc.match_substring_regex(trimmed, pattern).fill_null(False))
+    if kind == _NUMBERS:
+        names = pc.match_substring_regex(trimmed, _NOT_A_NUMBER).fill_null(False)
+        fits &= ~np.asarray(names)
+    # Blanks alone are a text, as they are in columns of texts.
+    wrong = np.flatnonzero(np.asarray(column.is_valid()) & ~fits).tolist()
+    misfits = {i: column[i].as_py() for i in wrong}
+    cells = pc.if_else(pa.array(fits), trimmed, pa.scalar(None, pa.string()))
+    if kind == _FLAGS:
+        return cells.cast(pa.bool_()), misfits
+    if kind == _NESTED:
+        found, others = _nested_rows(cells)
+    else:
+        found, others = _numbers_of(cells)
+    return found, {**misfits, **others}
+
+
+def _numbers_of(cells: pa.Array) -> tuple[pa.Array, dict[int, Any]]:
+    """Return numbers as int64 or float64; integers beyond int64 among integers are misfits."""
+    try:
+        return cells.cast(pa.int64()), {}
+    except pa.ArrowException:
+        numbers = cells.cast(pa.float64())
+    great = np.abs(numbers.to_numpy(zero_copy_only=False)) >= _TOO_GREAT
+    if not great.any() or not _are_whole(cells):
+        return numbers, {}
+    kept = pc.if_else(pa.array(~great), pc.utf8_ltrim(cells, "+"), pa.scalar(None, pa.string()))
+    return kept.cast(pa.int64()), {i: int(cells[i].as_py()) for i in np.flatnonzero(great).tolist()}
+
+
+def _nested_rows(cells: pa.Array) -> tuple[pa.Array, dict[int, Any]]:
+    """Parse JSON in cells one by one; what is none, or not as most are, is a misfit."""
+    rows: list[dict[str, Any]] = []
+    misfits: dict[int, Any] = {}
+    for i, cell in enumerate(cells.to_pylist()):
+        try:
+            rows.append({"v": None if cell is None else json.loads(cell)})
+        except (ValueError, RecursionError):
+            rows.append({"v": None})
+            misfits[i] = cell
+    try:
+        table, others = parse_rows(rows)
+    except (pa.ArrowException, OverflowError, RecursionError):
+        return pa.nulls(len(cells)), {**misfits, **dict(enumerate(cells.to_pylist()))}
+    found = pa.nulls(len(cells))
+    if "v" in table.schema.names:
+        found = table.column("v").combine_chunks()
+    return found, {**misfits, **{i: row["v"] for i, row in others.items()}}
+
+
+def _nested(column: pa.Array) -> pa.Array:
+    """Parse cells such as "[0.1, 0.2]", nested lists and objects; other texts stay as they are."""
+    trimmed = pc.utf8_trim_whitespace(column)
+    is_flat = pc.all(pc.match_substring_regex(trimmed, r"^\[[^\[\]{}\"]+\]$")).as_py()
+    try:
+        numbers = _numbers(trimmed) if is_flat and not column.null_count else None
+        if numbers is not None:
+            return numbers
+        if pc.any(pc.match_substring_regex(trimmed, r"[\r\n]")).as_py():
+            return column
+        rows = pc.binary_join_element_wise('{"v": ', pc.fill_null(trimmed, "null"), "}\n", "")
+        found = parse_json("".join(rows.to_pylist()).encode()).column("v").combine_chunks()
+        return found if len(found) == len(column) else column
+    except (pa.ArrowException, ValueError, KeyError):
+        return column
+
+
+def _numbers(cells: pa.Array) -> pa.Array | None:
+    """Parse flat lists of numbers, the fast way; None where they hold flags or something else."""
+    items = pc.split_pattern(pc.utf8_trim(cells, "[]"), ",")
+    has_fraction = pc.any(pc.match_substring_regex(items.values, r"[.eEnN]")).as_py()
+    try:
+        kind = pa.float64() if has_fraction else pa.int64()
+        numbers = pc.utf8_trim_whitespace(items.values).cast(kind)
+    except pa.ArrowException:
+        return None
+    return pa.ListArray.from_arrays(items.offsets, numbers)

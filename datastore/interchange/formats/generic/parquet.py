@@ -1,0 +1,146 @@
+"""Parquet tables, one row a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.interchange.formats.generic.standard import (
+    declared_by,
+    exported_schema,
+    write_tables,
+)
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Tables
+from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+
+# What pyarrow raises for torn files and flipped bytes; names in a footer may be no text.
+PARQUET_ERRORS: Final = (pa.ArrowException, OSError, UnicodeDecodeError)
+
+_MAGIC: Final = b"PAR1"
+_BATCH_ROWS: Final = 131_072
+_BATCH_BYTES: Final = 16 << 20
+
+
+class ParquetTables(Tables):
+    """Chunks of Parquet files; schemas come from the footers alone."""
+
+    reread_cheaply = True
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        for file in self._files:
+            file.check_unchanged()
+            row = 0
+            try:
+                # Buffering ahead would keep the bytes of every row group read so far.
+                with pq.ParquetFile(
+                    file.path, pre_buffer=False, page_checksum_verification=True
+                ) as parquet:
+                    names = None
+                    if columns is not None:
+                        names = [n for n in columns if n in parquet.schema_arrow.names]
+                    num_rows = _rows_at_once(parquet, file)
+                    for batch in parquet.iter_batches(num_rows, columns=names):
+                        batch.validate(full=True)  # texts may be no text
+                        table = pa.Table.from_batches([batch])
+                        yield Chunk(file, row, table)
+                        row += batch.num_rows
+            except PARQUET_ERRORS as error:
+                raise unreadable(file.name, error) from error
+
+    def schemas(self) -> Iterator[ChunkSchema]:
+        for file in self._files:
+            try:
+                with pq.ParquetFile(file.path) as parquet:
+                    _rows_at_once(parquet, file)
+                    rows = parquet.metadata.num_rows
+                    yield ChunkSchema(file, 0, rows, parquet.schema_arrow)
+            except PARQUET_ERRORS as error:
+                raise unreadable(file.name, error) from error
+
+
+class ParquetFormat:
+    """Any Parquet table, by aliases and `--map`."""
+
+    name = "parquet"
+    about = "any table as Parquet, one row a step"
+    is_folder = False
+    suffix = ".parquet"
+
+    def recognises(self, files: Sequence[SourceFile]) -> bool:
+        return is_parquet(files[0])
+
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+        name = files[0].name
+        declared = declared_by(map(parquet_schema, files), options, name)
+        return TabularReading(ParquetTables(files), options, name, declared)
+
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+        """Write one file, types kept; the spaces are in the schema's metadata."""
+        fields = exported_schema(spec)
+        # Checksums, as without them most flipped bits are read as other numbers.
+        with pq.ParquetWriter(path, fields, compression="zstd", write_page_checksum=True) as writer:
+            return write_tables(episodes, spec, lambda table: writer.write_table(table))
+
+
+def is_parquet(file: SourceFile) -> bool:
+    """Whether the file begins as Parquet does; a torn one still does."""
+    return file.head(len(_MAGIC)) == _MAGIC
+
+
+def parquet_columns(file: SourceFile) -> list[str]:
+    """Return the column names. Raises: SourceInvalid on a torn file."""
+    names: list[str] = parquet_schema(file).names
+    return names
+
+
+def parquet_schema(file: SourceFile) -> pa.Schema:
+    """Return the columns, their types and metadata. Raises: SourceInvalid on a torn file."""
+    try:
+        return pq.read_schema(file.path)
+    except PARQUET_ERRORS as error:
+        raise unreadable(file.name, error) from error
+
+
+def _rows_at_once(parquet: pq.ParquetFile, file: SourceFile) -> int:
+    """Return how many rows make a chunk. Raises: SourceInvalid for a bomb.
+
+    Rows times their width is what a file unpacks to, whatever sizes it states: a run of a thousand
+    million equal numbers takes a few bytes.
+    """
+    num_rows = parquet.metadata.num_rows
+    width = sum(least_width(field.type) for field in parquet.schema_arrow)
+    refuse_bomb(file.name, num_rows * width, file.num_bytes)
+    groups = range(parquet.metadata.num_row_groups)
+    stated = sum(parquet.metadata.row_group(group).total_byte_size for group in groups)
+    widest = max(width, stated // max(1, num_rows), 1)
+    return int(np.clip(_BATCH_BYTES // widest, 1, _BATCH_ROWS))
+
+
+def least_width(kind: pa.DataType) -> int:
+    """Return the bytes that a value takes in memory at the least, whatever it is."""
+    types = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return least_width(kind.storage_type)
+    if types.is_struct(kind):
+        return sum(least_width(field.type) for field in kind)
+    if types.is_fixed_size_list(kind):
+        return int(kind.list_size) * least_width(kind.value_type)
+    if types.is_dictionary(kind):
+        return least_width(kind.value_type)  # ingest decodes them
+    try:
+        return max(1, int(kind.bit_width) // 8)
+    except ValueError:  # lists and texts: an offset each
+        return 4

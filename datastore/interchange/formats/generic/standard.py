@@ -1,0 +1,200 @@
+"""Standard tables: episodes as tables under our own column names, as generic formats hold them.
+
+Columns are those of `steps` but for source_episode_id: episode_id is the source's own, which ingest
+prefixes. Values have the dtypes of their spaces, also those that a dataset has to widen, and those
+of two or more dims their shapes. What CSV and JSON cannot say of the spaces, Arrow's schema says in
+its metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.rows import encode
+from replaylake.datastore.episodes.schema import DatasetSpec, arrow_schema, to_numpy
+from replaylake.datastore.episodes.spaces import (
+    Array,
+    Dict,
+    Space,
+    Tuple,
+    children,
+    num_bytes,
+    value_dtype,
+)
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
+from replaylake.datastore.interchange.formats.format import ReadOptions, Written
+from replaylake.datastore.interchange.formats.tabular.episode_rows import column_of
+from replaylake.datastore.interchange.formats.tabular.reading import Declared
+from replaylake.datastore.storage.arrow_values import whole
+from replaylake.datastore.storage.table.table_schema import conform
+
+_TABLE_BYTES: Final = 16 << 20
+# As text it is ten times as much, several times over while it is put together.
+TEXT_TABLE_BYTES: Final = 2 << 20
+_TABLE_STEPS: Final = 131_072
+# Values of these are of the spaces, which say more of them than a dataset's own types.
+_OF_SPACES: Final = (schema.OBSERVATION, schema.FINAL_OBSERVATION, schema.ACTION)
+# What changes the meaning of the values, so that the spaces said of them hold no longer.
+_RESHAPING: Final = ("observation", "action")
+_PREFIX: Final = b"replaylake."
+
+# Called with each table.
+Write = Callable[[pa.Table], object]
+
+
+def write_tables(
+    episodes: Iterable[Episode],
+    spec: DatasetSpec,
+    write: Write,
+    *,
+    table_bytes: int = _TABLE_BYTES,
+) -> Written:
+    """Pass all episodes to `write` as tables of one schema, of about so many bytes each."""
+    num_episodes = num_steps = 0
+    last: tuple[str, str] | None = None
+    for batch in _batches(episodes, table_bytes):
+        for episode in batch:
+            # Pieces of one episode follow one another.
+            key = (episode.episode_id, episode.agent_id)
+            num_episodes += key != last
+            last = key
+            num_steps += len(episode)
+        write(standard_table(batch, spec))
+    return Written(num_episodes, num_steps)
+
+
+def standard_table(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
+    """Return checked episodes as rows. Raises: SchemaMismatch, EpisodeInvalid."""
+    table = encode(episodes, spec).drop_columns([schema.SOURCE_EPISODE_ID])
+    arrays = []
+    for field, column in zip(table.schema, table.columns, strict=True):
+        if field.name in _OF_SPACES:
+            is_action = field.name == schema.ACTION
+            space = spec.action_space if is_action else spec.observation_space
+            arrays.append(_faithful(space, whole(column)))
+        elif pa.types.is_dictionary(field.type):
+            arrays.append(column.cast(field.type.value_type))
+        else:
+            arrays.append(column)
+    return conform(
+        pa.table(dict(zip(table.column_names, arrays, strict=True))), exported_schema(spec)
+    )
+
+
+def exported_names(spec: DatasetSpec) -> list[str]:
+    """Return the columns that `standard_table` makes, in order."""
+    return [name for name in arrow_schema(spec).names if name != schema.SOURCE_EPISODE_ID]
+
+
+def exported_schema(spec: DatasetSpec) -> pa.Schema:
+    """Return the schema of what `standard_table` makes, the spaces in its metadata."""
+    kinds = arrow_schema(spec)
+    fields = []
+    for name in exported_names(spec):
+        kind = kinds.field(name).type
+        if name in _OF_SPACES:
+            is_action = name == schema.ACTION
+            space = spec.action_space if is_action else spec.observation_space
+            kind = _faithful(space, pa.array([], kind)).type
+        elif pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        fields.append(pa.field(name, kind))
+    return pa.schema(fields, metadata=spec.configuration())
+
+
+def declared_by(schemas: Iterable[pa.Schema], options: ReadOptions, where: str) -> Declared | None:
+    """Return what the files' schemas say of the spaces, if they say the same.
+
+    Where the options bring the values to another form, that is nothing. Raises: SourceInvalid if a
+    schema says it in a way that cannot be read.
+    """
+    first: dict[str, str] | None = None
+    for found in schemas:
+        said = _said(found.metadata or {})
+        if not said or (first is not None and said != first):
+            return None
+        first = said
+    is_changed = options.action_scale is not None or options.action_range is not None
+    if first is None or is_changed or any(name in options.mapping for name in _RESHAPING):
+        return None
+    try:
+        spec = DatasetSpec.from_table(first, pa.schema([]))
+    except (ReplayLakeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SourceInvalid(
+            f"{where}: found spaces in its metadata that cannot be read "
+            f"({type(error).__name__}: {error}), expected them as `replaylake export` writes them. "
+            "Drop the file's metadata, or write it again."
+        ) from error
+    return Declared(
+        spaces=(spec.observation_space, spec.action_space),
+        rewards_optional=spec.rewards_optional,
+        encoding=spec.encoding,
+    )
+
+
+def _said(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {
+        key.decode(errors="replace"): value.decode(errors="replace")
+        for key, value in metadata.items()
+        if key.startswith(_PREFIX)
+    }
+
+
+def _batches(episodes: Iterable[Episode], table_bytes: int) -> Iterator[list[Episode]]:
+    batch: list[Episode] = []
+    held_bytes = held_steps = 0
+    for episode in episodes:
+        batch.append(episode)
+        held_bytes += num_bytes(episode.observations) + num_bytes(episode.actions)
+        held_steps += len(episode)
+        if held_bytes >= table_bytes or held_steps >= _TABLE_STEPS:
+            yield batch
+            batch, held_bytes, held_steps = [], 0, 0
+    if batch:
+        yield batch
+
+
+def _faithful(space: Space, column: pa.Array, *, is_nested: bool = False) -> pa.Array:
+    """Return a dataset's column with the dtypes and shapes of its space."""
+    there = column.filter(column.is_valid()) if column.null_count else column
+    if isinstance(space, Dict | Tuple):
+        parts = [
+            _faithful(sub, pc.struct_field(there, key), is_nested=True)
+            for key, sub in children(space).items()
+        ]
+        found = pa.StructArray.from_arrays(parts, names=[*children(space)])
+    elif value_dtype(space).kind == "O":
+        return column
+    else:
+        values = np.asarray(to_numpy(space, there))
+        # Readers look for tensors among the columns, not within structs.
+        as_tensors = values.ndim > 2 and not is_nested
+        found = _tensors(values) if as_tensors else column_of(values, "values")
+    if not column.null_count:
+        return found
+    known = np.asarray(column.is_valid().to_numpy(zero_copy_only=False), bool)
+    return _spread(found, known)
+
+
+def _spread(values: pa.Array, known: Any) -> pa.Array:
+    """Return the values at the rows where they are known, the others null."""
+    rows = pa.array(np.cumsum(known) - 1, mask=~known)
+    if isinstance(values, pa.ExtensionArray):
+        return pa.ExtensionArray.from_storage(values.type, values.storage.take(rows))
+    return values.take(rows)
+
+
+def _tensors(values: Array) -> pa.Array:
+    # One list a value and not lists of lists: a third of the time, and other libraries know it.
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    kind = pa.fixed_shape_tensor(flat.type, values.shape[1:])
+    return pa.ExtensionArray.from_storage(
+        kind, pa.FixedSizeListArray.from_arrays(flat, type=kind.storage_type)
+    )

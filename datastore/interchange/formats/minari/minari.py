@@ -1,0 +1,215 @@
+"""Minari datasets: a folder of episodes in HDF5, Arrow or Parquet, with their spaces as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.interchange.formats.hdf5.files import Hdf5File, is_hdf5
+from replaylake.datastore.interchange.formats.hdf5.own_columns import with_own_names
+from replaylake.datastore.interchange.formats.minari.arrow import ArrowEpisode, EpisodeFolders
+from replaylake.datastore.interchange.formats.minari.export import MAIN_FILE, METADATA, write_minari
+from replaylake.datastore.interchange.formats.minari.hdf5 import Hdf5Tables, groups_of
+from replaylake.datastore.interchange.formats.minari.spaces import space_of
+from replaylake.datastore.interchange.formats.minari.storage import Spaces
+from replaylake.datastore.interchange.formats.tabular.infos import INFOS, declared_fields
+from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
+from replaylake.datastore.interchange.sources.refusal import listed
+from replaylake.datastore.interchange.sources.source import SourceFile
+
+_LARGEST_METADATA: Final = 64 << 20
+# What main_data.hdf5 said of itself before 0.5, when there was no metadata.json.
+_LABELS: Final = ("observation_space", "action_space", "dataset_id", "env_spec")
+
+
+@dataclass(frozen=True)
+class Found:
+    """One dataset's files among those of a source: `main` for HDF5, `episodes` for the others."""
+
+    metadata: SourceFile | None
+    main: SourceFile | None
+    episodes: tuple[ArrowEpisode, ...]
+
+
+class MinariFormat:
+    """What Minari keeps, and what minari.load_dataset opens."""
+
+    name = "minari"
+    about = "a Minari dataset's folder: HDF5, Arrow or Parquet, with metadata.json"
+    is_folder = True
+    suffix = ""
+
+    def recognises(self, files: Sequence[SourceFile]) -> bool:
+        return bool(_folders(files)) or _is_lone_main(files)
+
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+        found = _find(files)
+        metadata = _metadata(found)
+        spaces = _spaces(metadata, found)
+        tables: Hdf5Tables | EpisodeFolders
+        infos: list[str] = []
+        if found.main is None:
+            where, num_episodes = found.episodes[0].parts[0].name, len(found.episodes)
+            tables = EpisodeFolders(found.episodes, spaces)
+        else:
+            where = found.main.name
+            tables = Hdf5Tables(found.main, spaces)
+            num_episodes, infos = _survey(found.main)
+            with Hdf5File(found.main) as opened:
+                options = with_own_names(opened, infos, options)
+        fields = declared_fields(infos)
+        notes = [*_told(metadata, found, num_episodes)]
+        is_other = bool({"observation", "action"} & options.mapping.keys())
+        declared = Declared(
+            fields=fields,
+            spaces=None if is_other else spaces,
+            notes=notes,
+            observed="observations",
+        )
+        reading = TabularReading(tables, options, where, declared)
+        notes += tables.notes
+        return reading
+
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+        return write_minari(episodes, spec, path)
+
+
+def _folders(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
+    """Return the folders that hold a metadata.json beside data of Minari's names, and that data."""
+    described = {_folder_of(file) for file in files if file.base_name == METADATA}
+    folders: dict[str, list[SourceFile]] = {}
+    for file in files:
+        folder = _folder_of(file)
+        if file.base_name != MAIN_FILE:
+            # An episode's folder is called by its number.
+            folder, _, number = folder.rpartition("/")
+            if not (number.isdecimal() and file.relative.endswith((".arrow", ".parquet"))):
+                continue
+        if folder in described:
+            folders.setdefault(folder, []).append(file)
+    return folders
+
+
+def _folder_of(file: SourceFile) -> str:
+    return file.relative.rpartition("/")[0]
+
+
+def _is_lone_main(files: Sequence[SourceFile]) -> bool:
+    if len(files) != 1 or not is_hdf5(files[0]):
+        return False
+    with Hdf5File(files[0]) as opened:
+        groups = groups_of(opened)
+        return bool(groups) and opened.holds(f"{groups[0][1]}/terminations")
+
+
+def _find(files: Sequence[SourceFile]) -> Found:
+    folders = _folders(files)
+    if not folders and _is_lone_main(files):
+        return Found(None, files[0], ())
+    metadata = [file for file in files if file.base_name == METADATA]
+    top = [file for file in metadata if _folder_of(file) in folders]
+    if not folders:
+        raise SourceInvalid(
+            f"{files[0].name}: found no {MAIN_FILE} and no episode folders beside a {METADATA}, "
+            "expected a Minari dataset's folder. Pass it whole, or name another format."
+        )
+    if len(top) != 1:
+        named = [folder.removesuffix("/data") or "." for folder in sorted(folders)]
+        raise SourceInvalid(
+            f"{files[0].name}: found {len(top)} Minari datasets ({listed(named)}), expected one. "
+            "Ingest the folder of each by itself."
+        )
+    inside = folders[_folder_of(top[0])]
+    main = next((file for file in inside if file.base_name == MAIN_FILE), None)
+    return Found(top[0], main, () if main else _arrow_episodes(inside, metadata))
+
+
+def _arrow_episodes(
+    inside: Sequence[SourceFile], metadata: Sequence[SourceFile]
+) -> tuple[ArrowEpisode, ...]:
+    labels = {_folder_of(file): file for file in metadata}
+    parts: dict[str, list[SourceFile]] = {}
+    for file in inside:
+        parts.setdefault(_folder_of(file), []).append(file)
+    found = [
+        ArrowEpisode(
+            int(home.rpartition("/")[2]),
+            tuple(files),
+            _json_object(labels[home]) if home in labels else {},
+        )
+        for home, files in parts.items()
+    ]
+    return tuple(sorted(found, key=lambda episode: episode.number))
+
+
+def _json_object(file: SourceFile) -> Mapping[str, Any]:
+    with file.open() as stream:
+        text = stream.read(_LARGEST_METADATA + 1)
+    try:
+        found = json.loads(text) if len(text) <= _LARGEST_METADATA else None
+    except (ValueError, RecursionError) as error:
+        raise SourceInvalid(
+            f"{file.name}: {error}, expected one JSON object. It may be torn: write it again."
+        ) from error
+    if not isinstance(found, dict):
+        raise SourceInvalid(
+            f"{file.name}: found {len(text)} bytes that are no JSON object, expected one of "
+            f"at most {_LARGEST_METADATA}. Is it Minari's?"
+        )
+    return found
+
+
+def _metadata(found: Found) -> Mapping[str, Any]:
+    """Return what metadata.json says, or main_data.hdf5 where it does: before 0.5 it did."""
+    if found.metadata is not None and (said := _json_object(found.metadata)):
+        return said
+    if found.main is None:
+        return {}
+    with Hdf5File(found.main) as opened:
+        labels = {name: opened.text_label("", name) for name in _LABELS}
+    return {name: text for name, text in labels.items() if text is not None}
+
+
+def _spaces(metadata: Mapping[str, Any], found: Found) -> Spaces:
+    if not {"observation_space", "action_space"} <= metadata.keys():
+        return None
+    source = found.metadata or found.main
+    name = "metadata.json" if source is None else source.name
+    return (
+        space_of(metadata["observation_space"], f"{name}: observation_space"),
+        space_of(metadata["action_space"], f"{name}: action_space"),
+    )
+
+
+def _survey(main: SourceFile) -> tuple[int, list[str]]:
+    """Return the number of episodes, and the infos of the first one."""
+    with Hdf5File(main) as opened:
+        groups = groups_of(opened)
+        if not groups:
+            raise SourceInvalid(
+                f"{main.name}: found no group episode_N, expected one an episode. "
+                "Is it another format's file?"
+            )
+        path = f"{groups[0][1]}/{INFOS}"
+        names = opened.names(path) if opened.holds(path) and opened.is_group(path) else []
+        return len(groups), [f"{INFOS}/{name}" for name in names]
+
+
+def _told(metadata: Mapping[str, Any], found: Found, num_episodes: int) -> Iterator[str]:
+    """Say what metadata.json tells beside the spaces."""
+    if found.metadata is None and "observation_space" not in metadata:
+        yield "read without its metadata.json: the spaces are those that the values show"
+    if name := metadata.get("dataset_id"):
+        yield f"Minari dataset {str(name)[:200]}"
+    if environment := metadata.get("env_spec"):
+        yield f"env_spec: {str(environment)[:1000]}"
+    said = metadata.get("total_episodes")
+    if isinstance(said, int) and said != num_episodes:
+        yield f"metadata.json says {said} episodes, and {num_episodes} are there"

@@ -1,0 +1,254 @@
+"""ReAgent's logs: JSON lines of sparse features, and the Parquet that its workflows write.
+
+One row is one decision of an episode (`mdp_id`). An id that a row lacks is absent, and ReAgent
+would later put a value in its place (MISSING_VALUE, then the mean); here that takes a --fill.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from replaylake.datastore.episodes.spaces import Array
+from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.interchange.formats.format import Reading, ReadOptions
+from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables, first_object
+from replaylake.datastore.interchange.formats.generic.parquet import (
+    ParquetTables,
+    is_parquet,
+    parquet_columns,
+)
+from replaylake.datastore.interchange.formats.reagent.actions import (
+    ACTION,
+    POSSIBLE,
+    POSSIBLE_MASK,
+    Actions,
+)
+from replaylake.datastore.interchange.formats.reagent.features import (
+    Features,
+    features_of,
+    in_order,
+    is_sparse,
+    width_of,
+)
+from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Kept, Tables
+from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.source import SourceFile
+
+_STATE, _NEXT = "state_features", "next_state_features"
+_NOT_TERMINAL, _TERMINATED, _SPAN = "not_terminal", "terminated", "step"
+_MASK: Final = "action_mask"
+# What says again what the following row says.
+_RESTATED: Final = ("next_action", "possible_next_actions", "possible_next_actions_mask")
+_PRESENCE: Final = "_presence"
+_PIECE_VALUES: Final = 2 << 20
+_OWN: Final = {"mdp_id", "sequence_number", _STATE, ACTION}
+_FIELDS: Final = {
+    "episode_id": "mdp_id",
+    "step": "sequence_number",
+    "observation": _STATE,
+    "action": ACTION,
+}
+
+
+class ReagentTables(Tables):
+    """Chunks with dense vectors for features, and names for actions that are features.
+
+    All ids are found in a pass before the first chunk.
+    """
+
+    # What costs time, the parsing, is kept below.
+    reread_cheaply = True
+
+    def __init__(self, rows: Tables, fill: Mapping[str, float], actions: Actions) -> None:
+        self._rows = Kept(rows)
+        self._fill = fill.get(_STATE)
+        self._actions = actions
+        self._keys: list[str] = []
+        self.columns: set[str] = set()
+        self.notes: list[str] = []
+        self._survey()
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        for piece in self._pieces():
+            yield replace(piece, table=self._table(piece))
+
+    def _pieces(self) -> Iterator[Chunk]:
+        """Cut the chunks so that the vectors of one, laid out, are small."""
+        for chunk in self._rows.chunks():
+            _check_columns(chunk)
+            names = [name for name in (_STATE, _NEXT, ACTION) if name in chunk.table.schema.names]
+            widest = max(width_of(chunk.table.column(name)) for name in names)
+            num = max(_PIECE_VALUES // max(widest, len(self._keys), 1), 1)
+            for start in range(0, chunk.table.num_rows, num):
+                yield chunk.part(start, chunk.table.slice(start, num))
+
+    def _survey(self) -> None:
+        keys: set[str] = set()
+        num_present: Counter[int] = Counter()
+        stored = num_empty_masks = num_ends = 0
+        for chunk in self._pieces():
+            state, following = _features(chunk, _STATE), _following(chunk)
+            keys |= set(state.keys) | set(following.keys if following else ())
+            num_present.update(state.present.sum(axis=1).tolist())
+            stored += chunk.table.nbytes
+            refuse_bomb(chunk.file.name, 8 * num_present.total() * len(keys), stored)
+            self._actions.add(chunk)
+            self.columns |= set(chunk.table.schema.names)
+            ended = _ended(chunk, following)
+            num_ends += int(ended.sum()) if _NOT_TERMINAL not in chunk.table.schema.names else 0
+            masks = self._actions.masks(chunk) if POSSIBLE_MASK in self.columns else None
+            num_empty_masks += 0 if masks is None else int((ended & ~masks.any(axis=1)).sum())
+        self._keys = in_order(keys)
+        num_lacking = sum(n for present, n in num_present.items() if present < len(keys))
+        self._note(num_lacking, num_ends, num_empty_masks)
+
+    def _note(self, num_lacking: int, num_ends: int, num_empty_masks: int) -> None:
+        if num_lacking:
+            filled = (
+                f"--fill put {self._fill} there"
+                if self._fill is not None
+                else ("give what should stand there with --fill state_features=VALUE")
+            )
+            self.notes.append(
+                f"{num_lacking} rows lack some of {len(self._keys)} features: {filled}"
+            )
+        if num_ends:
+            self.notes.append(
+                f"{num_ends} rows have no next state: taken as terminal, as ReAgent does"
+            )
+        if num_empty_masks:
+            self.notes.append(
+                f"{num_empty_masks} terminal rows have an empty {POSSIBLE_MASK}, though an action "
+                "was taken: read as all possible"
+            )
+        if never := self._actions.never_taken:
+            self.notes.append(f"actions possible but never taken, left out: {', '.join(never)}")
+        if self._actions.is_unread and POSSIBLE_MASK not in self.columns:
+            self.notes.append(
+                f"{POSSIBLE} left out: the actions are numbers and not names, which a mask follows"
+            )
+        if _SPAN in self.columns:
+            self.notes.append(f"column {_SPAN!r} left out: it is 1 in each row, a row a step")
+        if restated := sorted(self.columns & {*_RESTATED}):
+            self.notes.append(
+                f"columns that restate the following row, left out: {', '.join(restated)}"
+            )
+
+    def _table(self, chunk: Chunk) -> pa.Table:
+        names = chunk.table.schema.names
+        left_out = {*_RESTATED, POSSIBLE, POSSIBLE_MASK, _NOT_TERMINAL, _SPAN}
+        left_out |= {name for name in names if name.endswith(f"features{_PRESENCE}")}
+        columns = {n: _storable(chunk.table.column(n)) for n in names if n not in left_out}
+        if _SPAN in names:
+            _refuse_spans(chunk)
+        state, following = _features(chunk, _STATE), _following(chunk)
+        ended = _ended(chunk, following)
+        columns[_STATE] = state.dense(self._keys).column(self._fill)
+        if following is not None:
+            has_next = following.present.any(axis=1) & ~ended
+            columns[_NEXT] = following.dense(self._keys).column(self._fill, has_next)
+        if following is not None or _NOT_TERMINAL in names:
+            columns[_TERMINATED] = pa.array(ended)
+        columns[ACTION] = self._actions.column(chunk)
+        if (masks := self._actions.masks(chunk)) is not None and masks.shape[1]:
+            masks |= (ended & ~masks.any(axis=1))[:, None]
+            flat = pa.array(masks.reshape(-1))
+            columns[_MASK] = pa.FixedSizeListArray.from_arrays(flat, masks.shape[1])
+        return pa.table(columns)
+
+
+class ReagentFormat:
+    """ReAgent's JSON lines, and the Parquet files of its workflows."""
+
+    name = "reagent"
+    about = "ReAgent's logs: JSON lines of sparse features, Parquet of its workflows"
+    is_folder = False
+
+    def recognises(self, files: Sequence[SourceFile]) -> bool:
+        if is_parquet(files[0]):
+            return _OWN.issubset(parquet_columns(files[0]))
+        return _OWN.issubset(first_object(files[0]) or ())
+
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+        rows: Tables = ParquetTables(files) if is_parquet(files[0]) else JsonTables(files)
+        fill = {n: _number(n, text) for n, text in options.fill.items() if n in (_STATE, ACTION)}
+        known = options.encoding.action_names if options.encoding is not None else None
+        tables = ReagentTables(rows, fill, Actions(known, fill.get(ACTION)))
+        rest = {name: text for name, text in options.fill.items() if name not in fill}
+        fields = _FIELDS | ({"next_observation": _NEXT} if _NEXT in tables.columns else {})
+        declared = Declared(fields, notes=tables.notes, observed=_STATE)
+        return TabularReading(tables, replace(options, fill=rest), files[0].name, declared)
+
+
+def _following(chunk: Chunk) -> Features | None:
+    return _features(chunk, _NEXT) if _NEXT in chunk.table.schema.names else None
+
+
+def _features(chunk: Chunk, name: str) -> Features:
+    table, presence = chunk.table, f"{name}{_PRESENCE}"
+    flags = table.column(presence) if presence in table.schema.names else None
+    where = f"{chunk.file.name} from row {chunk.first_row}, column {name!r}"
+    return features_of(table.column(name), where, flags)
+
+
+def _ended(chunk: Chunk, following: Features | None) -> Array:
+    """Return which rows are terminal: by their flag, or because they have no next state."""
+    if _NOT_TERMINAL not in chunk.table.schema.names:
+        none = np.zeros(chunk.table.num_rows, np.bool_)
+        return none if following is None else np.asarray(~following.present.any(axis=1))
+    flags = chunk.table.column(_NOT_TERMINAL)
+    if not pa.types.is_boolean(flags.type) or flags.null_count:
+        raise SourceInvalid(
+            f"{chunk.file.name} from row {chunk.first_row}: column {_NOT_TERMINAL!r} is "
+            f"{flags.type} with {flags.null_count} nulls, expected true or false in each row. "
+            "Correct the log."
+        )
+    return ~np.asarray(flags)
+
+
+def _check_columns(chunk: Chunk) -> None:
+    for name in sorted(_OWN):
+        if name not in chunk.table.schema.names:
+            raise SourceInvalid(
+                f"{chunk.file.name} from row {chunk.first_row}: found no {name}, expected it as "
+                "ReAgent writes it. Name another format with --format."
+            )
+
+
+def _refuse_spans(chunk: Chunk) -> None:
+    if others := [one for one in chunk.table.column(_SPAN).to_pylist() if one not in (1, None)]:
+        raise SourceInvalid(
+            f"{chunk.file.name}: column {_SPAN!r} holds {others[0]}, expected 1: a row over "
+            "several steps is no transition. Write the log with one step a row."
+        )
+
+
+def _storable(column: Any) -> Any:
+    """Return a column as it is, but values by id, as of metrics, as JSON text."""
+    if not is_sparse(column.type):
+        return column
+
+    def text(value: Any) -> str | None:
+        if value is None:
+            return None
+        items = value.items() if isinstance(value, dict) else value
+        return json.dumps({key: one for key, one in items if one is not None}, default=str)
+
+    return pa.array([text(value) for value in column.to_pylist()], pa.string())
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigInvalid(
+            f"--fill {name}={text}: found {text!r}, expected a number for absent features."
+        ) from error

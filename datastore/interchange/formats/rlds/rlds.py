@@ -1,0 +1,258 @@
+"""RLDS: episodes in TFDS dataset folders of TFRecord files, read without TensorFlow.
+
+A row of RLDS holds o_t, a_t and the reward that a_t caused. The row that is_last marks holds the
+final observation, and of its action, reward and discount RLDS says that they mean nothing
+(Ramos et al. 2021; github.com/google-research/rlds, "Step": SAR alignment).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from replaylake.datastore.episodes.spaces import Array
+from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.interchange.formats.format import Reading, ReadOptions
+from replaylake.datastore.interchange.formats.rlds.features import (
+    EpisodeSpec,
+    Leaf,
+    Record,
+    Spec,
+    column,
+    episode_spec,
+    has_images,
+    readable,
+    unread,
+)
+from replaylake.datastore.interchange.formats.rlds.shards import (
+    FEATURES,
+    SHARD,
+    Shard,
+    check_count,
+    find_shards,
+    read_json,
+)
+from replaylake.datastore.interchange.formats.rlds.spaces import spaces_of
+from replaylake.datastore.interchange.formats.rlds.tfrecord import Feature, parse_example, records
+from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Tables
+from replaylake.datastore.interchange.sources.source import SourceFile
+
+_CHUNK_BYTES: Final = 16 << 20
+_OBSERVATION: Final = "observation"
+_NEEDED: Final[tuple[str, ...]] = (_OBSERVATION, "action")
+_FLAGS: Final = ("is_first", "is_last", "is_terminal")
+# What becomes of the flags, under names that no feature has.
+_EPISODE, _STEP, _TERMINATED, _TRUNCATED = "episode_id", "step", "terminated", "truncated"
+_FINAL, _SPLIT = "final_observation", "split"
+_OURS: Final = {_EPISODE, _STEP, _TERMINATED, _TRUNCATED, _FINAL, _SPLIT}
+# Counts of episodes that become notes.
+_NOTES: Final = {
+    "part": "episodes do not begin with is_first: they are parts of longer ones",
+    "empty": "episodes hold one row, the final observation, and no step: left out",
+    "reward": (
+        "episodes have a reward other than 0 on the row that is_last marks, which was left out: if "
+        "it is real, the rewards are aligned otherwise than in RLDS and the returns here are wrong"
+    ),
+}
+
+
+class RldsTables(Tables):
+    """Chunks of whole episodes, a row a step; the final observation is on the last row.
+
+    `notes` are complete after the first whole reading. Memory: a chunk, or an episode that is more.
+    """
+
+    def __init__(self, shards: Sequence[Shard], spec: EpisodeSpec, notes: list[str]) -> None:
+        self._shards = shards
+        # Flat name in the record, column, feature.
+        self._steps = [
+            (f"steps/{name}", f"steps_{name}" if name in _OURS else name, one)
+            for name, one in readable(spec.steps).items()
+            if name not in _FLAGS
+        ]
+        taken = {*_OURS, *(name for _, name, _ in self._steps)}
+        self._metadata = [
+            (name, f"metadata_{name}" if name in taken else name, one)
+            for name, one in readable(spec.metadata).items()
+        ]
+        # Decoded images take many times the room of the files: they are rather decoded again.
+        self.reread_cheaply = any(has_images(one) for _, _, one in self._steps)
+        self._notes = notes
+        self._counts = dict.fromkeys(_NOTES, 0)
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        self._counts = dict.fromkeys(_NOTES, 0)
+        for shard in self._shards:
+            held: list[pa.Table] = []
+            row, num_bytes, number = 0, 0, -1
+            for number, data in enumerate(records(shard.file)):
+                table = self._episode(shard, number, data, columns)
+                if held and table.schema != held[0].schema:
+                    raise _other_schema(shard.file, number, held[0].schema, table.schema)
+                held.append(table)
+                num_bytes += table.nbytes
+                if num_bytes >= _CHUNK_BYTES:
+                    yield (chunk := Chunk(shard.file, row, pa.concat_tables(held)))
+                    row, held, num_bytes = row + chunk.table.num_rows, [], 0
+            if held:
+                yield Chunk(shard.file, row, pa.concat_tables(held))
+            check_count(shard, number + 1)
+        notes = [f"{count} {_NOTES[what]}" for what, count in self._counts.items() if count]
+        self._notes += [note for note in notes if note not in self._notes]
+
+    def schemas(self) -> Iterator[ChunkSchema]:
+        schema = None
+        for shard in self._shards:
+            num_rows = 0
+            for number, data in enumerate(records(shard.file)):
+                # The first tells the types; of the others only the rows are counted.
+                table = self._episode(shard, number, data, None if schema is None else [_STEP])
+                schema = schema or table.schema
+                num_rows += table.num_rows
+            if schema is not None:
+                yield ChunkSchema(shard.file, 0, num_rows, schema)
+
+    def _episode(
+        self, shard: Shard, number: int, data: bytes, wanted: Sequence[str] | None
+    ) -> pa.Table:
+        """Return an episode's steps, or some columns of them."""
+        features = parse_example(data, shard.file, number)
+        where = f"{shard.file.name} record {number}"
+        num_rows = _num_rows(features, where)
+        record = Record(features, num_rows, where)
+        first, last, terminal = (_flag(name, record) for name in _FLAGS)
+        inner = (last | terminal)[:-1] | first[1:]
+        # With an end inside, all rows stay, and the check for that rejects the episode.
+        has_final = bool(last[-1] or terminal[-1]) and not inner.any()
+        num = num_rows - 1 if has_final else num_rows
+        columns = {
+            _EPISODE: pa.array([f"{shard.split}-{shard.number:05d}-{number}"]),
+            _SPLIT: pa.array([shard.split]),
+        }
+        for key, name, spec in self._metadata:
+            if wanted is not None and name not in wanted:
+                continue
+            columns[name] = column(_read(spec), key, record, 1)
+        columns = {name: _repeated(values, num) for name, values in columns.items()}
+        columns[_STEP] = pa.array(np.arange(num))
+        for key, name, spec in self._steps:
+            is_wanted = wanted is None or name in wanted
+            if not (is_wanted or (name == _OBSERVATION and _FINAL in (wanted or ()))):
+                continue
+            values = column(_read(spec), key, record, num_rows)
+            columns[name] = values.slice(0, num)
+            if name == _OBSERVATION:
+                columns[_FINAL] = _final(values, num)
+        ends = np.append(inner, False)[:num]
+        is_end = (np.arange(num) == num - 1) & has_final
+        columns[_TERMINATED] = pa.array(is_end & terminal[-1])
+        columns[_TRUNCATED] = pa.array(ends | (is_end & ~terminal[-1]))
+        self._counts["part"] += not first[0]
+        self._counts["empty"] += not num
+        self._counts["reward"] += has_final and _is_rewarded(record)
+        table = pa.table(columns)
+        return table if wanted is None else table.select(wanted)
+
+
+class RldsFormat:
+    """A TFDS dataset folder, or several versions' or splits' files of one."""
+
+    name = "rlds"
+    about = "RLDS episodes in a TFDS dataset folder (TFRecord), as Open X-Embodiment has them"
+    is_folder = True
+
+    def recognises(self, files: Sequence[SourceFile]) -> bool:
+        return any(SHARD.fullmatch(file.base_name) for file in files)
+
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+        features = [file for file in files if file.base_name == FEATURES]
+        if len(features) != 1:
+            raise SourceInvalid(
+                f"{files[0].name}: found {len(features)} {FEATURES} in the source, expected one "
+                "dataset's: without it nothing tells the shapes of what its records hold. Pass the "
+                "whole folder of one version of one dataset."
+            )
+        spec = episode_spec(read_json(features[0]), features[0].name)
+        _refuse_unread(spec, features[0])
+        shards, notes = find_shards(files)
+        left_out = unread({"steps": spec.steps, **spec.metadata})
+        if left_out:
+            shown = "; ".join(f"{name}: {reason}" for name, reason in left_out)
+            notes.append(f"features that are not read: {shown}")
+        notes.append(
+            "of the row that is_last marks, the observation became the final observation; its "
+            "action, reward and discount mean nothing by RLDS and were left out"
+        )
+        tables = RldsTables(shards, spec, notes)
+        # Said, so that no feature that is called like an alias of theirs is asked.
+        ours = [_EPISODE, _STEP, _TERMINATED, _TRUNCATED]
+        ours += [name for name in (*_NEEDED, "reward") if name in spec.steps]
+        spaces = None if {*_NEEDED} & options.mapping.keys() else spaces_of(spec)
+        fields = {name: name for name in ours}
+        declared = Declared(fields, spaces, notes=notes, observed=_OBSERVATION)
+        return TabularReading(tables, options, shards[0].file.name, declared)
+
+
+def _num_rows(features: dict[str, Feature], where: str) -> int:
+    num = len(features.get("steps/is_last", []))
+    if not num:
+        raise SourceInvalid(
+            f"{where}: found no steps/is_last, expected one a step as in RLDS. The dataset "
+            "holds no RLDS episodes, or this record is torn: leave it out."
+        )
+    return num
+
+
+def _flag(name: str, record: Record) -> Array:
+    """Return a flag a row; one that the dataset does not have is never set, but is_first once."""
+    found = np.asarray(record.features.get(f"steps/{name}", []))
+    if not len(found):
+        return np.asarray(np.arange(record.num_steps) == (0 if name == "is_first" else -1))
+    if found.dtype != np.int64 or len(found) != record.num_steps or ((found >> 1) != 0).any():
+        raise record.wrong(
+            f"{len(found)} values of steps/{name}, expected {record.num_steps} flags"
+        )
+    return np.asarray(found == 1)
+
+
+def _is_rewarded(record: Record) -> bool:
+    """Whether the last row has a reward other than 0."""
+    found = np.asarray(record.features.get("steps/reward", []))
+    return len(found) == record.num_steps and found.dtype.kind in "fi" and bool(found[-1] != 0)
+
+
+def _read(spec: Spec) -> Leaf | dict[str, Spec]:
+    assert isinstance(spec, Leaf | dict), "`readable` took the others out"
+    return spec
+
+
+def _repeated(one: pa.Array, num: int) -> pa.Array:
+    return one.take(pa.array(np.zeros(num, np.int64)))
+
+
+def _final(observations: pa.Array, num: int) -> pa.Array:
+    """Return nulls, but on the last of `num` rows the observation after it where there is one."""
+    is_known = np.arange(num) == len(observations) - 2
+    return observations.take(pa.array(np.full(num, len(observations) - 1), mask=~is_known))
+
+
+def _refuse_unread(spec: EpisodeSpec, file: SourceFile) -> None:
+    for name, reason in unread({n: spec.steps[n] for n in _NEEDED if n in spec.steps}):
+        raise SourceInvalid(
+            f"{file.name}: found the feature steps/{name} and {reason}, expected one that is: it "
+            "belongs to what a policy sees or does. Write the dataset without it."
+        )
+
+
+def _other_schema(
+    file: SourceFile, number: int, first: pa.Schema, other: pa.Schema
+) -> SourceInvalid:
+    differs = next(name for name in first.names if first.field(name) != other.field(name))
+    return SourceInvalid(
+        f"{file.name} record {number}: {differs!r} has another size than before it, expected one "
+        "in all records. Resize images to one size where the dataset is written."
+    )

@@ -1,0 +1,196 @@
+"""RLlib's offline data: column and episode Parquet, JSON of sample batches, JSON of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables, first_object
+from replaylake.datastore.interchange.formats.generic.parquet import (
+    PARQUET_ERRORS,
+    ParquetTables,
+    is_parquet,
+    parquet_columns,
+    parquet_schema,
+)
+from replaylake.datastore.interchange.formats.generic.standard import declared_by
+from replaylake.datastore.interchange.formats.rllib.batches import POLICY_BATCHES, TYPE, BatchTables
+from replaylake.datastore.interchange.formats.rllib.columns import write_columns
+from replaylake.datastore.interchange.formats.rllib.episodes import ITEM, EpisodeTables
+from replaylake.datastore.interchange.formats.rllib.tensors import (
+    VARIABLE,
+    OneShapeTables,
+    shape_of,
+)
+from replaylake.datastore.interchange.formats.rllib.unpacking import UnpackedTables, WithoutColumns
+from replaylake.datastore.interchange.formats.tabular.arrays import is_text
+from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
+from replaylake.datastore.interchange.formats.tabular.tables import Tables
+from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+
+# Of RLlib's own column names, those that no other format of ours has.
+_OWN: Final = {"eps_id", "new_obs", "unroll_id", "agent_index", "action_dist_inputs", "terminateds"}
+_PICKLED_COLUMN: Final = "ray.data.arrow_pickled_object"
+_TENSORS: Final = ("obs", "actions", "new_obs")
+# Columns of text that name things.
+_NAMES: Final = ("eps_id", "agent_id", "module_id", "policy")
+_MODULE: Final = "module_id"
+_TICK: Final = "t"
+# Columns that say nothing where all of their cells are null, or name nobody.
+_OPTIONAL: Final = ("agent_id", "module_id", "policy", "policy_version", "timestamp", "action_mask")
+
+
+class RllibFormat:
+    """What RLlib's `output` config writes; writes column Parquet, which its `input_` reads."""
+
+    name = "rllib"
+    about = "RLlib's offline data: column or episode Parquet, JSON sample batches"
+    is_folder = False
+    suffix = ".parquet"
+
+    def recognises(self, files: Sequence[SourceFile]) -> bool:
+        if is_parquet(files[0]):
+            schema = parquet_schema(files[0])
+            return _is_rllib(schema.names) or _is_episodes(schema)
+        found = first_object(files[0])
+        return found is not None and (_is_batch(found) or _is_rllib(found))
+
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+        where, notes = files[0].name, list[str]()
+        if is_parquet(files[0]):
+            declared = _declared(files, options, notes)
+            return TabularReading(_parquet(files, notes), options, where, declared)
+        found = first_object(files[0])
+        if found is None:
+            raise SourceInvalid(
+                f"{where}: found neither Parquet nor a JSON object, expected one of "
+                "RLlib's files. Name the format with --format."
+            )
+        if not _is_batch(found):
+            tables: Tables = UnpackedTables(JsonTables(files), notes)
+            return TabularReading(tables, options, where, Declared(notes=notes, observed="obs"))
+        tables = BatchTables(JsonTables(files), notes)
+        if not _has_ticks(found) or "step" in options.mapping:
+            return TabularReading(tables, options, where, Declared(notes=notes, observed="obs"))
+        # Agents that do not act at each tick have gaps in `t`: it puts their rows in order, and is
+        # the environment's step, not theirs.
+        notes.append("t of the multi-agent batches is taken as the environment's step")
+        options = replace(options, order_by=options.order_by or (_TICK,))
+        fields = {} if "env_step" in options.mapping else {"env_step": _TICK}
+        return TabularReading(
+            tables, options, where, Declared(fields=fields, notes=notes, observed="obs")
+        )
+
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+        return write_columns(episodes, spec, path)
+
+
+def _is_rllib(columns: Sequence[str] | Mapping[str, Any]) -> bool:
+    return "obs" in columns and bool(_OWN & set(columns))
+
+
+def _is_batch(found: Mapping[str, Any]) -> bool:
+    if found.get(TYPE) in ("SampleBatch", "MultiAgentBatch"):
+        return True
+    return _is_rllib(found) and isinstance(found.get("rewards"), list)
+
+
+def _has_ticks(found: Mapping[str, Any]) -> bool:
+    batches = found.get(POLICY_BATCHES)
+    first = next(iter(batches.values()), None) if isinstance(batches, dict) else None
+    return isinstance(first, dict) and _TICK in first
+
+
+def _is_episodes(schema: pa.Schema) -> bool:
+    if schema.names != [ITEM]:
+        return False
+    kind = schema.field(ITEM).type
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _declared(files: Sequence[SourceFile], options: ReadOptions, notes: list[str]) -> Declared:
+    said = declared_by(map(parquet_schema, files), options, files[0].name) or Declared()
+    names = parquet_columns(files[0])
+    # The module of the new API stack is what acted, as the policy of the old one is.
+    is_named = _MODULE in names and not {"policy"} & {*names, *options.mapping}
+    fields = {"policy": _MODULE} if is_named and not _says_nothing(files, _MODULE) else {}
+    return replace(said, fields=fields, notes=notes, observed="obs")
+
+
+def _parquet(files: Sequence[SourceFile], notes: list[str]) -> Tables:
+    schema = parquet_schema(files[0])
+    if _is_episodes(schema):
+        return EpisodeTables(files, notes)
+    tables: Tables = ParquetTables(files)
+    rewards = schema.field("rewards").type if "rewards" in schema.names else pa.null()
+    if pa.types.is_list(rewards) or pa.types.is_large_list(rewards):
+        return BatchTables(tables, notes)
+    pickled = [f.name for f in schema if _extension(f) == _PICKLED_COLUMN]
+    if pickled:
+        notes.append(f"columns of pickled Python objects, not read: {', '.join(pickled)}")
+    tables, varying = _of_one_shape(tables, schema)
+    if varying:
+        notes.append(f"columns of tensors of varying shape, not read: {', '.join(varying)}")
+    empty = [name for name in _OPTIONAL if name in schema.names and _says_nothing(files, name)]
+    if empty:
+        notes.append(f"columns that hold nothing, left out: {', '.join(empty)}")
+    left_out = [*pickled, *varying, *empty]
+    known: Tables = WithoutColumns(tables, left_out) if left_out else tables
+    # RLlib packs any of its columns that are arrays, under whatever name.
+    return UnpackedTables(known, notes) if any(_may_be_packed(f) for f in schema) else known
+
+
+def _of_one_shape(tables: Tables, schema: pa.Schema) -> tuple[Tables, list[str]]:
+    """Return the tables with tensors of one shape, and the further columns that have several.
+
+    Those that steps need stay as they are, and reading refuses them by name.
+    """
+    names = [f.name for f in schema if _extension(f) == VARIABLE]
+    shapes = {name: shape_of(tables, name) for name in names}
+    known = {name: shape for name, shape in shapes.items() if shape is not None}
+    varying = [name for name in names if name not in known and name not in _TENSORS]
+    return (OneShapeTables(tables, known) if known else tables), varying
+
+
+def _may_be_packed(field: pa.Field) -> bool:
+    return is_text(field.type) and field.name not in _NAMES
+
+
+def _extension(field: pa.Field) -> str:
+    if isinstance(field.type, pa.BaseExtensionType):  # where Ray is loaded
+        return str(field.type.extension_name)
+    name: bytes = (field.metadata or {}).get(b"ARROW:extension:name", b"")
+    return name.decode(errors="replace")
+
+
+def _says_nothing(files: Sequence[SourceFile], name: str) -> bool:
+    """Whether by the footers a column holds nulls and empty texts alone."""
+    for file in files:
+        schema = parquet_schema(file)
+        if name not in schema.names or pa.types.is_null(schema.field(name).type):
+            continue
+        try:
+            metadata = pq.read_metadata(file.path)
+        except PARQUET_ERRORS as error:
+            raise unreadable(file.name, error) from error
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            for column in map(group.column, range(group.num_columns)):
+                if column.path_in_schema.split(".")[0] != name:
+                    continue
+                found = column.statistics
+                if found is None or not found.has_null_count:
+                    return False
+                if found.null_count < group.num_rows and not (
+                    found.has_min_max and found.min == found.max == ""
+                ):
+                    return False
+    return True

@@ -1,0 +1,323 @@
+"""Fields: which of a log's columns is which of ours, by known aliases or an explicit mapping."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Final
+
+from replaylake.datastore.episodes.schema import STANDARD_COLUMNS
+from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.interchange.sources.refusal import listed
+from replaylake.datastore.names import is_column_name
+
+# What a misspelt name is compared with.
+_MAX_COMPARED: Final = 1000
+_MAX_COMPARED_LENGTH: Final = 64
+
+# Minari, RLlib, d3rlpy, D4RL, LeRobot and ReAgent call them so.
+ALIASES: Final[dict[str, tuple[str, ...]]] = {
+    "observation": ("observation", "observations", "obs"),
+    "action": ("action", "actions"),
+    "reward": ("reward", "rewards", "next.reward"),
+    "terminated": (
+        "terminated",
+        "terminateds",
+        "terminations",
+        "terminal",
+        "terminals",
+        "is_terminal",
+    ),
+    "truncated": ("truncated", "truncateds", "truncations", "timeouts"),
+    "episode_id": ("episode_id", "eps_id", "episode_index", "mdp_id"),
+    "step": ("step", "t", "frame_index", "sequence_number"),
+    "env_step": ("env_step",),
+    "agent_id": ("agent_id", "agent_index"),
+    "final_observation": ("final_observation",),
+    "next_observation": ("next_observation", "next_observations", "new_obs", "next_obs"),
+    "behavior_log_prob": ("behavior_log_prob", "action_logp"),
+    "behavior_prob": (
+        "behavior_prob",
+        "action_prob",
+        "action_probability",
+        "pscore",
+        "propensity_score",
+    ),
+    "policy": ("policy",),
+    "policy_version": ("policy_version",),
+    "action_mask": ("action_mask",),
+    "timestamp": ("timestamp",),
+}
+# One flag for both ends: taken as terminated where nothing better is there, and said so.
+DONE_ALIASES: Final = ("dones", "done", "next.done")
+HEAD_COLUMNS: Final = ("action_dist_inputs", "action_logits", "q_values")
+VECTOR_FIELDS: Final = (
+    "observation",
+    "action",
+    "final_observation",
+    "next_observation",
+    "action_mask",
+)
+# A hidden column that several columns make up; the NUL keeps it apart from any that a log has.
+EPISODE: Final = "\0episode"
+_PATTERN: Final = re.compile(r"[*?\[]")
+_REQUIRED: Final = ("observation", "action", "reward")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a source: `fields` maps ours to theirs, `extras` theirs to our column name.
+
+    episode_by: the columns that EPISODE is made of. order_by: what puts an episode's rows in order.
+    """
+
+    fields: Mapping[str, tuple[str, ...]]
+    extras: Mapping[str, str]
+    done: str | None = None
+    renames: Mapping[str, str] = field(default_factory=dict)
+    rewards_optional: bool = False
+    episode_by: tuple[str, ...] = ()
+    order_by: tuple[str, ...] = ()
+
+    def one(self, ours: str) -> str | None:
+        """Return their column for a field of one column, or None where the log lacks it."""
+        theirs = self.fields.get(ours)
+        return theirs[0] if theirs else None
+
+    def mapping(self) -> dict[str, str]:
+        """Return ours to theirs for each field that is one column of the log."""
+        return {
+            ours: theirs[0]
+            for ours, theirs in self.fields.items()
+            if len(theirs) == 1 and theirs[0] != EPISODE
+        }
+
+    def columns(self) -> list[str]:
+        """Return every column of theirs that an episode cannot be built without."""
+        needed = [
+            theirs
+            for ours, theirs in self.fields.items()
+            if not (ours == "reward" and self.rewards_optional)
+        ]
+        used = [name for theirs in needed for name in theirs]
+        used += [*self.episode_by, *self.order_by, *([self.done] if self.done else [])]
+        return [name for name in dict.fromkeys(used) if name != EPISODE]
+
+
+def lay_out(
+    names: Sequence[str],
+    mapping: Mapping[str, str],
+    where: str,
+    *,
+    rewards_optional: bool = False,
+    episode_by: Sequence[str] = (),
+    order_by: Sequence[str] = (),
+) -> Layout:
+    """Assign columns to fields.
+
+    Args:
+        names: the source's columns.
+        mapping: ours=theirs; wins over aliases.
+        where: the source's name for messages.
+        rewards_optional: rewards that are not there are unknown.
+        episode_by: the columns that together tell episodes apart; wins over `mapping`.
+        order_by: the columns that put an episode's rows in order; a step column is then one only
+            where `mapping` names it.
+
+    Raises: SourceInvalid if a mapped or required column is absent, two columns are one field's
+    aliases, or two names collide; ConfigInvalid if `mapping` itself is wrong.
+    """
+    _check_there(names, episode_by, "--episode-by", where)
+    _check_there(names, order_by, "--order-by", where)
+    explicit, renamed = _explicit(names, mapping, where, episode_by)
+    if episode_by:
+        explicit["episode_id"] = tuple(episode_by) if len(episode_by) == 1 else (EPISODE,)
+    taken = {name for theirs in explicit.values() for name in theirs} | set(renamed)
+    free = [name for name in names if name not in taken]
+    fields = dict(explicit)
+    replaced = set()
+    for ours, aliases in ALIASES.items():
+        found = [name for name in aliases if name in free]
+        if (ours == "step" and order_by) or (ours == "episode_id" and episode_by):
+            replaced |= {*found, ours}
+            continue
+        if ours in fields or not found:
+            continue
+        if len(found) > 1:
+            raise SourceInvalid(
+                f"{where}: found the columns {found}, expected one that is the {ours}. "
+                f"Say which with --map {ours}={found[0]}."
+            )
+        fields[ours] = (found[0],)
+    if {"behavior_prob", "behavior_log_prob"} <= fields.keys():
+        # What is named wins; of two that are only found, the logarithm is the more exact.
+        is_named = "behavior_prob" in explicit and "behavior_log_prob" not in explicit
+        fields.pop("behavior_log_prob" if is_named else "behavior_prob")
+    for ours in _REQUIRED:
+        if ours not in fields and not (ours == "reward" and rewards_optional):
+            hint = ", or say --no-reward where the log has none" if ours == "reward" else ""
+            raise SourceInvalid(
+                f"{where}: found the columns {_listed(names)}, expected one that is the {ours}. "
+                f"Name it with --map {ours}=COLUMN{hint}."
+            )
+    done = None
+    if "terminated" not in fields:
+        done = next((name for name in DONE_ALIASES if name in free), None)
+    used = {name for theirs in fields.values() for name in theirs} | {done}
+    extras, renames = _extras(names, used, renamed, replaced, where)
+    by = tuple(episode_by) if len(episode_by) > 1 else ()
+    return Layout(fields, extras, done, renames, rewards_optional, by, tuple(order_by))
+
+
+def _explicit(
+    names: Sequence[str], mapping: Mapping[str, str], where: str, episode_by: Sequence[str]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    fields: dict[str, tuple[str, ...]] = {}
+    renamed: dict[str, str] = {}
+    said = {
+        ours: (spelled,) if spelled in names else tuple(p.strip() for p in spelled.split(","))
+        for ours, spelled in mapping.items()
+    }
+    # What is named is not meant by a pattern as well.
+    taken = {name for theirs in said.values() for name in theirs} | set(episode_by)
+    for ours, spelled in mapping.items():
+        theirs = _expanded(said[ours], names, taken, f"{ours}={spelled}", where)
+        if ours not in ALIASES and (not is_column_name(ours) or ours in STANDARD_COLUMNS):
+            raise ConfigInvalid(
+                f"--map {ours}={spelled}: found {ours!r}, expected one of {', '.join(ALIASES)}, or "
+                "a new name for a further column ([A-Za-z_][A-Za-z0-9_]*)."
+            )
+        if len(theirs) > 1 and ours not in VECTOR_FIELDS:
+            raise ConfigInvalid(
+                f"--map {ours}={spelled}: found {len(theirs)} columns, expected one. Only "
+                f"{', '.join(VECTOR_FIELDS)} are built from several."
+            )
+        if ours in ALIASES:
+            fields[ours] = theirs
+            continue
+        if (other := renamed.get(theirs[0])) is not None:
+            raise ConfigInvalid(
+                f"--map {ours}={spelled}: found the column kept as {other} too, expected one name. "
+                "Leave one out."
+            )
+        renamed[theirs[0]] = ours
+    return fields, renamed
+
+
+def _expanded(
+    spelled: Sequence[str], names: Sequence[str], taken: set[str], said: str, where: str
+) -> tuple[str, ...]:
+    """Return the columns that are meant: patterns in the source's order, names as they come."""
+    found: list[str] = []
+    for part in spelled:
+        if part in names:
+            if part in found:
+                raise ConfigInvalid(f"--map {said}: found {part!r} twice, expected it once.")
+            found.append(part)
+            continue
+        matched = []
+        if _PATTERN.search(part):
+            free = [name for name in names if name not in taken and name not in found]
+            matched = [name for name in free if fnmatchcase(name, part)]
+        if not matched:
+            what = "columns that match" if _PATTERN.search(part) else "the column"
+            raise SourceInvalid(
+                f"{where}: found the columns {_listed(names)}, expected {what} {part!r}, which the "
+                f"mapping {said} names.{meant(part, names)} Correct --map."
+            )
+        found += matched
+    return tuple(found)
+
+
+def _check_there(names: Sequence[str], wanted: Sequence[str], option: str, where: str) -> None:
+    for name in wanted:
+        if name not in names:
+            raise SourceInvalid(
+                f"{where}: found the columns {_listed(names)}, expected {name!r}, which {option} "
+                f"names.{meant(name, names)} Correct it."
+            )
+    if len(set(wanted)) < len(wanted):
+        raise ConfigInvalid(f"{option} {','.join(wanted)}: found a column twice, expected it once.")
+
+
+def _extras(
+    names: Sequence[str],
+    used: set[str | None],
+    renamed: Mapping[str, str],
+    replaced: set[str],
+    where: str,
+) -> tuple[dict[str, str], dict[str, str]]:
+    extras: dict[str, str] = {}
+    taken = {name.lower(): "a column of ours" for name in (*STANDARD_COLUMNS, "next_observation")}
+    for position, name in enumerate(names):
+        # A field's column that is given a name of its own is kept under it as well.
+        if name in used and name not in renamed:
+            continue
+        ours = renamed.get(name) or column_name(name, position)
+        if name in replaced and ours in STANDARD_COLUMNS:
+            ours = f"logged_{ours}"  # --episode-by or --order-by stands in its place
+        if (other := taken.get(ours.lower())) is not None:
+            raise SourceInvalid(
+                f"{where}: column {name!r} would be stored as {ours!r}, which {other} is already "
+                f"(names differ by more than case). Rename it with --map NEW={name}."
+            )
+        taken[ours.lower()] = repr(name)
+        extras[name] = ours
+    renames = {name: ours for name, ours in extras.items() if ours != name}
+    return extras, renames
+
+
+def without_fields(layout: Layout, unread: Sequence[str]) -> Layout:
+    """Return the layout with the columns of some fields as further columns.
+
+    One whose name is a column of ours is called `logged_NAME`.
+    """
+    names = [name for ours in unread for name in layout.fields.get(ours, ())]
+    if "terminated" in unread and layout.done is not None:
+        names.append(layout.done)
+    fields = {ours: theirs for ours, theirs in layout.fields.items() if ours not in unread}
+    done = None if "terminated" in unread else layout.done
+    # Of two fields from one column, the other one still has it.
+    left = {name for theirs in fields.values() for name in theirs}
+    rest = [name for name in dict.fromkeys(names) if name not in left]
+    return keeping(replace(layout, fields=fields, done=done), rest, rest)
+
+
+def keeping(layout: Layout, used: Sequence[str], names: Sequence[str]) -> Layout:
+    """Return the layout with columns that fields are made of as further columns too.
+
+    One whose name is a column of ours is called `logged_NAME`.
+    """
+    ours = {**layout.extras}
+    taken = {name.lower() for name in (*ours.values(), *STANDARD_COLUMNS, "next_observation")}
+    for name in dict.fromkeys(used):
+        if name not in ours:
+            own = column_name(name, names.index(name))
+            ours[name] = f"logged_{own}" if own.lower() in taken else own
+    extras = {name: ours[name] for name in dict.fromkeys([*names, *ours]) if name in ours}
+    renames = {name: own for name, own in extras.items() if own != name}
+    return replace(layout, extras=extras, renames=renames)
+
+
+def column_name(name: str, position: int) -> str:
+    """Return the nearest name that a further column may have."""
+    if not name:
+        return f"column_{position}"
+    # A leading digit is kept behind an underscore: with it replaced, `0` and `1` would collide.
+    cleaned = re.sub(r"[^A-Za-z0-9_]", "_", name)
+    return f"_{cleaned}" if cleaned[0].isdigit() else cleaned
+
+
+def meant(name: str, names: Sequence[str]) -> str:
+    """Return ` Did you mean 'reward'?` if one of the names is nearly this one, else nothing."""
+    # Comparing takes time that grows with the square of a name's length.
+    candidates = [other for other in names[:_MAX_COMPARED] if len(other) <= _MAX_COMPARED_LENGTH]
+    near = get_close_matches(name[:_MAX_COMPARED_LENGTH], candidates, n=1, cutoff=0.75)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return listed([*map(repr, names)], 20)

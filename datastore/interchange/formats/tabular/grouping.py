@@ -1,0 +1,255 @@
+"""Grouping: steps into episodes, with the checks that only neighbouring rows can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Array
+from replaylake.datastore.interchange.formats.checks import (
+    CHECKS,
+    CORRECTED,
+    NOTED,
+    Check,
+    Places,
+)
+from replaylake.datastore.interchange.formats.format import LoggedEpisode, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.tabular.arrays import Mask
+from replaylake.datastore.interchange.formats.tabular.census import Census
+from replaylake.datastore.interchange.formats.tabular.faults import (
+    findings,
+    locator,
+    neighbour_faults,
+    place_of,
+)
+from replaylake.datastore.interchange.formats.tabular.steps import (
+    MAY_LACK,
+    Fault,
+    Steps,
+    StepSlices,
+)
+from replaylake.datastore.interchange.formats.tabular.tables import MISFITS, Survey
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which episode and agent each row belongs to: `codes` int64 [n] index `ids` and `agents`."""
+
+    codes: Array
+    ids: list[str]
+    agents: list[str] | None = None
+
+    def name(self, code: int) -> str:
+        """Return the id, and the agent where there are several."""
+        return (
+            self.ids[code]
+            if self.agents is None or not self.agents[code]
+            else (f"{self.ids[code]} agent {self.agents[code]}")
+        )
+
+
+def group(
+    steps: Steps,
+    groups: Groups,
+    raw: pa.Table,
+    mapping: Mapping[str, str],
+    seen: Survey,
+    options: ReadOptions,
+    census: Census,
+) -> Iterator[Episode | Rejected]:
+    """Yield the episodes of whole groups, in the order of their first rows.
+
+    `raw` has the rows of `steps` as the log has them, in the same order, and `mapping` says which
+    of their columns are fields of ours. With options.gaps `split`
+    each contiguous run of an episode is yielded, under the same id, one after the other.
+    """
+    order = _sorted_rows(groups.codes, steps.numbers)
+    if order is not None:
+        steps, groups = steps.take(order), replace(groups, codes=groups.codes[order])
+    starts = np.flatnonzero(np.diff(groups.codes, prepend=-1))
+    faults = [*steps.faults, *neighbour_faults(steps, groups.codes, seen), *_partly(steps, starts)]
+    cuts = None
+    if options.gaps == "split":
+        cuts = next((np.flatnonzero(fault.rows) for fault in faults if fault.check == "gap"), None)
+        faults = [fault for fault in faults if fault.check != "gap"]
+    rejects = findings(faults, steps, starts, seen)
+    found = _Found(steps, groups, starts, seen, options)
+    found.accepted[list(rejects)] = False
+    found.settle_ends(census)
+    found.tell(census, _moved(steps.origins, groups.codes), cuts)
+    for g in np.argsort(np.minimum.reduceat(steps.origins, starts), kind="stable").tolist():
+        if g not in rejects:
+            yield from found.episodes(g, cuts)
+            continue
+        rows = slice(int(starts[g]), int(found.ends[g]))
+        yield Rejected(
+            source_episode_id=groups.ids[found.codes[g]],
+            num_steps=rows.stop - rows.start,
+            findings=tuple(rejects[g]),
+            agent_id="" if groups.agents is None else groups.agents[found.codes[g]],
+            rows=_as_logged(raw, rows, order),
+            places=Places(steps.origins[rows], found.locate),
+            mapping=mapping,
+        )
+
+
+class _Found:
+    """The groups of one block: where each starts and ends, and how."""
+
+    def __init__(
+        self, steps: Steps, groups: Groups, starts: Array, seen: Survey, options: ReadOptions
+    ) -> None:
+        self._steps, self._groups, self._seen, self._options = steps, groups, seen, options
+        self.starts, self.ends = starts, np.append(starts[1:], len(steps))
+        self.codes: list[int] = groups.codes[starts].tolist()
+        self.accepted = np.ones(len(starts), dtype=np.bool_)
+        self.locate = locator(seen)
+        self._terminated = steps.terminated[self.ends - 1]
+        self._truncated = steps.truncated[self.ends - 1]
+        self._columns = StepSlices(steps)
+
+    def settle_ends(self, census: Census) -> None:
+        """Say how each episode ended, by the log and by the options."""
+        lengths = self._lengths(census)
+        if (limit := self._options.time_limit) is not None:
+            at_limit = self._terminated & ~self._truncated & (lengths == limit)
+            self._terminated, self._truncated = (
+                self._terminated & ~at_limit,
+                self._truncated | at_limit,
+            )
+            census.num_longer += int((lengths > limit)[self.accepted].sum())
+            self._count(census, "time_limit", CORRECTED, at_limit, "truncated, and not terminated")
+        is_open = ~self._terminated & ~self._truncated
+        if self._options.open_ends == "truncated":
+            self._truncated = self._truncated | is_open
+            self._count(census, "no_end", CORRECTED, is_open, "recorded as truncated")
+        else:
+            advice = "recorded as open; --open-ends truncated if the log is whole"
+            self._count(census, "no_end", NOTED, is_open, "recorded as open", advice)
+        self._count_lengths(census, lengths)
+
+    def tell(self, census: Census, moved: Mask | None, cuts: Array | None) -> None:
+        """Count the episodes that were put in order or split."""
+        for name, rows, what in (
+            ("unordered", moved, "put in order"),
+            ("gap", None if cuts is None else _mask(cuts, len(self._steps)), "split there"),
+        ):
+            if rows is None:
+                continue
+            nums = np.add.reduceat(rows, self.starts, dtype=np.int64)
+            hit = (nums > 0) & self.accepted
+            if hit.any():
+                g = int(np.argmax(hit))
+                row = int(self.starts[g] + np.argmax(rows[self.starts[g] : self.ends[g]]))
+                named, place = self._named(g, row)
+                text = f"episode {named}: {place}: {CHECKS[name].partition(',')[0]}, {what}"
+                num_hit, num_rows = int(hit.sum()), int(nums[hit].sum())
+                census.counts.add(Check(name, CORRECTED, num_hit, num_rows, text, place=place))
+
+    def episodes(self, g: int, cuts: Array | None) -> Iterator[Episode]:
+        """Yield one episode, or its runs."""
+        start, end = int(self.starts[g]), int(self.ends[g])
+        if cuts is None:
+            yield self._episode(g, start, end)
+            return
+        inside = cuts[np.searchsorted(cuts, start) : np.searchsorted(cuts, end)].tolist()
+        bounds = [start, *inside, end]
+        for first, last in pairwise(bounds):
+            yield self._episode(g, first, last)
+
+    def _episode(self, g: int, start: int, end: int) -> Episode:
+        code, numbers = self.codes[g], self._steps.numbers
+        is_last = end == self.ends[g]
+        agents = self._groups.agents
+        return LoggedEpisode(
+            episode_id=self._groups.ids[code],
+            agent_id="" if agents is None else agents[code],
+            first_step=0 if numbers is None else int(numbers[start]),
+            # The row before a gap ended nothing: what came of it is not in the log.
+            terminated=is_last and bool(self._terminated[g]),
+            truncated=is_last and bool(self._truncated[g]),
+            source_episode_id=self._groups.ids[code],
+            places=Places(self._steps.origins[start:end], self.locate),
+            **self._columns.of(start, end),
+        )
+
+    def _lengths(self, census: Census) -> Array:
+        """Return how many steps each episode had, those that the log lacks included."""
+        numbers = self._steps.numbers
+        if numbers is None:
+            return np.asarray(self.ends - self.starts)
+        return np.asarray(numbers[self.ends - 1] + (0 if census.counts_from_1 else 1))
+
+    def _count_lengths(self, census: Census, lengths: Array) -> None:
+        ended = np.flatnonzero(self._terminated & self.accepted)
+        distinct, at, nums = np.unique(lengths[ended], return_index=True, return_counts=True)
+        known = census.terminated_lengths
+        longest = max(known, default=0)
+        for length, g, num in zip(
+            distinct.tolist(), ended[at].tolist(), nums.tolist(), strict=True
+        ):
+            known[length] = known.get(length, 0) + num
+            # Only the greatest length is ever told.
+            if length > longest and length == distinct[-1]:
+                census.longest = self._named(g, int(self.ends[g]) - 1)
+
+    def _count(
+        self, census: Census, name: str, outcome: str, which: Mask, what: str, advice: str = ""
+    ) -> None:
+        which = which & self.accepted
+        if which.any():
+            g = int(np.argmax(which))
+            num = int(which.sum())
+            named, place = self._named(g, int(self.ends[g]) - 1)
+            text = f"episode {named}: {place}: {what}"
+            census.counts.add(Check(name, outcome, num, num, text, advice, place))
+
+    def _named(self, g: int, row: int) -> tuple[str, str]:
+        return self._groups.name(self.codes[g]), place_of(self._steps, row, self._seen)
+
+
+def _sorted_rows(codes: Array, numbers: Array | None) -> Array | None:
+    """Return the rows in order of group, then step; None where they are so already."""
+    jumps = np.diff(codes)
+    if numbers is None:
+        return None if (jumps >= 0).all() else np.argsort(codes, kind="stable")
+    if ((jumps > 0) | ((jumps == 0) & (np.diff(numbers) >= 0))).all():
+        return None
+    return np.lexsort((numbers, codes))
+
+
+def _partly(steps: Steps, starts: Array) -> Iterator[Fault]:
+    """Mark the rows without a value that other rows of their episode have."""
+    lengths = np.diff(np.append(starts, len(steps)))
+    for name, absent in steps.absent.items():
+        num_absent = np.add.reduceat(absent, starts, dtype=np.int64)
+        partly = np.repeat((num_absent > 0) & (num_absent < lengths), lengths)
+        if partly.any():
+            yield Fault("missing", MAY_LACK[name][1], absent & partly)
+
+
+def _moved(origins: Array, codes: Array) -> Mask | None:
+    """Return which rows have another place in their episode than in the source; None if none."""
+    if not ((np.diff(origins) < 0) & (np.diff(codes) == 0)).any():
+        return None
+    return np.asarray(origins != origins[np.lexsort((origins, codes))])
+
+
+def _as_logged(raw: pa.Table, rows: slice, order: Array | None) -> pa.Table:
+    """Return the log's rows, without the hidden columns that only readings have."""
+    # Misfits are part of the row; with none, they are no column of it.
+    names = [name for name in raw.column_names if not name.startswith("\0") or name == MISFITS]
+    if order is None:
+        return raw.select(names).slice(rows.start, rows.stop - rows.start)
+    return raw.select(names).take(pa.array(order[rows]))
+
+
+def _mask(rows: Array, num: int) -> Mask:
+    mask = np.zeros(num, dtype=np.bool_)
+    mask[rows] = True
+    return mask

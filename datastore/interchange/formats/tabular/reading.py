@@ -1,0 +1,454 @@
+"""Tabular readings: tables of one row a step, block by block, into episodes.
+
+Small sources are one block. In larger ones the rows of episodes that go on in later blocks are
+carried along, so memory holds one block and the open episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replaylake.datastore.episodes.encoding import Encoding
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Array, Space
+from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.interchange.formats.checks import Check
+from replaylake.datastore.interchange.formats.format import ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.tabular.arrays import (
+    flags,
+    names_of,
+    stored,
+    unfilled_members,
+)
+from replaylake.datastore.interchange.formats.tabular.census import Census
+from replaylake.datastore.interchange.formats.tabular.decoding import decode_steps
+from replaylake.datastore.interchange.formats.tabular.fields import Layout, lay_out, without_fields
+from replaylake.datastore.interchange.formats.tabular.grouping import Groups, group
+from replaylake.datastore.interchange.formats.tabular.look_ahead import (
+    LookAhead,
+    look_ahead,
+    repeated_ids,
+)
+from replaylake.datastore.interchange.formats.tabular.ordering import in_order
+from replaylake.datastore.interchange.formats.tabular.row_plan import known_columns, plan_rows
+from replaylake.datastore.interchange.formats.tabular.steps import Fault
+from replaylake.datastore.interchange.formats.tabular.tables import (
+    ORIGIN,
+    Kept,
+    Tables,
+    survey,
+    uniform_chunks,
+)
+
+_BLOCK_BYTES: Final = 16 << 20
+# What the row of one decision says of itself by being one: it ends there.
+_ENDS: Final = ("terminated", "truncated")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a format knows of its files beside the rows.
+
+    fields: ours=theirs, which aliases do not decide and `--map` overrides. spaces: as the files
+    state them. one_step: each row is an episode of one decision, which ends there. notes: what a
+    person should know of the files. rewards_optional: a missing reward column, or a null in it, is
+    an unknown reward; elsewhere that is an error unless the options say so. encoding: how the
+    observations that are there were made of named fields, where the files say it. observed: the
+    column whose next and final values the format knows; of another one they say nothing.
+    """
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    spaces: tuple[Space, Space] | None = None
+    one_step: bool = False
+    notes: Sequence[str] = ()
+    rewards_optional: bool = False
+    encoding: Encoding | None = None
+    observed: str = ""
+
+
+class TabularReading:
+    """A columnar source as episodes. Raises: SourceInvalid on opening and on iteration."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        options: ReadOptions,
+        where: str = "source",
+        declared: Declared | None = None,
+        *,
+        block_bytes: int = _BLOCK_BYTES,
+    ) -> None:
+        self._tables = tables if isinstance(tables, Kept) else Kept(tables, on_rows=options.on_rows)
+        self._options = options
+        self._declared = declared or Declared()
+        self._block_bytes = block_bytes
+        self._seen = survey(self._tables)
+        if self._seen.num_rows == 0:
+            raise SourceInvalid(f"{where}: found no rows, expected at least one step.")
+        names = self._seen.schema.names
+        known = known_columns(options, names)
+        self._refuse_idle_mapping(where)
+        mapping = {**self._declared_fields(), **known, **options.mapping}
+        self.rewards_optional = self._declared.rewards_optional or options.reward_unknown
+        layout = lay_out(
+            names,
+            mapping,
+            where,
+            rewards_optional=self.rewards_optional,
+            episode_by=options.episode_by,
+            order_by=options.order_by,
+        )
+        self._refuse_partial(layout)
+        self._refuse_idle(layout)
+        self._own_notes: list[str] = []
+        self._repeated: frozenset[str] = frozenset()
+        layout = self._with_own_observations(layout)
+        if self._one_step:
+            layout = self._with_one_step(layout)
+        self._ready = plan_rows(
+            self._tables,
+            self._seen,
+            self._without_lone_agent(layout),
+            options,
+            where,
+            encodes_lone=self._one_step,
+            is_stated=self._declared.spaces is not None,
+        )
+        layout = self._ready.layout
+        self._seen = self._ready.preparation.survey()
+        kinds = {n: stored(pa.array([], self._seen.schema.field(n).type), n) for n in layout.extras}
+        self._dropped = [name for name, kind in kinds.items() if kind is None]
+        for name in (n for n, kind in kinds.items() if kind is not None):
+            self._dropped += unfilled_members(self._seen.schema.field(name).type, name)
+        kept = {n: ours for n, ours in layout.extras.items() if kinds[n] is not None}
+        self._layout = replace(layout, extras=kept)
+        self._extras = {kept[n]: kind.type for n, kind in kinds.items() if kind is not None}
+        if not (self._by_id or self._one_step or self._has_flags):
+            raise SourceInvalid(
+                f"{where}: found no column that tells episodes apart, expected an episode id, or "
+                "terminated flags in rows that are in order. Name it with --map episode_id=COLUMN."
+            )
+        self._head_widths: set[int] = set()
+        self._census = Census()
+        self._ahead: LookAhead | None = None
+
+    @property
+    def renames(self) -> Mapping[str, str]:
+        return {n: ours for n, ours in self._layout.renames.items() if n in self._layout.extras}
+
+    @property
+    def extras(self) -> Mapping[str, pa.DataType]:
+        return self._extras
+
+    @property
+    def num_rows(self) -> int:
+        return self._seen.num_rows
+
+    @property
+    def num_actions(self) -> int | None:
+        if self.encoding is not None and self.encoding.action_names is not None:
+            return len(self.encoding.action_names)
+        return next(iter(self._head_widths)) if len(self._head_widths) == 1 else None
+
+    @property
+    def encoding(self) -> Encoding | None:
+        return self._declared.encoding or self._ready.encoder.encoding
+
+    @property
+    def spaces(self) -> tuple[Space, Space] | None:
+        return self._declared.spaces
+
+    @property
+    def notes(self) -> Sequence[str]:
+        notes = [*self._declared.notes, *self._own_notes, *self._ready.notes()]
+        if self._dropped:
+            notes.append(f"columns that hold nothing, left out: {', '.join(self._dropped)}")
+        layout, limit = self._layout, self._options.time_limit
+        if layout.done and layout.one("truncated") is None:
+            notes.append(
+                f"{layout.done} used as terminated: the log has no truncated flags, so a time "
+                "limit in it counts as a termination unless --time-limit names it"
+            )
+        elif layout.done:
+            notes.append(f"terminated is {layout.done} and not {layout.one('truncated')}")
+        if self._census.num_longer:
+            notes.append(
+                f"{self._census.num_longer} episodes are longer than the time limit {limit}"
+            )
+        return notes
+
+    @property
+    def checks(self) -> Sequence[Check]:
+        return self._census.checks(self._options.time_limit)
+
+    def __iter__(self) -> Iterator[Episode | Rejected]:
+        self._ahead = self._ahead or self._look_ahead()
+        self._census = Census(counts_from_1=self._ahead.least_step == 1)
+        self._head_widths = set()
+        if self._one_step:
+            yield from self._by_rows()
+        else:
+            yield from self._by_ids() if self._by_id else self._by_flags()
+
+    @property
+    def _by_id(self) -> bool:
+        return self._layout.one("episode_id") is not None
+
+    @property
+    def _one_step(self) -> bool:
+        return self._declared.one_step
+
+    @property
+    def _has_flags(self) -> bool:
+        return self._layout.done is not None or self._layout.one("terminated") is not None
+
+    def _by_rows(self) -> Iterator[Episode | Rejected]:
+        num_before = 0
+        for table in self._blocks(whole=self._tables.fill()):
+            num = table.num_rows
+            ids = [str(num_before + i) for i in range(num)]
+            num_before += num
+            if (name := self._layout.one("episode_id")) is not None:
+                ids = names_of(_joined(table, name), name).fill_null("null").to_pylist()
+            agents = None
+            if (agent := self._layout.one("agent_id")) is not None:
+                agents = names_of(_joined(table, agent), agent).fill_null("null").to_pylist()
+            yield from self._episodes(
+                table, Groups(np.arange(num), ids, agents), self._reused(table, ids)
+            )
+
+    def _by_ids(self) -> Iterator[Episode | Rejected]:
+        name = str(self._layout.one("episode_id"))
+        carried: pa.Table | None = None
+        for block in self._blocks(whole=self._tables.fill()):
+            table = block if carried is None else pa.concat_tables([carried, block])
+            last = block.column(ORIGIN)[-1].as_py()
+            if self._ahead is not None and self._ahead.last_rows is not None:
+                is_whole = self._is_whole(table, name, last, self._ahead.last_rows)
+                carried = table.filter(pa.array(~is_whole))
+                table = table.filter(pa.array(is_whole))
+            if table.num_rows:
+                yield from self._episodes(table, self._groups(table, name))
+
+    def _by_flags(self) -> Iterator[Episode | Rejected]:
+        if self._layout.one("agent_id") is not None:
+            raise SourceInvalid(
+                f"column {self._layout.one('agent_id')!r}: found several agents and no episode id, "
+                "expected one. Name it with --map episode_id=COLUMN."
+            )
+        carried: pa.Table | None = None
+        num_before = 0
+        blocks = self._blocks(whole=self._tables.fill())
+        block = next(blocks, None)
+        while block is not None:
+            following = next(blocks, None)
+            table = block if carried is None else pa.concat_tables([carried, block])
+            ended = self._ended(table)
+            # What comes after the last end goes on in the next block, if there is one.
+            ends = np.flatnonzero(ended)
+            num_whole = table.num_rows
+            if following is not None:
+                num_whole = int(ends[-1]) + 1 if len(ends) else 0
+            carried, table = table.slice(num_whole), table.slice(0, num_whole)
+            if num_whole:
+                codes = np.cumsum(np.append(0, ended[: num_whole - 1]))
+                ids = [str(num_before + i) for i in range(int(codes[-1]) + 1)]
+                num_before += len(ids)
+                yield from self._episodes(table, Groups(codes, ids))
+            block = following
+
+    def _reused(self, table: pa.Table, ids: Sequence[str]) -> list[Fault]:
+        """Mark the rows of one decision whose key other rows have too."""
+        rows = np.asarray([one in self._repeated for one in ids]) if self._repeated else None
+        if rows is None or not rows.any():
+            return []
+        name = str(self._layout.one("episode_id"))
+        origins = np.asarray(table.column(ORIGIN))[rows].tolist()
+        found = [one for one in ids if one in self._repeated]
+        said = {
+            origin: f"{self._seen.place(origin)}, column {name!r}: found {one!r} in several rows, "
+            "expected an id of each decision's own"
+            for origin, one in zip(origins, found, strict=True)
+        }
+        return [Fault("id_reused", name, rows, said)]
+
+    def _episodes(
+        self, table: pa.Table, groups: Groups, faults: Sequence[Fault] = ()
+    ) -> Iterator[Episode | Rejected]:
+        if self._layout.order_by:
+            table, groups = in_order(table, groups, self._layout.order_by)
+        steps = decode_steps(
+            table, self._layout, self._seen, self._ready.encoder, self._ready.units
+        )
+        if self._one_step:
+            steps.terminated = np.ones(len(steps), dtype=np.bool_)
+        steps.faults += faults
+        self._head_widths |= steps.head_widths
+        mapping = self._layout.mapping()
+        yield from group(steps, groups, table, mapping, self._seen, self._options, self._census)
+
+    def _ended(self, table: pa.Table) -> Array:
+        names = [self._layout.one("terminated"), self._layout.one("truncated"), self._layout.done]
+        ended = np.zeros(table.num_rows, bool)
+        for name in names:
+            if name is not None:
+                # What is no flag ends nothing here; decoding marks its row.
+                ended |= flags(_joined(table, name)).values
+        return ended
+
+    def _groups(self, table: pa.Table, name: str) -> Groups:
+        ids = names_of(_joined(table, name), name).fill_null("null").dictionary_encode()
+        codes = np.asarray(ids.indices).astype(np.int64)
+        labels = ids.dictionary.to_pylist()
+        if (agent := self._layout.one("agent_id")) is None:
+            return Groups(codes, labels)
+        agents = names_of(_joined(table, agent), agent).fill_null("null").dictionary_encode()
+        pairs = codes * len(agents.dictionary) + np.asarray(agents.indices)
+        distinct, codes = np.unique(pairs, return_inverse=True)
+        episode, one = np.divmod(distinct, len(agents.dictionary))
+        who = agents.dictionary.to_pylist()
+        return Groups(codes, [labels[i] for i in episode], [who[i] for i in one])
+
+    def _blocks(self, *, whole: bool) -> Iterator[pa.Table]:
+        held: list[pa.Table] = []
+        num_bytes = 0
+        for table in self._ready.preparation.chunks(self._tables):
+            held.append(table)
+            num_bytes += table.nbytes
+            if num_bytes >= self._block_bytes and not whole:
+                yield pa.concat_tables(held)
+                held, num_bytes = [], 0
+        if any(table.num_rows for table in held):
+            yield pa.concat_tables(held)
+
+    def _look_ahead(self) -> LookAhead:
+        by_id = None if self._one_step or self._tables.fill() else self._layout.one("episode_id")
+        step = self._layout.one("step")
+        columns = [name for name in (by_id, step) if name is not None]
+        if not columns:
+            return LookAhead()
+        return look_ahead(self._ready.preparation.chunks(self._tables, columns), by_id, step)
+
+    def _is_whole(
+        self, table: pa.Table, name: str, last: int, last_rows: Mapping[str, int]
+    ) -> Array:
+        ids = names_of(_joined(table, name), name).fill_null("null").dictionary_encode()
+        known = np.asarray([last_rows[label] <= last for label in ids.dictionary.to_pylist()])
+        return np.asarray(known[np.asarray(ids.indices)])
+
+    def _declared_fields(self) -> Mapping[str, str]:
+        """Return what the format knows, without what `--map` says in another way."""
+        mapping, fields = self._options.mapping, dict(self._declared.fields)
+        for ours, other in (
+            ("behavior_prob", "behavior_log_prob"),
+            ("behavior_log_prob", "behavior_prob"),
+        ):
+            if ours in mapping:
+                fields.pop(other, None)
+        return fields
+
+    def _with_own_observations(self, layout: Layout) -> Layout:
+        """Return the layout without next and final values of what is not the observation."""
+        mapping, observed = self._options.mapping, self._declared.observed
+        if not observed or mapping.get("observation", observed) == observed:
+            return layout
+        found = [
+            ours
+            for ours in ("next_observation", "final_observation")
+            if ours in layout.fields and ours not in mapping
+        ]
+        kept = without_fields(layout, found)
+        for ours in found:
+            name = layout.fields[ours][0]
+            self._own_notes.append(
+                f"{name} is of {observed} and not of {mapping['observation']}: kept as "
+                f"{kept.extras[name]}"
+            )
+        return kept
+
+    def _with_one_step(self, layout: Layout) -> Layout:
+        """Return the layout of rows that end by themselves, keyed where a column tells them apart.
+
+        Columns that say otherwise are further columns. A key that `--map` does not name has to be
+        one: ids that stand in several rows name something else, such as a session.
+        """
+        layout = without_fields(layout, _ENDS)
+        if (name := layout.one("episode_id")) is None:
+            return layout
+        self._repeated = repeated_ids(
+            lambda: uniform_chunks(self._tables, self._seen, [name]), name
+        )
+        if not self._repeated or "episode_id" in self._options.mapping:
+            return layout
+        layout = without_fields(layout, ["episode_id"])
+        self._own_notes.append(
+            f"column {name!r} has one id in several rows, as {min(self._repeated)!r}, so it tells "
+            f"no decisions apart: kept as {layout.extras[name]}"
+        )
+        return layout
+
+    def _refuse_idle_mapping(self, where: str) -> None:
+        """Refuse what `--map` says and nothing would follow."""
+        mapping, options = self._options.mapping, self._options
+        if self._one_step and (idle := [ours for ours in _ENDS if ours in mapping]):
+            raise ConfigInvalid(
+                f"--map {idle[0]}={mapping[idle[0]]}: found it with format bandit ({where}), whose "
+                "rows are a decision each and end there, expected any field but terminated and "
+                "truncated. Keep the column under a name of its own: --map "
+                f"logged_{idle[0]}={mapping[idle[0]]}."
+            )
+        if options.episode_by and "episode_id" in mapping:
+            raise ConfigInvalid(
+                f"--map episode_id={mapping['episode_id']}: found it beside --episode-by "
+                f"{','.join(options.episode_by)}, expected one of them. Leave one out."
+            )
+        if {"behavior_prob", "behavior_log_prob"} <= mapping.keys():
+            raise ConfigInvalid(
+                f"--map behavior_prob={mapping['behavior_prob']}: found it beside --map "
+                f"behavior_log_prob={mapping['behavior_log_prob']}, expected one of them: they say "
+                "the same. Leave one out."
+            )
+
+    def _refuse_partial(self, layout: Layout) -> None:
+        for name in layout.columns():
+            if (file := self._seen.incomplete.get(name)) is not None:
+                raise SourceInvalid(
+                    f"{file.name}: found no column {name!r}, expected it as in the other files. "
+                    "Ingest files of different columns one kind at a time."
+                )
+
+    def _refuse_idle(self, layout: Layout) -> None:
+        """Refuse what would change nothing, and would be taken for having done so."""
+        if self._one_step and (self._options.episode_by or layout.order_by):
+            raise ConfigInvalid(
+                "--episode-by and --order-by: found one for rows that are an episode each, "
+                "expected neither. Leave it out."
+            )
+        if layout.order_by and layout.one("episode_id") is None:
+            raise ConfigInvalid(
+                f"--order-by {','.join(layout.order_by)}: found no episode id, expected one: rows "
+                "are put in order within their episode. Name it with --episode-by."
+            )
+
+    def _without_lone_agent(self, layout: Layout) -> Layout:
+        """RLlib numbers the one agent of a single-agent log too; it stays as a further column."""
+        name = layout.one("agent_id")
+        if name != "agent_index" or "agent_id" in self._options.mapping:
+            return layout
+        found: set[Any] = set()
+        for table in uniform_chunks(self._tables, self._seen, [name]):
+            found |= set(pc.unique(table.column(name)).to_pylist())
+            if len(found) > 1:
+                return layout
+        fields = {ours: theirs for ours, theirs in layout.fields.items() if ours != "agent_id"}
+        return replace(layout, fields=fields, extras={**layout.extras, name: name})
+
+
+def _joined(table: pa.Table, name: str) -> pa.Array:
+    return table.column(name).combine_chunks()

@@ -1,0 +1,284 @@
+"""Dialogues: a transcript's record, however its writer laid it out, as messages of one shape.
+
+A message is an object with `role` and `content`, as OpenAI's chat completions have it; whatever
+else it has (`tool_calls`, `tool_call_id`, `name`, ...) stays in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.interchange.formats.transcripts.record import (
+    IDS,
+    SAMPLES,
+    end_of,
+    end_of_task,
+    first_id,
+    group_of,
+    metadata_of,
+    rewards_of,
+    short,
+    text_of,
+)
+
+Message = dict[str, Any]
+
+# Whoever speaks in these roles is what a policy stands for; the rest is said or done to it.
+GENERATED: Final = frozenset(
+    ("assistant", "agent", "ai", "bot", "function_call", "gpt", "model", "tool_call")
+)
+# ShareGPT's names for them.
+_ROLES: Final = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_LISTS: Final = ("messages", "traj", "conversations", "conversation", "history", "trajectory")
+# What a table of steps has, and a dialogue has not.
+_STEP: Final = frozenset(("observation", "observations", "obs", "action", "actions"))
+# LangChain tells roles by `type`, and other frameworks keep content under names of their own.
+_TYPES: Final = frozenset(("ai", "function", "human", "system", "tool"))
+_CONTENTS: Final = ("text", "parts")
+_DISPLAY: Final = "messages_display"
+_PAIR: Final = ("chosen", "rejected")
+_COMPLETIONS: Final = ("completion", "response", "completions", "responses", *_PAIR)
+_FRAMEWORKS: Final = {
+    "traj": "tau-bench",
+    "messages": "openai",
+    "history": "swe-agent",
+    "trajectory": "swe-agent",
+}
+_SPOKEN: Final = re.compile(r"^(system|user|assistant|tool): ?", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Messages in order, and what is known of them.
+
+    rewards: one for each generated message, None where unknown. group_id: of samples of one prompt.
+    """
+
+    messages: Sequence[Message]
+    framework: str
+    episode_id: str | None
+    group_id: str | None
+    group_id_source: str
+    sample_id: str | None
+    rewards: Sequence[float | None]
+    status: str | None
+    terminated: bool
+    truncated: bool
+    model: str | None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_transcript(record: Any) -> bool:
+    """Whether a value has the shape of one of the transcripts that are known here."""
+    if isinstance(record, list):
+        return bool(record) and all(_is_message(message) for message in record)
+    if not isinstance(record, dict):
+        return False
+    if isinstance(record.get(_DISPLAY), str):
+        return True
+    if isinstance(record.get("traj"), list) and "task_id" in record:
+        return True
+    # A table of steps may keep a history in each of its rows.
+    is_step = bool(_STEP & record.keys())
+    lists = _LISTS[:-2] if is_step else _LISTS
+    if any(map(_is_dialogue, map(record.get, lists))):
+        return True
+    if record.get("messages") == [] and not is_step:
+        return True
+    answers = [record[name] for name in _COMPLETIONS if _is_side(record.get(name))]
+    # Without a prompt, the messages of an answer have to hold it.
+    return any(_is_side(record.get("prompt")) or _is_message(answer[0]) for answer in answers)
+
+
+def is_generated(message: Mapping[str, Any]) -> bool:
+    """Whether a message is the agent's own."""
+    return message["role"] in GENERATED
+
+
+def dialogues_of(record: Any) -> list[Dialogue]:
+    """Return the dialogues of a record: one, or one for each completion of its prompt.
+
+    Raises: SourceInvalid for what is none of the known shapes, without its place.
+    """
+    if isinstance(record, list):
+        record = {"messages": record}
+    if not isinstance(record, dict):
+        raise _unknown(record)
+    if _DISPLAY in record:
+        return [_dialogue(record, _displayed(record[_DISPLAY]), "tau-bench", _DISPLAY)]
+    if all(_is_side(record.get(name)) for name in _PAIR):
+        # Some repeat the chosen answer as `messages`.
+        return list(_completions(record))
+    there = [name for name in _LISTS if record.get(name) is not None]
+    # Of two such lists, as a trajectory beside its history, the one of messages is the dialogue.
+    for name in sorted(there, key=lambda name: not _is_dialogue(record[name])):
+        framework = _FRAMEWORKS.get(name, "sharegpt")
+        return [_dialogue(record, _messages(record[name], name), framework, name)]
+    return list(_completions(record))
+
+
+def _dialogue(
+    record: Mapping[str, Any], messages: list[Message], framework: str, *used: str
+) -> Dialogue:
+    num_turns = sum(map(is_generated, messages))
+    if "traj" in record:
+        status, terminated, truncated = end_of_task(record)
+    else:
+        status, terminated, truncated = end_of(record)
+    num_prompt = next((i for i, m in enumerate(messages) if is_generated(m)), len(messages))
+    group_id, source = group_of(record, messages[:num_prompt])
+    episode_id = first_id(record, IDS)
+    if episode_id is None and (task := first_id(record, ("task_id",))) is not None:
+        trial = first_id(record, ("trial",))
+        episode_id = task if trial is None else f"{task}-{trial}"
+    return Dialogue(
+        messages=messages,
+        framework=text_of(record, "source_framework") or framework,
+        episode_id=episode_id,
+        group_id=group_id,
+        group_id_source=source,
+        sample_id=first_id(record, SAMPLES),
+        rewards=rewards_of(record, num_turns),
+        status=status,
+        terminated=terminated,
+        truncated=truncated,
+        model=text_of(record, "model"),
+        metadata=metadata_of(record, used),
+    )
+
+
+def _completions(record: Mapping[str, Any]) -> list[Dialogue]:
+    """Return a dialogue for each thing that was answered to one prompt."""
+    answers = _answers(record)
+    if not answers or (record.get("prompt") is None and isinstance(answers[0][2], str)):
+        raise _unknown(record)
+    prompt = [] if record.get("prompt") is None else _side(record["prompt"], "prompt", "user")
+    base = {name: value for name, value in record.items() if name not in ("rewards", "reward")}
+    found = []
+    for name, suffix, completion, reward in answers:
+        messages = _side(completion, name, "assistant")
+        # A preference pair may repeat the prompt in each of its sides.
+        whole = messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
+        if messages and not is_generated(messages[0]):
+            whole = messages
+        own = {**base, "reward": reward}
+        if suffix is not None:
+            given = first_id(record, IDS)
+            own |= {"sample_id": suffix} if "sample_id" not in record else {}
+            own |= {"episode_id": f"{given}/{suffix}"} if given is not None else {}
+        found.append(_dialogue(own, whole, "prompt-completion", "prompt", *_COMPLETIONS))
+    return found
+
+
+def _answers(record: Mapping[str, Any]) -> list[tuple[str, str | None, Any, Any]]:
+    """Return name, what tells it from others of the prompt, content and reward of each."""
+    for name in ("completion", "response"):
+        if record.get(name) is not None:
+            return [(name, None, record[name], record.get("reward", record.get("score")))]
+    for name in ("completions", "responses"):
+        if isinstance(several := record.get(name), list):
+            rewards = record.get("rewards", record.get("scores"))
+            rewards = [None] * len(several) if rewards is None else rewards
+            if not isinstance(rewards, list) or len(rewards) != len(several):
+                raise SourceInvalid(
+                    f"rewards: found {short(rewards)}, expected a list of {len(several)}, one for "
+                    f"each of the {name}"
+                )
+            pairs = zip(several, rewards, strict=True)
+            return [(name, str(i), *pair) for i, pair in enumerate(pairs)]
+    return [
+        (name, name, record[name], record.get(f"score_{name}", record.get(f"{name}_score")))
+        for name in _PAIR
+        if record.get(name) is not None
+    ]
+
+
+def _side(value: Any, name: str, role: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return _messages(value, name)
+
+
+def _is_side(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(v, str) or _is_message(v) for v in value)
+    return isinstance(value, str)
+
+
+def _is_dialogue(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and (
+        isinstance(value.get("role"), str)
+        or (isinstance(value.get("from"), str) and "value" in value)
+        or (value.get("type") in _TYPES and "content" in value)
+    )
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise SourceInvalid(f"{name}: found {short(value)}, expected a list of messages")
+    found = []
+    for number, message in enumerate(value):
+        if not _is_message(message):
+            raise SourceInvalid(
+                f"{name}: found {short(message)} as message {number}, expected an object with a "
+                "role and content (or from and value)"
+            )
+        found.append(_of_one_shape(message))
+    return found
+
+
+def _of_one_shape(message: Message) -> Message:
+    """Return a message with `role` and, if it says anything, `content`."""
+    if "role" not in message:
+        speaker, content = ("from", "value") if "from" in message else ("type", "content")
+        rest = {k: v for k, v in message.items() if k not in (speaker, content)}
+        role = _ROLES.get(message[speaker], message[speaker])
+        return {"role": role, "content": message[content], **rest}
+    other = next((name for name in _CONTENTS if message.get(name) is not None), None)
+    if other is None or message.get("content") is not None:
+        return message
+    return {"content" if k == other else k: v for k, v in message.items() if k != "content"}
+
+
+def _displayed(text: Any) -> list[Message]:
+    """Return the messages of `role: text` lines.
+
+    An assistant's `None` is a call of a tool, which such lines do not tell. A line of a text that
+    begins as a message does cannot be told from one.
+    """
+    if not isinstance(text, str):
+        raise SourceInvalid(f"{_DISPLAY}: found {short(text)}, expected lines of `role: text`")
+    starts = list(_SPOKEN.finditer(text))
+    if not starts or starts[0].start():
+        raise SourceInvalid(
+            f"{_DISPLAY}: found {short(text)}, expected it to begin with `user: ` or another role"
+        )
+    ends = [match.start() - 1 for match in starts[1:]] + [len(text)]
+    messages: list[Message] = []
+    for match, end in zip(starts, ends, strict=True):
+        role, content = match.group(1), text[match.end() : end]
+        unsaid = role == "assistant" and content == "None"
+        messages.append({"role": role, "content": None if unsaid else content})
+    return messages
+
+
+def _unknown(record: Any) -> SourceInvalid:
+    found = sorted(record) if isinstance(record, dict) else type(record).__name__
+    return SourceInvalid(
+        f"found {short(found)}, expected a transcript: an object with messages, traj, "
+        "conversations, messages_display, or prompt and completion"
+    )

@@ -1,0 +1,295 @@
+"""The door: every episode is checked against the dataset's spaces before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from replaylake.datastore.episodes.episode import MAX_STEP, Episode, check_in_spaces, checked
+from replaylake.datastore.episodes.inference import infer_spec
+from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.spaces import (
+    Box,
+    Discrete,
+    MultiDiscrete,
+    Space,
+    Values,
+    as_batch,
+    describe,
+    take,
+    value_shape,
+)
+from replaylake.datastore.errors import EpisodeInvalid, SourceInvalid
+from replaylake.datastore.interchange.formats.checks import Finding
+from replaylake.datastore.interchange.formats.format import LoggedEpisode, Rejected
+from replaylake.datastore.interchange.ingest.joined_episodes import joined
+from replaylake.datastore.interchange.ingest.misfit import form, misfit, most_common_form
+
+Refusal = tuple[Rejected, Episode]
+
+
+class Door:
+    """Checks episodes and finds the spaces they need.
+
+    `spec` is the dataset's, where it exists; `spaces` an environment's observation and action
+    space, whose bounds hold too; `declared` those that the files state, which a new dataset gets.
+    With none of them, the narrowest that hold all episodes are found.
+    """
+
+    def __init__(
+        self,
+        spec: DatasetSpec | None,
+        spaces: tuple[Space, Space] | None,
+        declared: tuple[Space, Space] | None = None,
+        *,
+        rewards_optional: bool = False,
+    ) -> None:
+        self._spec = spec
+        self._spaces = spaces
+        self._declared = declared
+        self._found: DatasetSpec | None = None
+        self._form: Hashable = None
+        self._mask_size = None if spec is None else spec.mask_size
+        self._rewards_optional = rewards_optional if spec is None else spec.rewards_optional
+
+    def check(self, batch: Sequence[Episode]) -> tuple[list[Episode], list[Refusal]]:
+        """Return the episodes that fit, shaped for the spaces, and those that do not.
+
+        Raises: EpisodeInvalid if their action masks are of several widths.
+        """
+        episodes = [self.fitted(episode) for episode in batch]
+        if not episodes:
+            return [], []
+        episodes, refused = _countable(episodes)
+        if episodes and self._known is None:
+            self._check_masks(episodes)
+            episodes, more = self._learn(episodes)
+            refused += more
+        if episodes and (spaces := self._known or self._learned) is not None:
+            try:
+                self._check_one(joined(episodes), spaces)
+            except EpisodeInvalid:
+                episodes, more = self._sort_out(episodes, spaces)
+                refused += more
+        if episodes:
+            self._check_masks(episodes)
+        return episodes, refused
+
+    def spec(self, num_actions: int | None) -> DatasetSpec:
+        """Return the spaces of the dataset; `num_actions` is the width of the logged policy's head.
+
+        Raises: SourceInvalid if no episode was seen.
+        """
+        if self._spec is not None:
+            return self._spec
+        if (stated := self._spaces or self._declared) is not None:
+            return DatasetSpec(*stated, self._mask_size, rewards_optional=self._rewards_optional)
+        found = self._found
+        if found is None:
+            raise SourceInvalid("found no valid episode, expected at least one.")
+        action = found.action_space
+        if isinstance(action, Discrete) and self._mask_size is None:
+            action = replace(action, n=max(action.n, num_actions or 0))
+        return DatasetSpec(
+            found.observation_space,
+            action,
+            self._mask_size,
+            rewards_optional=self._rewards_optional,
+        )
+
+    def fitted(self, episode: Episode) -> Episode:
+        """Give lone numbers the dim of a space of shape [1], where that is what is known."""
+        if self._known is None:
+            return episode
+        observation_space, action_space = self._known
+        final = episode.final_observation
+        if final is not None:
+            final = take(_fit(observation_space, as_batch(final)), 0)
+        return replace(
+            episode,
+            observations=_fit(observation_space, episode.observations),
+            actions=_fit(action_space, episode.actions),
+            final_observation=final,
+        )
+
+    def refusal(self, episode: Episode) -> Rejected:
+        """Say again why an episode was refused, for whoever reads it once more."""
+        _, refused = _countable([episode])
+        if not refused and (spaces := self._known or self._learned) is not None:
+            _, refused = self._sort_out([self.fitted(episode)], spaces)
+        if not refused:
+            refused = _spaceless([episode])
+        if not refused:
+            # Wider spaces have been learned since.
+            refused = [_refusal(episode, "space", "found values that did not fit those before it")]
+        return refused[0][0]
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether an environment's spaces were named."""
+        return self._spaces is not None
+
+    @property
+    def _known(self) -> tuple[Space, Space] | None:
+        if self._spec is not None:
+            return self._spec.observation_space, self._spec.action_space
+        return self._spaces or self._declared
+
+    @property
+    def _learned(self) -> tuple[Space, Space] | None:
+        found = self._found
+        return None if found is None else (found.observation_space, found.action_space)
+
+    def _check_one(self, episode: Episode, known: tuple[Space, Space]) -> None:
+        ready = checked(episode, *known, rewards_optional=self._rewards_optional)
+        if self._spaces is not None:
+            check_in_spaces(ready, *self._spaces)
+
+    def _sort_out(
+        self, episodes: Sequence[Episode], known: tuple[Space, Space]
+    ) -> tuple[list[Episode], list[Refusal]]:
+        accepted, refused = [], []
+        for episode in episodes:
+            try:
+                # The observations speak before the final one, which is no column of most logs.
+                self._check_one(replace(episode, final_observation=None), known)
+                self._check_one(episode, known)
+            except EpisodeInvalid as error:
+                name = episode.source_episode_id or episode.episode_id
+                message = str(error).removeprefix(f"episode {name}: ")
+                check, num_rows = misfit(episode, self._spaces or known)
+                refused.append(_refusal(episode, check, message, num_rows))
+            else:
+                accepted.append(episode)
+        return accepted, refused
+
+    def _check_masks(self, episodes: Sequence[Episode]) -> None:
+        sizes = {e.action_masks.shape[1] for e in episodes if e.action_masks is not None}
+        if self._mask_size is None and self._spec is None:
+            self._mask_size = min(sizes, default=None)
+        if sizes - {self._mask_size}:
+            expected = "none" if self._mask_size is None else f"{self._mask_size} actions"
+            raise EpisodeInvalid(
+                f"action_mask: found masks of {sorted(sizes)} actions, expected {expected} as in "
+                "the rest of the dataset. Ingest into a new dataset."
+            )
+
+    def _learn(self, episodes: list[Episode]) -> tuple[list[Episode], list[Refusal]]:
+        """Find spaces that hold what most of these steps are, or what those before were.
+
+        Refuses the episodes that no space holds; those that do not fit are for the caller to find.
+        """
+        refused: list[Refusal] = []
+        while episodes:
+            if self._found is None:
+                self._form = most_common_form(episodes)
+            alike = [episode for episode in episodes if form(episode) == self._form]
+            try:
+                found = self._inferred(alike) if alike else None
+            except EpisodeInvalid as error:
+                refused += (more := _spaceless(alike))
+                if not more:
+                    raise error
+                gone = {id(episode) for _, episode in more}
+                episodes = [episode for episode in episodes if id(episode) not in gone]
+                continue
+            if found is not None:
+                self._widen(found)
+            break
+        return episodes, refused
+
+    def _inferred(self, episodes: Sequence[Episode]) -> DatasetSpec:
+        try:
+            # One long pseudo-episode: inferring from each costs more than reading it.
+            return infer_spec(episodes if self._mask_size else [joined(episodes)])
+        except EpisodeInvalid:
+            # It may not join; then the episodes say why.
+            return infer_spec(episodes)
+
+    def _widen(self, found: DatasetSpec) -> None:
+        if self._found is None:
+            self._found = found
+            return
+        # Of one form, they differ by dtype at most: what came first stands, others have to fit it.
+        found = replace(found, observation_space=self._found.observation_space)
+        with suppress(EpisodeInvalid):
+            self._found = _wider(self._found, found)
+
+
+def _countable(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Refusal]]:
+    """Refuse what the writer would refuse after the dataset was made: ids and step numbers."""
+    accepted, refused = [], []
+    for episode in episodes:
+        ticks = episode.env_steps
+        greatest = episode.first_step + len(episode) - 1
+        if ticks is not None and len(ticks):
+            greatest = max(greatest, int(ticks.max()))
+        if "\0" in episode.episode_id or "\0" in episode.agent_id:
+            found = f"episode_id and agent_id: found {episode.episode_id!r}, expected text without "
+            refused.append(_refusal(episode, "name", f"{found}NUL"))
+        elif greatest > MAX_STEP or (ticks is not None and int(ticks.min()) < -MAX_STEP):
+            found = f"step or env_step: found {greatest}, expected at most {MAX_STEP}"
+            refused.append(_refusal(episode, "step", found))
+        else:
+            accepted.append(episode)
+    return accepted, refused
+
+
+def _refusal(episode: Episode, check: str, message: str, num_rows: int = 1) -> Refusal:
+    name = episode.source_episode_id or episode.episode_id
+    places = episode.places if isinstance(episode, LoggedEpisode) else None
+    place = "" if places is None else places.text()
+    if place:
+        message = f"{message.rstrip('.')}. Its rows begin at {place}"
+    found = (Finding(check, message, num_rows, place),)
+    return Rejected(name, len(episode), found, episode.agent_id, places=places), episode
+
+
+def _spaceless(episodes: Sequence[Episode]) -> list[Refusal]:
+    """Refuse the episodes that no space can be found for."""
+    refused = []
+    for episode in episodes:
+        try:
+            infer_spec([episode])
+        except EpisodeInvalid as error:
+            name = episode.source_episode_id or episode.episode_id
+            message = str(error).removeprefix(f"episode {name}: ")
+            refused.append(_refusal(episode, "space", message))
+    return refused
+
+
+def _fit(space: Space, values: Values) -> Values:
+    """Reshape [T] to [T, 1] for a Box of shape [1], and back where the space has lone numbers."""
+    if isinstance(values, Mapping) or not isinstance(space, Box | Discrete):
+        return values
+    shape = value_shape(space)
+    if shape == (1,) and values.ndim == 1:
+        return values[:, None]
+    return values[:, 0] if shape == () and values.shape[1:] == (1,) else values
+
+
+def _wider(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:
+    if first.observation_space != second.observation_space:
+        raise _differ("observation", first.observation_space, second.observation_space)
+    one, other = first.action_space, second.action_space
+    if isinstance(one, Discrete) and isinstance(other, Discrete):
+        one = Discrete(max(one.n, other.n))
+    elif (
+        isinstance(one, MultiDiscrete)
+        and isinstance(other, MultiDiscrete)
+        and len(one.nvec) == len(other.nvec)
+    ):
+        one = MultiDiscrete(tuple(np.maximum(one.nvec, other.nvec).tolist()))
+    elif one != other:
+        raise _differ("action", one, other)
+    return DatasetSpec(first.observation_space, one)
+
+
+def _differ(what: str, first: Space, second: Space) -> EpisodeInvalid:
+    return EpisodeInvalid(
+        f"{what}: found {describe(first)} in some episodes and {describe(second)} in others, "
+        "expected one. Ingest them into two datasets."
+    )

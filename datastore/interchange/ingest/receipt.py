@@ -1,0 +1,131 @@
+"""Receipt: what an ingest read, committed, rejected and found already present."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from replaylake.datastore.interchange.formats.checks import REJECTED, Check, CheckCounts
+from replaylake.datastore.interchange.formats.format import Rejected
+from replaylake.datastore.interchange.ingest.alignment import Alignment
+
+# Enough to look at; the counts are always whole.
+_MAX_SHOWN: Final = 100
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Episodes or steps; `read`, all that the source's files hold, is the sum of the other three.
+
+    What is in a further file of the same bytes is already present.
+    """
+
+    committed: int = 0
+    rejected: int = 0
+    already_present: int = 0
+
+    @property
+    def read(self) -> int:
+        """All that were found in the source."""
+        return self.committed + self.rejected + self.already_present
+
+    def to_json(self) -> dict[str, int]:
+        """Return the four counts."""
+        return {
+            "read": self.read,
+            "committed": self.committed,
+            "rejected": self.rejected,
+            "already_present": self.already_present,
+        }
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What `ingest` did. `version` is None when nothing new was committed.
+
+    num_quarantined: rows that came into the dataset's quarantine now. checks: what the door found
+    in the source, be it rejected, corrected or only noted.
+    """
+
+    dataset: str
+    version: int | None
+    source: tuple[str, ...]
+    num_files: int
+    content_hash: str
+    format: str
+    episodes: Counts
+    steps: Counts
+    num_shards: int
+    num_bytes: int
+    num_quarantined: int = 0
+    checks: tuple[Check, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    notes: tuple[str, ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
+    alignment: Alignment | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object; at most 100 rejected episodes are listed one by one."""
+        return {
+            "dataset": self.dataset,
+            "version": self.version,
+            "source": {
+                "paths": list(self.source),
+                "num_files": self.num_files,
+                "content_hash": self.content_hash,
+            },
+            "format": self.format,
+            "episodes": self.episodes.to_json(),
+            "steps": self.steps.to_json(),
+            "checks": [check.to_json() for check in self.checks],
+            "quarantined_rows": self.num_quarantined,
+            "rejected_episodes": [
+                {
+                    "episode": one.name,
+                    "num_steps": one.num_steps,
+                    "reasons": [finding.message for finding in one.findings],
+                }
+                for one in self.rejected
+            ],
+            "shards": self.num_shards,
+            "bytes": self.num_bytes,
+            "notes": list(self.notes),
+            "renames": dict(self.renames),
+            "alignment": None if self.alignment is None else self.alignment.to_json(),
+        }
+
+
+class Tally:
+    """Collects rejected episodes."""
+
+    def __init__(self) -> None:
+        self.num_episodes = 0
+        self.num_steps = 0
+        self.shown: list[Rejected] = []
+        self._counts = CheckCounts()
+
+    def add(self, rejected: Rejected) -> None:
+        """Count one episode."""
+        self.num_episodes += 1
+        self.num_steps += rejected.num_steps
+        if len(self.shown) < _MAX_SHOWN:
+            # Without what holds the memory that it was read with.
+            self.shown.append(replace(rejected, rows=None, places=None))
+        for check in dict.fromkeys(finding.check for finding in rejected.findings):
+            found = [finding for finding in rejected.findings if finding.check == check]
+            example = f"episode {rejected.name}: {found[0].message}"
+            num_rows = max(finding.num_rows for finding in found)
+            self._counts.add(Check(check, REJECTED, 1, num_rows, example, place=found[0].place))
+
+    def join(self, other: Tally) -> None:
+        """Count what another one collected too."""
+        self.num_episodes += other.num_episodes
+        self.num_steps += other.num_steps
+        self.shown = [*self.shown, *other.shown][:_MAX_SHOWN]
+        for check in other.checks():
+            self._counts.add(check)
+
+    def checks(self) -> tuple[Check, ...]:
+        """Return each check that failed, the most frequent first."""
+        return self._counts.checks()

@@ -1,0 +1,191 @@
+"""Grammar: how a stream's lines are read as steps: their columns, episode, agent and step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.episodes.episode import MAX_STEP
+from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.interchange.formats.checks import Finding
+from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.formats.tabular.fields import Layout, lay_out
+from replaylake.datastore.interchange.ingest.stream.lines import Line
+
+# A column of no log: which of the groups that are decoded a row belongs to.
+GROUP: Final = "\0group"
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A step as it came, and when, in seconds of a clock that only goes forward.
+
+    Which step of what it is, is filled in once the columns are known.
+    """
+
+    line: int
+    num_bytes: int
+    arrived_s: float
+    values: Mapping[str, Any]
+    episode: str = ""
+    agent: str = ""
+    step: int = 0
+
+
+@dataclass
+class Grammar:
+    """How the lines of a stream are read: what is known of its columns so far."""
+
+    name: str
+    options: ReadOptions
+    layout: Layout | None = None
+    types: dict[str, pa.DataType] = field(default_factory=dict)
+    renames: dict[str, str] = field(default_factory=dict)
+    num_actions: int | None = None
+    are_actions_whole: bool = False
+    """Whether the dataset's actions are whole numbers."""
+    clashing: dict[str, str] = field(default_factory=dict)
+    """Columns that came later and cannot be told from others, with why."""
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--episode-by", self.options.episode_by),
+            ("--order-by", self.options.order_by),
+            ("--gaps split", self.options.gaps != "reject"),
+            ("--open-ends truncated", self.options.open_ends != "open"),
+        ):
+            if value:
+                raise ConfigInvalid(
+                    f"{flag}: found it with --follow, expected it only for logs that are whole. "
+                    "Name an episode id and a step with --map, or ingest the log when it is whole."
+                )
+
+    def parse(self, line: Line, arrived_s: float) -> Row | Finding | None:
+        """Return the row of a line, what is wrong with it, or None for an empty line."""
+        if line.is_cut:
+            return Finding(
+                "malformed", f"{self.name} line {line.number}: found a line beyond 64 MiB"
+            )
+        text = line.text.removeprefix(b"\xef\xbb\xbf").strip()
+        if not text:
+            return None
+        try:
+            values = json.loads(text)
+            if b"\\ud" in text.lower():
+                # Half of a pair is in JSON and in no text.
+                json.dumps(values, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            return self._malformed(line, f"expected one JSON object ({error})")
+        if not isinstance(values, dict) or not values:
+            return self._malformed(line, "expected one JSON object with a step's values")
+        return Row(line.number, len(line.text), arrived_s, values)
+
+    def _malformed(self, line: Line, expected: str) -> Finding:
+        shown = line.text[:60].decode(errors="replace")
+        return Finding("malformed", f"{self.name} line {line.number}: found {shown!r}, {expected}")
+
+    def learn(self, rows: Sequence[Row]) -> None:
+        """Find the columns of the rows. Raises: SourceInvalid if one that is needed is not there.
+
+        Columns that come later than the first rows become further columns, or optional fields.
+        """
+        names = [name for name in dict.fromkeys(n for row in rows for n in row.values)]
+        new = [name for name in names if name not in self.types and name not in self.clashing]
+        if not new and self.layout is not None:
+            return
+        try:
+            layout = lay_out(
+                [*self.types, *new],
+                self.options.mapping,
+                self.name,
+                rewards_optional=self.options.reward_unknown,
+            )
+        except SourceInvalid as error:
+            if self.layout is None:
+                raise
+            self.clashing |= dict.fromkeys(new, str(error))
+            return
+        for ours in ("episode_id", "step"):
+            if layout.one(ours) is None:
+                raise SourceInvalid(
+                    f"{self.name}: found no column that is the {ours}, expected one to follow a "
+                    "stream: without it, lines that are delivered again cannot be told from new "
+                    f"ones. Name it with --map {ours}=COLUMN, or ingest the log when it is whole."
+                )
+        self.layout = layout
+        self.renames = dict(layout.renames)
+        self.types |= {name: pa.null() for name in new}
+
+    def place(self, row: Row) -> Finding | None:
+        """Fill in the row's episode, agent and step, or return what is wrong with those.
+
+        Of a row with a fault, what can be told is filled in: in quarantine it is found by that.
+        """
+        layout = self._known
+        episode = self._id(row, str(layout.one("episode_id")))
+        row.episode = "" if isinstance(episode, Finding) else episode
+        agent: str | Finding = ""
+        if (column := layout.one("agent_id")) is not None:
+            agent = self._id(row, column)
+        row.agent = "" if isinstance(agent, Finding) else agent
+        if clash := next((name for name in row.values if name in self.clashing), None):
+            message = f"{self.name} line {row.line}, column {clash!r}: {self.clashing[clash]}"
+            return Finding("dtype", message)
+        for fault in (episode, agent):
+            if isinstance(fault, Finding):
+                return fault
+        name = str(layout.one("step"))
+        step = row.values.get(name, self.options.fill.get(name))
+        if isinstance(step, float) and step.is_integer():
+            step = int(step)
+        if isinstance(step, bool) or not isinstance(step, int):
+            return self.finding("missing" if step is None else "not_whole", row, name, step)
+        if not 0 <= step <= MAX_STEP:
+            return self.finding("negative_step" if step < 0 else "step", row, name, step)
+        row.step = step
+        return None
+
+    def _id(self, row: Row, name: str) -> str | Finding:
+        value = row.values.get(name, self.options.fill.get(name))
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is None or value == "":
+            return self.finding("missing", row, name, value)
+        if isinstance(value, bool) or not isinstance(value, str | int) or "\0" in str(value):
+            return self.finding("name", row, name, value)
+        return str(value)
+
+    def finding(self, check: str, row: Row, column: str, found: Any) -> Finding:
+        """Return what is wrong with a row's column."""
+        return Finding(check, f"{self.name} line {row.line}, column {column!r}: found {found!r}")
+
+    @property
+    def _known(self) -> Layout:
+        assert self.layout is not None
+        return self.layout
+
+    @property
+    def reads(self) -> ReadOptions:
+        """The options under which groups of rows are decoded as episodes of their own."""
+        layout = self._known
+        fields = {ours: (layout.one(ours) or "") for ours in ("step", "agent_id")}
+        named = {ours: theirs for ours, theirs in fields.items() if theirs}
+        return replace(self.options, mapping={**self.options.mapping, **named, "episode_id": GROUP})
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The columns that are fields of ours, and not further ones."""
+        return self._known.columns()
+
+    @property
+    def left_out(self) -> str | None:
+        """The column of episode ids, which groups stand for while rows are decoded.
+
+        None where it is kept under another name too.
+        """
+        name = str(self._known.one("episode_id"))
+        return None if name in self._known.extras else name

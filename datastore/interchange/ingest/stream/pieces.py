@@ -1,0 +1,244 @@
+"""Pieces: parts of episodes that a stream delivered, compared with what is there, and committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Space
+from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch, StorageFailed
+from replaylake.datastore.interchange.formats.checks import Finding
+from replaylake.datastore.interchange.formats.format import Rejected
+from replaylake.datastore.interchange.ingest.stream.assembly import Assembly, Refusals
+from replaylake.datastore.interchange.ingest.stream.grammar import Grammar, Row
+from replaylake.datastore.interchange.ingest.stream.stored_steps import Key, Reached, StoredSteps
+from replaylake.datastore.interchange.ingest.stream.window import Window
+from replaylake.datastore.lake.dataset import Commit
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.writer.accounting import LeftOut
+from replaylake.datastore.names import new_ulid
+
+# In each commit's info: which process made it. Two of one stream may take one sequence.
+_WRITER: Final = "writer"
+_ATTEMPTS: Final = 4
+_FIRST_PAUSE_S: Final = 0.5
+
+
+class Pieces:
+    """The writing end of a stream: one producer, whose commits go on where its last one ended."""
+
+    def __init__(
+        self,
+        lake: Lake,
+        dataset: str,
+        name: str,
+        grammar: Grammar,
+        spaces: tuple[Space, Space] | None,
+    ) -> None:
+        self._lake = lake
+        self._handle = lake.dataset(dataset)
+        self._prefix = f"{name}/"
+        self._producer = f"stream/{name}"
+        self._id = new_ulid()
+        self._grammar = grammar
+        self._assembly = Assembly(self._handle, grammar, spaces)
+        self._sequence: int | None = None
+        self._told = LeftOut()
+        self._quarantines = 0
+        self.present = StoredSteps(self._handle, self._prefix)
+        self.dataset = dataset
+        self.version: int | None = None
+        self.num_commits = self.num_steps = self.num_present = self.num_rejected = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know."""
+        return self._assembly.notes
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a dataset."""
+        return self._handle.exists()
+
+    def window(self, rows: Sequence[Row]) -> Window:
+        """Return rows as the dataset, if there is one, has their columns."""
+        self._assembly.open_door()
+        return Window(rows, self._grammar)
+
+    def compare(self, window: Window, rows: Sequence[int]) -> list[tuple[int, Finding | None]]:
+        """Tell of rows whose steps are there already whether they say the same; None if so."""
+        told: list[tuple[int, Finding | None]] = []
+        pieces: list[tuple[list[int], Episode]] = []
+        runs = _runs(window, rows)
+        found = self._assembly.checked(window, runs)
+        broken = [run for run, one in zip(runs, found, strict=True) if isinstance(one, Finding)]
+        singles = [[i] for run in broken for i in run]
+        pieces += [
+            (run, one) for run, one in zip(runs, found, strict=True) if not isinstance(one, Finding)
+        ]
+        for single, one in zip(singles, self._assembly.checked(window, singles), strict=True):
+            if isinstance(one, Finding):
+                told.append((single[0], self._assembly.at(window, single[0], one)))
+            else:
+                pieces.append((single, one))
+        same = self._are_same([(window.key(run[0]), one) for run, one in pieces])
+        for i, is_same in zip((i for run, _ in pieces for i in run), same, strict=True):
+            self.num_present += is_same
+            told.append((i, None if is_same else self._twice(window, i)))
+        return told
+
+    def commit(
+        self, window: Window, runs: Sequence[list[int]], reached: Mapping[Key, Reached | None]
+    ) -> tuple[list[int], Refusals]:
+        """Commit what can be of each run, from its start on; return those rows, and those refused.
+
+        Of each run at most one row is refused, and what comes after it is neither: it may have to
+        wait. Raises: StorageFailed.
+        """
+        pieces, refused = self._assembly.assembled(window, runs, reached)
+        if not pieces:
+            return [], refused
+        episodes = [self._own(window, run, episode) for run, episode in pieces]
+        try:
+            commit = self._append(episodes)
+        except (EpisodeInvalid, SchemaMismatch):
+            if self._assembly.is_strict:
+                raise
+            # Something that only the table itself knows: each piece is tried on it.
+            self._assembly.is_strict = True
+            try:
+                return self.commit(window, runs, reached)
+            finally:
+                self._assembly.is_strict = False
+        if commit is None:
+            return [], []  # another writer was there: all is looked up again
+        self.version = commit.version
+        self.num_commits += 1
+        self.num_steps += commit.num_steps
+        for run, episode in pieces:
+            self.present.add(episode, window.key(run[0]))
+        return [i for run, _ in pieces for i in run], refused
+
+    def account(self) -> None:
+        """Tell the dataset's history what was left out since the last commit."""
+        while self._left_out != self._told and self.exists:
+            left_out = self._left_out
+            commit = self._handle.account(
+                producer=self._producer,
+                sequence=self._next(),
+                left_out=left_out - self._told,
+                info={_WRITER: self._id},
+            )
+            if self._is_own(commit):
+                self._told = left_out
+
+    def keep_refused(self, rejected: Sequence[Rejected], keep: Callable[..., Any]) -> None:
+        """Put refused lines into the dataset's quarantine."""
+        if rejected:
+            self._quarantines += 1
+            keep(
+                self._handle,
+                rejected,
+                producer=f"{self._producer}/{self._id}",
+                sequence=self._quarantines,
+                prefix=self._prefix,
+            )
+
+    @property
+    def _left_out(self) -> LeftOut:
+        # Of a stream each line that is left out is a piece of its own.
+        rejected, present = self.num_rejected, self.num_present
+        return LeftOut(rejected, rejected, present, present)
+
+    def _are_same(self, steps: Sequence[tuple[Key, Episode]]) -> list[bool]:
+        if not steps:
+            return []
+        try:
+            return self.present.are_same(steps)
+        except (EpisodeInvalid, SchemaMismatch):
+            # A further column of another type: then it is not the same.
+            if len(steps) == 1:
+                return [False] * len(steps[0][1])
+        return [same for step in steps for same in self._are_same([step])]
+
+    def _own(self, window: Window, run: Sequence[int], episode: Episode) -> Episode:
+        row = window.rows[run[0]]
+        return replace(
+            episode, episode_id=f"{self._prefix}{row.episode}", source_episode_id=row.episode
+        )
+
+    def _append(self, episodes: list[Episode]) -> Commit | None:
+        """Commit; None if another writer of this stream has committed meanwhile."""
+        spec = None
+        if not self.exists:
+            self._lake.registry.create()
+            spec = self._assembly.new_spec()
+        left_out = self._left_out
+        for attempt in range(_ATTEMPTS):
+            try:
+                commit = self._handle.append(
+                    episodes,
+                    producer=self._producer,
+                    sequence=self._next(),
+                    info={_WRITER: self._id},
+                    spec=spec,
+                    left_out=left_out - self._told,
+                )
+                break
+            except StorageFailed:
+                # Nobody can deliver these lines again: the same commit is tried a few times.
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                time.sleep(_FIRST_PAUSE_S * 2**attempt)
+        if spec is not None:
+            self._assembly.forget()  # from now on what holds is what the dataset was made with
+        if not self._is_own(commit):
+            self.present.forget()
+            return None
+        self._told = left_out
+        if commit.already_present:  # committed, but the answer was lost
+            commit = replace(commit, num_steps=sum(map(len, episodes)), num_episodes=len(episodes))
+        return commit
+
+    def _next(self) -> int:
+        if self._sequence is None:
+            self._sequence = self._handle.next_sequence(self._producer) if self.exists else 0
+        return self._sequence
+
+    def _is_own(self, commit: Commit) -> bool:
+        """Whether a commit is this process's, and count it; else the sequence is looked up."""
+        if commit.already_present:
+            info = self._handle.commit_info(commit.version)
+            if info.get(_WRITER) != self._id:
+                self._sequence = None
+                return False
+        self._sequence = self._next() + 1
+        return True
+
+    def _twice(self, window: Window, i: int) -> Finding:
+        row = window.rows[i]
+        return Finding(
+            "step_twice",
+            f"{self._grammar.name} line {row.line}: found step {row.step} of episode {row.episode} "
+            "with other values than it has in the dataset, expected each step once",
+        )
+
+
+def _runs(window: Window, rows: Sequence[int]) -> list[list[int]]:
+    """Part rows into those that follow one another."""
+    runs: list[list[int]] = []
+    for i in rows:
+        row = window.rows[i]
+        last = window.rows[runs[-1][-1]] if runs else None
+        if last is not None and (last.episode, last.agent, last.step + 1) == (
+            row.episode,
+            row.agent,
+            row.step,
+        ):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs

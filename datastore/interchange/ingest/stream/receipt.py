@@ -1,0 +1,60 @@
+"""Stream receipt: what became of the lines of a stream, on the way and in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from replaylake.datastore.interchange.ingest.receipt import Counts
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Lines so far, steps committed, steps that wait for others, and the last version."""
+
+    num_lines: int
+    num_committed: int
+    num_waiting: int
+    version: int | None
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A check that failed: in how many lines, and one example."""
+
+    check: str
+    num_lines: int
+    example: str
+
+
+@dataclass(frozen=True)
+class StreamReceipt:
+    """What became of every line; `lines.read` is the sum of the other three counts.
+
+    reasons: the checks that failed, in how many lines, with an example of each.
+    """
+
+    dataset: str
+    stream: str
+    lines: Counts
+    num_commits: int = 0
+    version: int | None = None
+    reasons: tuple[Reason, ...] = ()
+    notes: tuple[str, ...] = ()
+    renames: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "dataset": self.dataset,
+            "version": self.version,
+            "stream": self.stream,
+            "lines": self.lines.to_json(),
+            "commits": self.num_commits,
+            "rejections": [
+                {"check": r.check, "num_lines": r.num_lines, "example": r.example}
+                for r in self.reasons
+            ],
+            "notes": list(self.notes),
+            "renames": self.renames,
+        }

@@ -1,0 +1,168 @@
+"""Stored steps: how far a stream's episodes are in the dataset, and what their steps hold there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.rows import encode
+from replaylake.datastore.episodes.schema import (
+    AGENT_ID,
+    EPISODE_ID,
+    FINAL_OBSERVATION,
+    SOURCE_EPISODE_ID,
+    STEP,
+)
+from replaylake.datastore.lake.dataset import Dataset
+
+Key = tuple[str, str]
+
+# Episodes that are remembered: about 20 MB. Others are looked up again when a step of them comes.
+_REMEMBERED: Final = 65_536
+# They depend on where a stream was cut into pieces, or on the id alone.
+_NOT_COMPARED: Final = (EPISODE_ID, STEP, FINAL_OBSERVATION, SOURCE_EPISODE_ID)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """An episode's steps first..following - 1 are there; `ended` if the last of them ends it.
+
+    `final` is the observation that the log says came after the last, where it says one.
+    """
+
+    first: int
+    following: int
+    ended: bool
+    final: Any = None
+
+
+class StoredSteps:
+    """What a dataset has of a stream's episodes, by (episode, agent) under the stream's prefix."""
+
+    def __init__(self, dataset: Dataset, prefix: str) -> None:
+        self._dataset = dataset
+        self._prefix = prefix
+        self._reached: OrderedDict[Key, Reached | None] = OrderedDict()
+
+    def find(self, keys: Iterable[Key]) -> dict[Key, Reached | None]:
+        """Return how far each is; None for one that is not there. Cost: at most one scan."""
+        wanted = list(dict.fromkeys(keys))
+        unknown = [key for key in wanted if key not in self._reached]
+        if unknown and self._dataset.exists():
+            found = self._look_up({episode for episode, _ in unknown})
+            for key in unknown:
+                self._keep(key, found.get(key))
+        elif unknown:
+            for key in unknown:
+                self._keep(key, None)
+        result = {key: self._reached[key] for key in wanted}
+        while len(self._reached) > _REMEMBERED:
+            self._reached.popitem(last=False)
+        return result
+
+    def add(self, episode: Episode, key: Key) -> None:
+        """Note a piece that was committed."""
+        before = self._reached.get(key)
+        first = episode.first_step if before is None else before.first
+        ended = episode.terminated or episode.truncated
+        following = episode.first_step + len(episode)
+        self._keep(key, Reached(first, following, ended, episode.final_observation))
+
+    def forget(self) -> None:
+        """Look everything up again: another writer has committed under this stream's name."""
+        self._reached.clear()
+
+    def are_same(self, pieces: Sequence[tuple[Key, Episode]]) -> list[bool]:
+        """Tell of each step of these pieces whether the dataset has the same content.
+
+        True too for a step that is not there though later ones are: it was deleted since.
+        Raises: EpisodeInvalid, SchemaMismatch if some cannot be stored beside what is there.
+        """
+        names = [
+            (f"{self._prefix}{key[0]}", key[1], piece.first_step + n)
+            for key, piece in pieces
+            for n in range(len(piece))
+        ]
+        snapshot = self._dataset.snapshot()
+        stored = snapshot.sql(
+            "SELECT * FROM steps SEMI JOIN (SELECT unnest($ids) AS id, unnest($steps) AS number) "
+            f"ON {EPISODE_ID} = id AND {STEP} = number",
+            {"ids": [name[0] for name in names], "steps": [name[2] for name in names]},
+        )
+        # Each under an id of its own: one step may have come several times.
+        come = encode([_renamed(one, i) for i, (_, one) in enumerate(pieces)], snapshot.spec)
+        places = _places(stored)
+        at = [places.get(name) for name in names]
+        there = [i for i, row in enumerate(at) if row is not None]
+        same = np.ones(len(names), bool)
+        same[there] = _equal(come.take(there), stored.take([at[i] for i in there]))
+        return [bool(one) for one in same]
+
+    def _keep(self, key: Key, reached: Reached | None) -> None:
+        self._reached[key] = reached
+        self._reached.move_to_end(key)
+
+    def _look_up(self, episodes: set[str]) -> dict[Key, Reached]:
+        rows = self._dataset.snapshot().sql(
+            f"SELECT {EPISODE_ID} AS e, CAST({AGENT_ID} AS VARCHAR) AS a, min({STEP}) AS first, "
+            f"max({STEP}) AS last, bool_or(terminated OR truncated) AS ended, "
+            # A struct is never null, and so of the last row whatever that holds.
+            f"arg_max({{'final': {FINAL_OBSERVATION}}}, {STEP}) AS final FROM steps "
+            f"WHERE {EPISODE_ID} IN (SELECT unnest($ids)) GROUP BY ALL",
+            {"ids": [f"{self._prefix}{episode}" for episode in episodes]},
+        )
+        return {
+            (row["e"].removeprefix(self._prefix), row["a"]): Reached(
+                row["first"], row["last"] + 1, row["ended"], row["final"]["final"]
+            )
+            for row in rows.to_pylist()
+        }
+
+
+def follows(final: Any, observation: Any) -> bool:
+    """Whether an observation is the one that was said to come, after rounding to float32."""
+    if final is None:
+        return True
+    if isinstance(final, Mapping) and isinstance(observation, Mapping):
+        return all(follows(final[key], observation[key]) for key in final)
+    first, second = np.asarray(final), np.asarray(observation)
+    if first.dtype.kind in "fiub" and second.dtype.kind in "fiub":
+        first, second = first.astype(np.float32), second.astype(np.float32)
+    return first.size == second.size and bool((first.reshape(-1) == second.reshape(-1)).all())
+
+
+def _renamed(episode: Episode, number: int) -> Episode:
+    return Episode(**{**vars_of(episode), "episode_id": str(number)})
+
+
+def vars_of(episode: Episode) -> dict[str, Any]:
+    """Return an episode's fields, without those that a format has added."""
+    return {name: getattr(episode, name) for name in Episode.__dataclass_fields__}
+
+
+def _places(stored: pa.Table) -> dict[tuple[str, str, int], int]:
+    columns = [stored.column(name).to_pylist() for name in (EPISODE_ID, AGENT_ID, STEP)]
+    return {key: i for i, key in enumerate(zip(*columns, strict=True))}
+
+
+def _equal(come: pa.Table, stored: pa.Table) -> Any:
+    """Compare row by row; a column that one of them lacks counts as null."""
+    equal = np.ones(come.num_rows, bool)
+    for name in dict.fromkeys([*come.column_names, *stored.column_names]):
+        if name in _NOT_COMPARED:
+            continue
+        if name not in come.column_names:
+            equal &= np.asarray(stored.column(name).is_null())
+        elif name not in stored.column_names:
+            equal &= np.asarray(come.column(name).is_null())
+        else:
+            one, other = come.column(name).to_pylist(), stored.column(name).to_pylist()
+            if one != other:
+                equal &= np.asarray([a == b for a, b in zip(one, other, strict=True)])
+    return equal

@@ -1,0 +1,102 @@
+"""Stream: JSON lines that keep arriving, one step each, into a dataset, each step once.
+
+Lines are held for a flush interval, put in order, and committed as pieces of their episodes: each
+piece follows on what the dataset has of its episode. A step whose predecessor has not come yet
+waits for it, for a while. Episode ids are `<stream>/<their id>`, whatever else the stream holds, so
+a stream that is delivered again from any place goes on where it was, and adds nothing twice.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from replaylake.datastore.episodes.spaces import Space
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.interchange.formats.checks import Finding
+from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.ingest.stream.follower import Follower
+from replaylake.datastore.interchange.ingest.stream.grammar import Grammar
+from replaylake.datastore.interchange.ingest.stream.lines import Lines
+from replaylake.datastore.interchange.ingest.stream.receipt import Progress, StreamReceipt
+from replaylake.datastore.lake.lake import Lake
+
+FLUSH_EVERY_S: Final = 10.0
+# A step waits this many flushes, and no less than so long, for the one before it.
+_WAIT_FLUSHES: Final = 3
+_LEAST_WAIT_S: Final = 30.0
+_POLL_S: Final = 0.2
+_MAX_LAST_TAKES: Final = 16
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+def follow(
+    lake: Lake,
+    lines: Lines,
+    dataset: str,
+    *,
+    stream: str | None = None,
+    options: ReadOptions | None = None,
+    spaces: tuple[Space, Space] | None = None,
+    flush_every_s: float = FLUSH_EVERY_S,
+    wait_s: float | None = None,
+    stop: threading.Event | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_rejected: Callable[[Finding], None] | None = None,
+) -> StreamReceipt:
+    """Commit lines as they arrive, until they are over or `stop` is set; then what is held.
+
+    Args:
+        lake: where the dataset is; both are made with the first commit.
+        lines: where lines come from.
+        dataset: its name.
+        stream: the stream's name, the same at each start; by default the dataset's.
+        options: how to read the lines; an episode id and a step are needed.
+        spaces: an environment's observation and action space. Without them, a new dataset gets
+            those of the first flush, which later steps have to fit.
+        flush_every_s: seconds that a line waits for its commit, at most.
+        wait_s: seconds that a step waits for the one before it; by default three flushes, and at
+            least 30 s. It waits no longer than memory has room, and not beyond the end.
+        stop: ends it when set.
+        on_progress: called after each flush.
+        on_rejected: called for each line that is left out, as it is.
+
+    Raises: ConfigInvalid, SourceInvalid if the first lines have no such columns, StorageFailed.
+    """
+    name = stream or dataset
+    if not _NAME.fullmatch(name):
+        raise ConfigInvalid(
+            f"--stream: found {name!r}, expected up to 64 letters, digits, dots, dashes and "
+            "underscores. Give the stream such a name, the same at each start."
+        )
+    wait = max(_WAIT_FLUSHES * flush_every_s, _LEAST_WAIT_S) if wait_s is None else wait_s
+    grammar = Grammar(lines.name, options or ReadOptions())
+    follower = Follower(lake, dataset, name, grammar, spaces, wait, on_rejected)
+    stop = stop or threading.Event()
+    due: float | None = None
+    while not (stop.is_set() or lines.is_over):
+        now = time.monotonic()
+        left = _POLL_S if due is None else min(due - now, _POLL_S)
+        for line in lines.take(max(left, 0.0)):
+            follower.add(line, now)
+        if due is None and follower.is_holding:
+            due = now + flush_every_s
+        if follower.is_full or (due is not None and time.monotonic() >= due):
+            follower.flush(time.monotonic())
+            due = time.monotonic() + flush_every_s if follower.is_holding else None
+            if on_progress is not None:
+                on_progress(follower.progress)
+    for _ in range(_MAX_LAST_TAKES):
+        # What has been delivered already; a pipe that never falls silent is left at some point.
+        last = lines.take(0.0) if not lines.is_over else []
+        for line in last:
+            follower.add(line, time.monotonic())
+        if not last:
+            break
+    follower.flush(time.monotonic(), is_last=True)
+    if on_progress is not None:
+        on_progress(follower.progress)
+    return follower.receipt()

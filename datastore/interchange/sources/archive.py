@@ -1,0 +1,114 @@
+"""Archive: a zip whose members are read as if they were the files of a folder."""
+
+from __future__ import annotations
+
+import stat
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.interchange.sources.compression import UNPACKING_ERRORS, counted
+from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.refusal import unreadable
+
+_MAGIC: Final = (b"PK\x03\x04", b"PK\x05\x06")
+_ENCRYPTED: Final = 0x1
+# The others' decoders unpack a block as a whole, whatever it holds: some gigabytes of few bytes.
+_METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+
+class Archive:
+    """A zip, open as long as this object is there; its members were checked."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Open a zip. Raises: SourceInvalid for one that is torn, or not safe to read."""
+        self.path = path
+        self.name = name
+        try:
+            # Open until nobody has it any more: a directory of many members is read once.
+            self._zip = zipfile.ZipFile(path)
+            size = path.stat().st_size
+        except UNPACKING_ERRORS as error:
+            raise unreadable(name, error) from error
+        infos = [info for info in self._zip.infolist() if not info.is_dir()]
+        for info in infos:
+            _check(info, name)
+        _check_distinct(infos, name)
+        # Members may share their bytes: the sum is what counts then.
+        refuse_bomb(name, sum(info.file_size for info in infos), size)
+        self._infos = {_path(info): info for info in infos}
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The members' paths, with `/`; no folders."""
+        return tuple(self._infos)
+
+    @property
+    def is_arrays(self) -> bool:
+        """Whether it is what numpy.savez writes: one file of arrays, and no folder."""
+        return bool(self._infos) and all(path.endswith(".npy") for path in self._infos)
+
+    def num_stored(self, path: str) -> int:
+        """Return the bytes that a member has in the archive."""
+        return self._infos[path].compress_size
+
+    def open(self, path: str) -> BinaryIO:
+        """Open a member for reading in order. Raises: SourceInvalid, also as it is read."""
+        info = self._infos[path]
+        name = f"{self.name}/{path}"
+        try:
+            # It ends at the declared size, and its checksum is held against what was read.
+            return counted(self._zip.open(info), name, lambda: info.compress_size)
+        except UNPACKING_ERRORS as error:
+            raise unreadable(name, error) from error
+
+    def holds_arrays(self, path: str) -> bool:
+        """Whether a member that is a zip is one of arrays; False for any other zip."""
+        try:
+            with self._zip.open(self._infos[path]) as stream, zipfile.ZipFile(stream) as inner:
+                names = inner.namelist()
+        except UNPACKING_ERRORS as error:
+            raise unreadable(f"{self.name}/{path}", error) from error
+        return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def is_zip(head: bytes) -> bool:
+    """Whether a file begins as a zip does."""
+    return head.startswith(_MAGIC)
+
+
+def _path(info: zipfile.ZipInfo) -> str:
+    return info.filename.replace("\\", "/")
+
+
+def _check(info: zipfile.ZipInfo, name: str) -> None:
+    path = _path(info)
+    found = None
+    if path.startswith("/") or path[1:2] == ":" or ".." in path.split("/"):
+        found, expected = "a path that leads out of the archive", "paths inside it"
+    elif stat.S_ISLNK(info.external_attr >> 16):
+        found, expected = "a symbolic link", "files"
+    elif info.flag_bits & _ENCRYPTED:
+        found, expected = "an encrypted member", "one that can be read without a password"
+    elif info.compress_type not in _METHODS:
+        found, expected = f"compression method {info.compress_type}", "deflated or stored members"
+    if found is not None:
+        raise SourceInvalid(
+            f"{name}: member {info.filename!r}: found {found}, expected {expected}. Nothing of it "
+            "was read: unpack it yourself, or zip it again."
+        )
+    refuse_bomb(f"{name}/{path}", info.file_size, info.compress_size)
+
+
+def _check_distinct(infos: Sequence[zipfile.ZipInfo], name: str) -> None:
+    seen = set()
+    for info in infos:
+        path = _path(info)
+        if path in seen:
+            raise SourceInvalid(
+                f"{name}: found the member {path!r} twice, expected each name once: which of them "
+                "is meant is not known. Zip it again."
+            )
+        seen.add(path)

@@ -1,0 +1,1 @@
+"""Lake, dataset, snapshot and writers; the catalog, policies and runs."""

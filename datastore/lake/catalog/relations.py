@@ -1,0 +1,197 @@
+"""Lake-wide relations: SQL's `commits`, `datasets`, `policies`, `promotions`, `runs`, `shards`.
+
+`metrics` is read where it is written, in runs/metrics.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Final
+
+import pyarrow as pa
+
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.policies.registry import Registry
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.lake.versions.tags import Tags
+
+_TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
+_COMMITS: Final = pa.schema(
+    [
+        ("dataset", pa.string()),
+        ("version", pa.int64()),
+        ("committed_at", _TIMESTAMP),
+        ("operation", pa.string()),
+        ("producer", pa.string()),
+        ("sequence", pa.int64()),
+        ("num_episodes", pa.int64()),
+        ("num_steps", pa.int64()),
+        ("num_produced", pa.int64()),
+        ("num_rejected", pa.int64()),
+        ("num_already_present", pa.int64()),
+    ]
+)
+_DATASETS: Final = pa.schema(
+    [
+        ("dataset", pa.string()),
+        ("version", pa.int64()),
+        ("num_steps", pa.int64()),
+        ("num_shards", pa.int64()),
+        ("num_bytes", pa.int64()),
+        ("tags", pa.map_(pa.string(), pa.int64())),
+    ]
+)
+_SHARDS: Final = pa.schema(
+    [
+        ("dataset", pa.string()),
+        ("path", pa.string()),
+        ("num_rows", pa.int64()),
+        ("num_bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("since", pa.int64()),
+        ("modified_at", _TIMESTAMP),
+    ]
+)
+_POLICIES: Final = pa.schema(
+    [
+        ("policy", pa.string()),
+        ("version", pa.int64()),
+        ("aliases", pa.list_(pa.string())),
+        ("algorithm", pa.string()),
+        ("run_id", pa.string()),
+        ("path", pa.string()),
+        ("created_at", _TIMESTAMP),
+        ("lineage", pa.string()),
+    ]
+)
+_PROMOTIONS: Final = pa.schema(
+    [
+        ("policy", pa.string()),
+        ("alias", pa.string()),
+        ("from_version", pa.int64()),
+        ("to_version", pa.int64()),
+        ("kind", pa.string()),
+        ("moved_at", _TIMESTAMP),
+        ("moved_by", pa.string()),
+        ("passed", pa.bool_()),
+        ("forced", pa.bool_()),
+        ("note", pa.string()),
+        ("gate", pa.string()),
+    ]
+)
+_RUNS: Final = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("kind", pa.string()),
+        ("status", pa.string()),
+        ("started_at", _TIMESTAMP),
+        ("ended_at", _TIMESTAMP),
+        ("record", pa.string()),
+    ]
+)
+
+
+def commits(handles: Iterable[Dataset]) -> pa.Table:
+    """Return one row per version of each dataset. Cost: reads every commit's file."""
+    rows = [
+        {
+            "dataset": handle.name,
+            "committed_at": _time(commit.get("timestamp")),
+            **{key: commit[key] for key in _COMMITS.names if key in commit},
+        }
+        for handle in handles
+        for commit in handle.history()
+    ]
+    return pa.Table.from_pylist(rows, schema=_COMMITS)
+
+
+def datasets(snapshots: Mapping[str, Snapshot], tags: Tags) -> pa.Table:
+    """Return one row per dataset, at the version of its snapshot."""
+    named: dict[str, list[tuple[str, int]]] = {}
+    for tag in tags.list():
+        named.setdefault(tag.dataset, []).append((tag.name, tag.version))
+    rows = [
+        {
+            "dataset": name,
+            "version": snapshot.version,
+            "num_steps": snapshot.num_steps,
+            "num_shards": len(snapshot.files),
+            "num_bytes": sum(entry.size_bytes for entry in snapshot.files),
+            "tags": named.get(snapshot.dataset, []),
+        }
+        for name, snapshot in snapshots.items()
+    ]
+    return pa.Table.from_pylist(rows, schema=_DATASETS)
+
+
+def shards(snapshots: Mapping[str, Snapshot]) -> pa.Table:
+    """Return one row per live shard of each dataset, at the version of its snapshot."""
+    rows = [
+        {
+            "dataset": name,
+            "path": entry.path,
+            "num_rows": entry.num_rows,
+            "num_bytes": entry.size_bytes,
+            "sha256": entry.sha256,
+            "since": entry.since,
+            "modified_at": _time(entry.modified_ms),
+        }
+        for name, snapshot in snapshots.items()
+        for entry in snapshot.files
+    ]
+    return pa.Table.from_pylist(rows, schema=_SHARDS)
+
+
+def policies(registry: Registry) -> pa.Table:
+    """Return one row per version of each policy."""
+    rows = []
+    lineages = registry.lineages()
+    for row in registry.list():
+        # One that came or went between the two looks comes the next time.
+        lineage = lineages.get((row["policy"], row["version"]), {})
+        rows.append(
+            {
+                **{key: row[key] for key in ("policy", "version", "aliases", "run_id", "path")},
+                "created_at": _time(row["created_ms"]),
+                "algorithm": lineage.get("algorithm"),
+                "lineage": json.dumps(lineage),
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=_POLICIES)
+
+
+def promotions(registry: Registry) -> pa.Table:
+    """Return one row per move of a policy's alias, as they came."""
+    rows = [
+        {
+            **{key: getattr(move, key) for key in _PROMOTIONS.names if hasattr(move, key)},
+            "moved_at": _time(move.at_ms),
+            "moved_by": move.by,
+            "passed": None if move.gate is None else move.gate["passed"],
+            "gate": None if move.gate is None else json.dumps(move.gate),
+        }
+        for move in registry.alias_history()
+    ]
+    return pa.Table.from_pylist(rows, schema=_PROMOTIONS)
+
+
+def runs(registry: Registry) -> pa.Table:
+    """Return one row per training run."""
+    rows = [
+        {
+            "run_id": run["run_id"],
+            "kind": run.get("kind"),
+            "status": run.get("status"),
+            "started_at": _time(run.get("started_ms")),
+            "ended_at": _time(run.get("ended_ms")),
+            "record": json.dumps(run),
+        }
+        for run in registry.runs()
+    ]
+    return pa.Table.from_pylist(rows, schema=_RUNS)
+
+
+def _time(milliseconds: int | None) -> datetime | None:
+    return None if milliseconds is None else datetime.fromtimestamp(milliseconds / 1000, UTC)

@@ -1,0 +1,214 @@
+"""Lake: where episodes and policies are at rest, and the way into all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+
+from replaylake.datastore.errors import NameRefused, NotFound, StorageFailed
+from replaylake.datastore.lake.catalog import relations
+from replaylake.datastore.lake.catalog.pinned import Pinned
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.policies.registry import Registry
+from replaylake.datastore.lake.rejected import rejected_rows
+from replaylake.datastore.lake.runs.metrics import read_metrics
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.lake.versions.tags import Tags, tag_snapshot
+from replaylake.datastore.names import LAKE_ROOT, parse_snapshot
+from replaylake.datastore.query import query
+from replaylake.datastore.query.untrusted import QueryLimits, UntrustedResult, run_untrusted
+from replaylake.datastore.storage.locations import open_storage
+from replaylake.datastore.storage.log.commit_log import CommitLog
+from replaylake.datastore.storage.log.purges import Purges
+from replaylake.datastore.storage.storage import LocalStorage, Storage
+from replaylake.datastore.storage.table.table import TableSnapshot
+
+_KEY_PATH: Final = "_lake/keys/signing"
+_KEY_BYTES: Final = 32
+
+
+def open_lake(path: str | Path, *, create: bool = False) -> Lake:
+    """Open a lake, a folder or such as s3://bucket/prefix; with `create` make it if need be.
+
+    Raises: NotFound if it is not a lake, FormatTooNew if a newer ReplayLake wrote it; ConfigInvalid
+    for a URL of another kind, ExtraMissing or StorageFailed where its store cannot be reached.
+    """
+    lake = Lake(open_storage(path))
+    if not lake.registry.exists():
+        if not create:
+            raise NotFound(
+                f"lake {path}: found none there. `replaylake ingest` makes one, --lake LAKE or "
+                "REPLAYLAKE_LAKE names another, and in Python rl.open(path, create=True) makes it."
+            )
+        lake.registry.create()
+    lake.registry.check()
+    return lake
+
+
+class Lake:
+    """Datasets, policies and runs below one folder or prefix."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        log = CommitLog(storage, LAKE_ROOT)
+        self.registry = Registry(storage, log)
+        self.tags = Tags(log)
+        self.purges = Purges(log)
+        self._handles: dict[str, Dataset] = {}
+
+    def __repr__(self) -> str:
+        return f"Lake({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """What opens it, in any process that sees it: a folder's path, or a URL."""
+        return self._storage.url
+
+    @property
+    def storage(self) -> Storage:
+        """Where all of it is; maintenance works on it."""
+        return self._storage
+
+    @property
+    def path(self) -> Path:
+        """The folder. Raises: NotFound where the lake is on an object store."""
+        if not isinstance(self._storage, LocalStorage):
+            raise NotFound(
+                f"lake {self.url}: found no folder of this machine, expected one. Use `url`."
+            )
+        return self._storage.root
+
+    def dataset(self, name: str) -> Dataset:
+        """Return a handle; the dataset need not exist yet. Raises: NameRefused."""
+        # Kept, because a handle remembers the log that it has read.
+        if (handle := self._handles.get(name)) is None:
+            handle = self._handles.setdefault(name, Dataset(self._storage, name))
+        return handle
+
+    def snapshot(self, text: str) -> Snapshot:
+        """Pin `NAME`, at its newest version, `NAME@VERSION` or `NAME@TAG`.
+
+        Raises: NotFound, NameRefused.
+        """
+        name, at = parse_snapshot(text)
+        version = self.tags.version(name, at) if isinstance(at, str) else at
+        return self.dataset(name).snapshot(version)
+
+    def tag(self, text: str, name: str, *, replace: bool = False) -> int | None:
+        """Tag `NAME`, `NAME@VERSION` or `NAME@TAG`, which keeps its files from being vacuumed.
+
+        Returns the version that the tag pointed at before, None if it is new. Raises: NotFound if
+        there is no such version or its files are gone, AlreadyExists where the tag points at
+        another version and `replace` is false, NameRefused.
+        """
+        return tag_snapshot(self.tags, self.snapshot(text), name, replace=replace)
+
+    def datasets(self) -> list[str]:
+        """Return the names of the datasets, sorted."""
+        names = []
+        for name in self._storage.names(""):
+            # Other files may lie beside the datasets, and links that lead out of the lake.
+            with suppress(NameRefused):
+                if self.dataset(name).exists():
+                    names.append(name)
+        return names
+
+    def sql(
+        self,
+        text: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        at: Mapping[str, str | int] | None = None,
+    ) -> pa.Table:
+        """Run one SELECT over the views of datasets and of the lake, and return its rows.
+
+        A dataset has `<dataset>.steps`, `.episodes`, `.games`, `.transitions`, `.quarantine`,
+        `.decisions`, `.rewards` and `.received`; the lake has `commits`, `datasets`, `metrics`,
+        `policies`, `runs` and `shards`. `$name` in the text takes its value from `parameters`.
+
+        Args:
+            text: the SELECT.
+            parameters: values of `$name`.
+            at: by dataset the version or tag to read, the newest by default. `{"before":
+                "cartpole@12"}` gives a version a name of its own, so that two can be compared.
+
+        Raises: QueryRefused, QueryFailed, NotFound for an unknown dataset or version.
+        """
+        return query.run(text, Pinned(self, at) if at else self, parameters)
+
+    def sql_untrusted(
+        self,
+        text: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        at: Mapping[str, str | int] | None = None,
+        limits: QueryLimits | None = None,
+    ) -> UntrustedResult:
+        """Run one SELECT that somebody else wrote, in a process of its own, within limits.
+
+        It sees the same views as `sql`, at the same versions, and nothing else of this machine.
+        Raises: as sql; QueryFailed with the limit that it reached.
+        """
+        return run_untrusted(text, Pinned(self, at) if at else self, parameters, limits=limits)
+
+    def signing_key(self, *, create: bool = True) -> bytes:
+        """Return the 32 bytes that sign decision ids, made once for the lake.
+
+        Raises: NotFound if there is none and `create` is false, StorageFailed.
+        """
+        key = self._storage.get(_KEY_PATH)
+        if key is None and not create:
+            raise NotFound(
+                f"lake {self.url}: found no signing key, expected one: nothing was served with "
+                "--log-to from this lake. Check --lake."
+            )
+        if key is None:
+            self._storage.put_new(_KEY_PATH, os.urandom(_KEY_BYTES), private=True)
+            key = self._storage.get(_KEY_PATH)
+        if key is None or len(key) != _KEY_BYTES:
+            raise StorageFailed(
+                f"{self.url}/{_KEY_PATH}: found {len(key or b'')} bytes, expected the "
+                f"{_KEY_BYTES} of the signing key. Restore the file from a copy of the lake, or "
+                "remove it: decision ids given out before are then refused."
+            )
+        return key
+
+    def table(self, dataset: str, view: str) -> TableSnapshot | None:
+        """Return the newest files behind a view, for query.run. Raises: NotFound."""
+        handle = self.dataset(dataset)
+        logs = {
+            "decisions": handle.decisions,
+            "rewards": handle.rewards,
+            "received": handle.received,
+        }
+        if (log := logs.get(view)) is not None:
+            if not log.exists():
+                raise NotFound(
+                    f"{dataset}.{view}: nothing was served into dataset {dataset!r} yet. "
+                    f"`replaylake serve POLICY --log-to {dataset}` does."
+                )
+            return log.snapshot()
+        steps = handle.snapshot().table
+        return rejected_rows(handle.rejected) if view == "quarantine" else steps
+
+    def relation(self, name: str) -> pa.Table | None:
+        """Return a lake-wide relation, for query.run."""
+        if name == "policies":
+            return relations.policies(self.registry)
+        if name == "promotions":
+            return relations.promotions(self.registry)
+        if name == "runs":
+            return relations.runs(self.registry)
+        if name == "metrics":
+            return read_metrics(self._storage)
+        if name == "commits":
+            return relations.commits(map(self.dataset, self.datasets()))
+        snapshots = {dataset: self.dataset(dataset).snapshot() for dataset in self.datasets()}
+        if name == "datasets":
+            return relations.datasets(snapshots, self.tags)
+        return relations.shards(snapshots) if name == "shards" else None

@@ -1,0 +1,328 @@
+"""LoggedSteps: the steps of selected episodes side by side, in order, for off-policy evaluation.
+
+Rows come episode by episode, those sorted by id and then agent, so that what is drawn by a seed is
+the same after compaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.schema import DatasetSpec, to_numpy
+from replaylake.datastore.episodes.spaces import Array, Discrete, Values, describe, take
+from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.query.expressions import (
+    canonical_expression,
+    evaluated_columns,
+    selected_episodes,
+)
+from replaylake.datastore.replay.view_query import ViewQuery, naming
+from replaylake.datastore.storage.arrow_values import numbers, row_numbers, scalar, whole
+from replaylake.datastore.storage.table.presence import check_present
+
+_ALWAYS = (
+    schema.EPISODE_ID,
+    schema.AGENT_ID,
+    schema.STEP,
+    schema.ACTION,
+    schema.TERMINATED,
+    schema.TRUNCATED,
+    schema.BEHAVIOR_LOG_PROB,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LoggedSteps:
+    """M steps of E episodes (per agent). Rows offsets[e] .. offsets[e + 1] are episode e's.
+
+    offsets             int64 [E + 1]
+    episode_ids         Arrow strings [E]; agent_ids likewise
+    step_numbers        int64 [M], `step` of each row
+    actions             [M, *act], of the space's dtype
+    rewards             float64 [M], NaN where unknown
+    behavior_log_probs  float64 [M], NaN where unknown
+    terminated          bool [E], of the episode's last row; truncated likewise
+    action_masks        bool [M, A], or None where the dataset has none
+    observations        [M, *obs] of the space's dtype, or None where they were not asked for
+    final_observations  [F, *obs]: those of the episodes that have one; None likewise
+    has_final           bool [E], F of them true
+    columns             what was asked for in SQL: float64 [M], or [M, K] of lists
+    """
+
+    spec: DatasetSpec
+    offsets: NDArray[np.int64]
+    episode_ids: pa.Array
+    agent_ids: pa.Array
+    step_numbers: NDArray[np.int64]
+    actions: Values
+    rewards: NDArray[np.float64]
+    behavior_log_probs: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    action_masks: NDArray[np.bool_] | None = None
+    observations: Values | None = None
+    final_observations: Values | None = None
+    has_final: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    columns: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def num_episodes(self) -> int:
+        """E."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_steps(self) -> int:
+        """M."""
+        return len(self.rewards)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Steps of each episode, int64 [E]."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def episode_of(self) -> NDArray[np.int64]:
+        """Each row's episode, int64 [M]."""
+        return np.repeat(np.arange(self.num_episodes), self.lengths)
+
+    @cached_property
+    def action_numbers(self) -> NDArray[np.int64]:
+        """Discrete actions, counted from 0: int64 [M]. Raises: SpaceUnsupported for others."""
+        space = self.spec.action_space
+        if not isinstance(space, Discrete):
+            raise SpaceUnsupported(f"found action space {describe(space)}, expected Discrete.")
+        numbers: NDArray[np.int64] = np.asarray(self.actions) - space.start
+        return numbers
+
+    def any_step(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which episodes have a step of which bool [M] is true: bool [E]."""
+        found = np.zeros(self.num_episodes, np.bool_)
+        found[self.episode_of[flags]] = True
+        return found
+
+    def are_among(self, rows: pa.Table) -> NDArray[np.bool_]:
+        """Return which episodes have an id that is in a table's episode_id: bool [E]."""
+        others = whole(rows[schema.EPISODE_ID].cast(pa.large_string()))
+        among: NDArray[np.bool_] = numbers(pc.is_in(self.episode_ids, value_set=others))
+        return among
+
+    def shared_episodes(self) -> NDArray[np.int64] | None:
+        """Return a number for each, the same for the agents of one episode: int64 [E].
+
+        None where each episode has a single agent.
+        """
+        encoded = self.episode_ids.dictionary_encode()
+        if len(encoded.dictionary) == self.num_episodes:
+            return None
+        return numbers(encoded.indices).astype(np.int64)
+
+    def has_gaps(self) -> NDArray[np.bool_]:
+        """Return which episodes lack a step between two others: bool [E]."""
+        follows = np.diff(self.step_numbers) == 1
+        first = np.zeros(self.num_steps, np.bool_)
+        first[self.offsets[:-1]] = True
+        return self.any_step(np.append(False, ~follows) & ~first)
+
+    def only(self, keep: NDArray[np.bool_]) -> LoggedSteps:
+        """Return the episodes of which bool [E] is true; all of them are not copied."""
+        if keep.all():
+            return self
+        rows = np.flatnonzero(np.repeat(keep, self.lengths))
+        chosen = row_numbers(np.flatnonzero(keep))
+        final = self.final_observations
+        return replace(
+            self,
+            offsets=np.append(0, np.cumsum(self.lengths[keep])),
+            episode_ids=self.episode_ids.take(chosen),
+            agent_ids=self.agent_ids.take(chosen),
+            step_numbers=self.step_numbers[rows],
+            actions=take(self.actions, rows),
+            rewards=self.rewards[rows],
+            behavior_log_probs=self.behavior_log_probs[rows],
+            terminated=self.terminated[keep],
+            truncated=self.truncated[keep],
+            action_masks=None if self.action_masks is None else self.action_masks[rows],
+            observations=None if self.observations is None else take(self.observations, rows),
+            final_observations=None if final is None else take(final, keep[self.has_final]),
+            has_final=self.has_final[keep],
+            columns={name: values[rows] for name, values in self.columns.items()},
+        )
+
+
+def read_logged_steps(
+    snapshot: Snapshot,
+    where: str | None = None,
+    *,
+    reward: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    with_observations: bool = True,
+) -> LoggedSteps:
+    """Read the steps of the episodes that `where` selects, in order.
+
+    Args:
+        snapshot: whose steps.
+        where: SQL condition over the columns of `episodes`.
+        reward: SQL expression over the columns of `steps`, in place of the logged reward.
+        columns: further SQL expressions over `steps` by name; each a number or a list of numbers.
+        with_observations: whether observations are read.
+
+    Raises: QueryRefused, QueryFailed, ShardCorrupt; NotFound for a version whose shards were
+    removed. Memory: all rows of the snapshot as Arrow, and the arrays of those selected. Cost: 1M
+    steps of one-step episodes in 0.4 s, 1.5 s with a where (2 cores, 2026-11).
+    """
+    check_present(snapshot.table)
+    query = ViewQuery(where, reward=reward).canonical()
+    names = [*_ALWAYS, schema.REWARD]
+    if snapshot.spec.mask_size is not None:
+        names.append(schema.ACTION_MASK)
+    if with_observations:
+        names += [schema.OBSERVATION, schema.FINAL_OBSERVATION]
+    rows = snapshot.table.read(names)
+    order, offsets, ids, agents = _ordered(rows)
+    if query.where is not None:
+        with naming("where", query.where):
+            chosen = selected_episodes(snapshot.table, query.where)
+        order, offsets, ids, agents = _selected(order, offsets, ids, agents, chosen)
+    computed = _computed(snapshot, query.reward, columns or {})
+    return _steps(snapshot.spec, rows, order, offsets, ids, agents, computed)
+
+
+def _steps(
+    spec: DatasetSpec,
+    rows: pa.Table,
+    order: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    ids: pa.Array,
+    agents: pa.Array,
+    computed: Mapping[str, Array],
+) -> LoggedSteps:
+    lasts = order[offsets[1:] - 1]
+    rewards = computed.get(schema.REWARD)
+    if rewards is None:
+        rewards = numbers(rows[schema.REWARD])
+    observations = final = None
+    has_final = np.zeros(len(lasts), np.bool_)
+    if schema.OBSERVATION in rows.column_names:
+        observations = take(
+            to_numpy(spec.observation_space, whole(rows[schema.OBSERVATION])), order
+        )
+        ends = whole(rows[schema.FINAL_OBSERVATION].take(row_numbers(lasts)))
+        has_final = numbers(pc.is_valid(ends)).copy()
+        final = to_numpy(spec.observation_space, ends.filter(pc.is_valid(ends)))
+    return LoggedSteps(
+        spec=spec,
+        offsets=offsets,
+        episode_ids=ids,
+        agent_ids=agents,
+        step_numbers=numbers(rows[schema.STEP]).astype(np.int64)[order],
+        actions=take(to_numpy(spec.action_space, whole(rows[schema.ACTION])), order),
+        rewards=np.asarray(rewards, np.float64)[order],
+        behavior_log_probs=numbers(rows[schema.BEHAVIOR_LOG_PROB]).astype(np.float64)[order],
+        terminated=numbers(rows[schema.TERMINATED])[lasts],
+        truncated=numbers(rows[schema.TRUNCATED])[lasts],
+        action_masks=_masks(spec, rows, order),
+        observations=observations,
+        final_observations=final,
+        has_final=has_final,
+        columns={name: a[order] for name, a in computed.items() if name != schema.REWARD},
+    )
+
+
+def _ordered(
+    rows: pa.Table,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], pa.Array, pa.Array]:
+    """Return row numbers [M] in order, offsets [E + 1], and the episodes' ids and agents."""
+    episodes, ids = _ranked(rows[schema.EPISODE_ID])
+    agents, agent_ids = _ranked(rows[schema.AGENT_ID])
+    pairs = episodes * max(1, len(agent_ids)) + agents
+    steps = numbers(rows[schema.STEP])
+    order = np.lexsort((steps, pairs))
+    pairs = pairs[order]
+    firsts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1]))[: len(pairs)]
+    offsets = np.append(firsts, len(pairs)).astype(np.int64)
+    which, agent = np.divmod(pairs[firsts], max(1, len(agent_ids)))
+    return order, offsets, ids.take(row_numbers(which)), agent_ids.take(row_numbers(agent))
+
+
+def _ranked(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], pa.Array]:
+    """Return the rank of each of [M] texts among the distinct ones, and those in order."""
+    text = pa.large_string()
+    encoded = whole(column.cast(text)).dictionary_encode()
+    by_name = numbers(pc.array_sort_indices(encoded.dictionary)).astype(np.int64)
+    ranks = np.empty(len(by_name), np.int64)
+    ranks[by_name] = np.arange(len(by_name))
+    return ranks[numbers(encoded.indices)], encoded.dictionary.take(row_numbers(by_name))
+
+
+def _selected(
+    order: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    ids: pa.Array,
+    agents: pa.Array,
+    chosen: pa.Table,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], pa.Array, pa.Array]:
+    """Keep the episodes and agents that a table names."""
+    keep = is_named(ids, agents, chosen)
+    lengths = np.diff(offsets)
+    where = row_numbers(np.flatnonzero(keep))
+    return (
+        order[np.repeat(keep, lengths)],
+        np.append(0, np.cumsum(lengths[keep])),
+        ids.take(where),
+        agents.take(where),
+    )
+
+
+def is_named(ids: pa.Array, agents: pa.Array, named: pa.Table) -> NDArray[np.bool_]:
+    """Return which episodes and agents [E] are among the rows of a table: bool [E]."""
+    text = pa.large_string()
+    theirs = [whole(named[name].cast(text)) for name in (schema.EPISODE_ID, schema.AGENT_ID)]
+    distinct = pc.unique(agents)
+    missing = scalar(-1, np.int32)
+    agent, their_agent = (
+        numbers(pc.fill_null(pc.index_in(a, value_set=distinct), missing)).astype(np.int64)
+        for a in (agents, theirs[1])
+    )
+    episode, their_episode = (
+        numbers(pc.fill_null(pc.index_in(a, value_set=ids), missing)).astype(np.int64)
+        for a in (ids, theirs[0])
+    )
+    size = len(distinct)
+    known = (their_agent >= 0) & (their_episode >= 0)
+    found: NDArray[np.bool_] = np.isin(
+        episode * size + agent, (their_episode * size + their_agent)[known]
+    )
+    return found
+
+
+def _computed(
+    snapshot: Snapshot, reward: str | None, columns: Mapping[str, str]
+) -> dict[str, Array]:
+    """Evaluate SQL for the rows of all files, in file and row order."""
+    found: dict[str, Array] = {}
+    wanted = dict(columns) if reward is None else {schema.REWARD: reward, **columns}
+    for name, expression in wanted.items():
+        with naming(name, expression):
+            canonical = canonical_expression(expression)
+            found[name] = evaluated_columns(snapshot.table, canonical, name)
+    return found
+
+
+def _masks(spec: DatasetSpec, rows: pa.Table, order: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    """Return action masks [M, A]; a step without one allows every action."""
+    if spec.mask_size is None:
+        return None
+    column = whole(rows[schema.ACTION_MASK])
+    masks = np.ones((len(column), spec.mask_size), np.bool_)
+    known = numbers(pc.is_valid(column))
+    masks[known] = numbers(column.filter(pc.is_valid(column)).flatten()).reshape(-1, spec.mask_size)
+    return masks[order]

@@ -1,0 +1,239 @@
+"""Aliases: names for versions of a policy, moved by compare and set, each move on record.
+
+A move and its record are one commit of the lake's log, so there is no move without one. Those made
+before moves were recorded are read from the log's own commits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from replaylake.datastore.errors import CommitConflict, NotFound
+from replaylake.datastore.lake.policies.entries import (
+    alias_in,
+    alias_key,
+    alias_text,
+    now_ms,
+    versions_of,
+)
+from replaylake.datastore.names import check_alias, check_policy_name, new_ulid
+from replaylake.datastore.storage.log.commit_file import Intent, transaction_id
+from replaylake.datastore.storage.log.commit_log import CommitLog
+from replaylake.datastore.storage.log.state import LogState
+
+# The operation in the commit's info, and in that of a release that kept no records of moves.
+_OPERATION: Final = "SET ALIAS"
+_PREFIX: Final = "promotion/"
+
+Kind = Literal["alias", "promote", "rollback"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move of an alias.
+
+    from_version: None where the alias was not set. at_ms: since 1970. by: who; None of a move from
+    before they were recorded. gate: what the comparison said that was to allow it, None without
+    one; forced: it was made although that said no.
+    """
+
+    policy: str
+    alias: str
+    from_version: int | None
+    to_version: int
+    kind: Kind
+    at_ms: int
+    by: str | None = None
+    note: str | None = None
+    forced: bool = False
+    gate: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+
+class Aliases:
+    """The aliases of one lake's policies."""
+
+    def __init__(self, log: CommitLog) -> None:
+        self._log = log
+
+    def version(self, name: str, alias: str) -> int | None:
+        """Return the version that an alias points at; None if it is not set.
+
+        Made to be polled: two reads of small files where nothing is new, 26 us in a local lake (2
+        busy cores, 2026-11) and two requests side by side in a remote one.
+        """
+        return alias_in(self._log.newest(), name, alias)
+
+    def move(
+        self,
+        name: str,
+        alias: str,
+        version: int,
+        *,
+        kind: Kind = "alias",
+        expected: int | None = None,
+        unmoved: Mapping[str, int | None] | None = None,
+        by: str | None = None,
+        note: str | None = None,
+        forced: bool = False,
+        gate: Mapping[str, Any] | None = None,
+    ) -> Move:
+        """Point an alias at a version, and record it in the same commit.
+
+        With `expected`, only if it points there now; 0 stands for not set. `unmoved`: other aliases
+        of the policy and where they still have to point for the move to make sense. Raises:
+        NameRefused; NotFound if there is no such version; CommitConflict if an alias points
+        elsewhere: it says where.
+        """
+        check_policy_name(name)
+        check_alias(alias)
+        key = f"{_PREFIX}{new_ulid()}"
+        made: Move | None = None
+
+        def build(state: LogState) -> Intent:
+            nonlocal made
+            if version not in versions_of(state, name):
+                raise NotFound(
+                    f"policy {name}:{version}: not in this lake, expected a version to point "
+                    f"{alias} at. `replaylake policies list` names them."
+                )
+            # After a lost reply this is called again, with the move made already.
+            if made is None or transaction_id(key, 0) not in state.transactions:
+                _check_unmoved(state, name, {**(unmoved or {}), **_claim(alias, expected)})
+                before = alias_in(state, name, alias)
+                made = Move(name, alias, before, version, kind, now_ms(), by, note, forced, gate)
+            entries = {alias_key(name, alias): alias_text(version), key: json.dumps(asdict(made))}
+            return Intent(key, 0, _OPERATION, entries=entries)
+
+        self._log.commit(build)
+        assert made is not None, "the first build made it"
+        return made
+
+    def rollback(
+        self,
+        name: str,
+        alias: str,
+        *,
+        to_version: int | None = None,
+        expected: int | None = None,
+        by: str | None = None,
+        note: str | None = None,
+    ) -> Move:
+        """Point an alias back at the version before, or at `to_version`, if nobody moves it first.
+
+        The version before is the one that was there until this one came; rolled back again, the one
+        before that. With `expected`, only if the alias points there. Raises: NotFound if it is not
+        set, or nothing is known to have been before; CommitConflict.
+        """
+        current = self.version(name, alias)
+        if current is None:
+            raise NotFound(
+                f"policy {name}@{alias}: no such alias, expected one to roll back. "
+                f"`replaylake policies history {name}` has its moves."
+            )
+        if expected is not None and expected != current:
+            raise _moved(name, alias, current, expected)
+        target = self._before(name, alias, current) if to_version is None else to_version
+        return self.move(name, alias, target, kind="rollback", expected=current, by=by, note=note)
+
+    def history(self, name: str | None = None) -> list[Move]:
+        """Return the moves of a policy's aliases, or of all, as they came.
+
+        Cost: where an alias was set before moves were recorded, every commit of the lake's log.
+        """
+        state = self._log.newest()
+        moves = [
+            Move(**json.loads(text))
+            for key, text in sorted(
+                ((key, text) for key, text in state.entries.items() if key.startswith(_PREFIX)),
+                # By the commit that made it: clocks of two machines may differ.
+                key=lambda item: state.transactions.get(transaction_id(item[0], 0), -1),
+            )
+        ]
+        if _is_whole(state, moves):
+            earlier: list[Move] = []
+        else:
+            earlier = list(_earlier_moves(self._log))
+        return [move for move in [*earlier, *moves] if name in (None, move.policy)]
+
+    def _before(self, name: str, alias: str, current: int) -> int:
+        there = versions_of(self._log.newest(), name)
+        stack = _stack([move for move in self.history(name) if move.alias == alias])
+        for version in reversed(stack[:-1] if stack[-1:] == [current] else stack):
+            if version in there and version != current:
+                return version
+        raise NotFound(
+            f"policy {name}@{alias}: points at version {current}, found no version that it pointed "
+            "at before, expected one to go back to. Name it with --to-version."
+        )
+
+
+def _claim(alias: str, expected: int | None) -> dict[str, int | None]:
+    return {} if expected is None else {alias: expected or None}
+
+
+def _check_unmoved(state: LogState, name: str, claims: Mapping[str, int | None]) -> None:
+    for alias, expected in claims.items():
+        found = alias_in(state, name, alias)
+        if found != expected:
+            raise _moved(name, alias, found, expected)
+
+
+def _moved(name: str, alias: str, found: int | None, expected: int | None) -> CommitConflict:
+    texts = [
+        "not set" if version is None else f"version {version}" for version in (found, expected)
+    ]
+    return CommitConflict(
+        f"policy {name}@{alias}: found it at {texts[0]}, expected {texts[1]}: somebody else has "
+        f"moved it. `replaylake policies history {name}` says who; look, then run it again."
+    )
+
+
+def _stack(moves: Sequence[Move]) -> list[int]:
+    """Return the versions that led to where an alias is: a rollback takes away what it undid."""
+    stack: list[int] = []
+    for move in moves:
+        if not stack and move.from_version is not None:
+            stack.append(move.from_version)
+        if move.kind == "rollback" and move.to_version in stack:
+            while stack[-1] != move.to_version:
+                stack.pop()
+        elif stack[-1:] != [move.to_version]:
+            stack.append(move.to_version)
+    return stack
+
+
+def _is_whole(state: LogState, moves: Sequence[Move]) -> bool:
+    """Whether the records account for every alias from when it was first set."""
+    first: dict[str, Move] = {}
+    for move in moves:
+        first.setdefault(alias_key(move.policy, move.alias), move)
+    set_now = (key for key in state.entries if key.startswith("alias/"))
+    return all(key in first and first[key].from_version is None for key in set_now)
+
+
+def _earlier_moves(log: CommitLog) -> Iterator[Move]:
+    """Yield the moves that a release without records made, as far as the log still has them."""
+    where: dict[str, int] = {}
+    for info in log.history():
+        if info.get("operation") != _OPERATION or info["producer"].startswith(_PREFIX):
+            continue
+        try:
+            actions = log.actions(info["version"])
+        except NotFound:  # dropped from the log, which remembers that it was there
+            continue
+        for action in actions:
+            said = action.get("domainMetadata")
+            if said is None or not said["domain"].startswith("alias/"):
+                continue
+            _, name, alias = said["domain"].split("/")
+            version = int(json.loads(said["configuration"])["version"])
+            before = where.get(said["domain"])
+            where[said["domain"]] = version
+            yield Move(name, alias, before, version, "alias", int(info["timestamp"]))

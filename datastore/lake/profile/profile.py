@@ -1,0 +1,239 @@
+"""Profile: what a snapshot holds, counted in one pass over its rows and a few queries.
+
+Minima, maxima, means and counts are of all rows; histograms are of an even sample of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import Discrete
+from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.lake.profile.column_statistics import (
+    Columns,
+    Dimension,
+    EvenSample,
+    Histogram,
+    histogram,
+)
+from replaylake.datastore.lake.profile.coverage import Coverage, coverage_of
+from replaylake.datastore.lake.profile.vectors import Counted, Leaves
+from replaylake.datastore.lake.shard_rows import shard_rows
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.storage.arrow_values import numbers
+
+# Bins of `policies over time`, and at most so many policies by name.
+_NUM_PERIODS: Final = 40
+_MAX_POLICIES: Final = 12
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class PolicyShare:
+    """Steps of one policy version in each period of the dataset; None: not recorded."""
+
+    policy: str | None
+    version: int | None
+    num_steps: int
+    by_period: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DoorCheck:
+    """What ingests said of the log: a check, how it ended, and how often it did."""
+
+    check: str
+    outcome: str
+    num_episodes: int
+    num_rows: int
+    example: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that `show --report` draws.
+
+    summary: `Snapshot.describe`. returns, lengths: of episodes, exact. propensities: of the logged
+    actions, exp(behavior_log_prob); densities where actions are continuous. by_timestamp: whether
+    periods are of time, and not of the order of rows. missing: share of rows without a value, by
+    column. num_sampled: rows in the histograms.
+    """
+
+    summary: Mapping[str, Any]
+    returns: Histogram | None
+    lengths: Histogram | None
+    observations: tuple[Dimension, ...]
+    observation_counts: tuple[Counted, ...]
+    actions: tuple[Dimension, ...]
+    action_counts: tuple[Counted, ...]
+    reward: Dimension
+    propensities: Dimension | None
+    coverage: Coverage
+    policies: tuple[PolicyShare, ...]
+    by_timestamp: bool
+    missing: Mapping[str, float]
+    left_out: tuple[str, ...]
+    checks: tuple[DoorCheck, ...]
+    num_sampled: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object; what is not finite is null."""
+        body: dict[str, Any] = _finite(
+            {f.name: getattr(self, f.name) for f in fields(self) if f.name != "summary"}
+        )
+        return body
+
+
+def profile(
+    snapshot: Snapshot,
+    history: Sequence[Mapping[str, Any]] = (),
+    on_progress: OnProgress | None = None,
+) -> Profile:
+    """Count what a snapshot holds.
+
+    history: the dataset's commits, whose ingests' door checks are listed. on_progress: called with
+    (rows, rows in all). Cost: one pass over observations, actions and rewards; memory holds a row
+    group and the samples. Raises: EmptyReplay on a snapshot without rows, ShardCorrupt.
+    """
+    if not snapshot.num_steps:
+        raise EmptyReplay(f"{snapshot.dataset}: found no steps, expected one to profile.")
+    spec = snapshot.spec
+    encoding = spec.encoding
+    observations = Leaves(
+        spec.observation_space,
+        schema.OBSERVATION,
+        () if encoding is None else encoding.names(),
+    )
+    actions = Leaves(spec.action_space, schema.ACTION)
+    reward = Columns([schema.REWARD], np.array([-np.inf]), np.array([np.inf]))
+    is_density = not isinstance(spec.action_space, Discrete)
+    top = np.inf if is_density else 1.0
+    chances = Columns(["propensity"], np.array([0.0]), np.array([top]))
+    pairs = EvenSample(observations.width + actions.width)
+    names = (schema.OBSERVATION, schema.ACTION, schema.REWARD, schema.BEHAVIOR_LOG_PROB)
+    num_read = 0
+    for rows in shard_rows(snapshot, names).read():
+        seen = observations.add(rows.column(schema.OBSERVATION))
+        done = actions.add(rows.column(schema.ACTION))
+        pairs.add(np.concatenate([seen, done], axis=1))
+        reward.add(_floats(rows.column(schema.REWARD))[:, None])
+        with np.errstate(over="ignore"):
+            chances.add(np.exp(_floats(rows.column(schema.BEHAVIOR_LOG_PROB)))[:, None])
+        num_read += rows.num_rows
+        if on_progress is not None:
+            on_progress(num_read, snapshot.num_steps)
+    (chance,) = chances.dimensions()
+    sample = pairs.rows()
+    policies, by_timestamp = _policies(snapshot)
+    return Profile(
+        summary=snapshot.describe(),
+        returns=_of_episodes(snapshot, '"return"'),
+        lengths=_of_episodes(snapshot, "num_steps"),
+        observations=observations.dimensions(),
+        observation_counts=observations.counted(),
+        actions=actions.dimensions(),
+        action_counts=actions.counted((encoding and encoding.action_names) or ()),
+        reward=reward.dimensions()[0],
+        propensities=chance if chance.num else None,
+        coverage=coverage_of(sample[:, : observations.width], actions, observations),
+        policies=policies,
+        by_timestamp=by_timestamp,
+        missing=_missing(snapshot),
+        left_out=(*observations.left_out, *actions.left_out),
+        checks=_checks(history, snapshot.version),
+        num_sampled=len(sample),
+    )
+
+
+def _floats(column: pa.ChunkedArray) -> Any:
+    if column.null_count:
+        column = column.cast(pa.float64()).fill_null(math.nan)
+    return np.asarray(numbers(column.combine_chunks()), np.float64)
+
+
+def _of_episodes(snapshot: Snapshot, column: str) -> Histogram | None:
+    found = snapshot.sql(f"SELECT CAST({column} AS DOUBLE) AS value FROM episodes")
+    return histogram(_floats(found.column("value")))
+
+
+def _missing(snapshot: Snapshot) -> dict[str, float]:
+    # A final observation is only where an episode or a piece of one ends.
+    names = [name for name in snapshot.table.schema.names if name != schema.FINAL_OBSERVATION]
+    quoted = ['"' + name.replace('"', '""') + '"' for name in names]
+    counts = ", ".join(f"count({name}) AS c{i}" for i, name in enumerate(quoted))
+    (row,) = snapshot.sql(f"SELECT {counts} FROM steps").to_pylist()
+    return {name: 1 - row[f"c{i}"] / snapshot.num_steps for i, name in enumerate(names)}
+
+
+def _policies(snapshot: Snapshot) -> tuple[tuple[PolicyShare, ...], bool]:
+    """Return how many steps each policy version has in each period, the largest first."""
+    (known,) = snapshot.sql("SELECT count(timestamp) = count(*) AS timed FROM steps").to_pylist()
+    by_time = bool(known["timed"])
+    place = "epoch_us(timestamp)" if by_time else "row_number() OVER ()"
+    rows = snapshot.sql(
+        f"""WITH placed AS (SELECT policy, policy_version, {place} AS place FROM steps),
+        bounds AS (SELECT min(place) AS first, max(place) AS last FROM placed)
+        SELECT policy, policy_version, CAST(least({_NUM_PERIODS - 1}, floor((place - first)
+            / greatest(1, last - first) * {_NUM_PERIODS})) AS INTEGER) AS period, count(*) AS num
+        FROM placed, bounds GROUP BY ALL"""
+    ).to_pylist()
+    counts: dict[tuple[str | None, int | None], list[int]] = {}
+    for row in rows:
+        key = (row["policy"], row["policy_version"])
+        counts.setdefault(key, [0] * _NUM_PERIODS)[row["period"]] += row["num"]
+    ordered = sorted(counts.items(), key=lambda item: (-sum(item[1]), str(item[0])))
+    shares = [PolicyShare(*key, sum(by), tuple(by)) for key, by in ordered[:_MAX_POLICIES]]
+    if rest := ordered[_MAX_POLICIES:]:
+        others = tuple(map(sum, zip(*(by for _, by in rest), strict=True)))
+        shares.append(PolicyShare(f"{len(rest)} others", None, sum(others), others))
+    return tuple(shares), by_time
+
+
+def _checks(history: Sequence[Mapping[str, Any]], version: int) -> tuple[DoorCheck, ...]:
+    """Sum up what the ingests up to a version said; an ingest says it in each of its commits."""
+    said: dict[tuple[Any, str, str], DoorCheck] = {}
+    for commit in history:
+        if int(commit.get("version", 0)) > version:
+            continue
+        for one in commit.get("checks") or ():
+            check = DoorCheck(
+                str(one.get("name")),
+                str(one.get("outcome", "")),
+                int(one.get("num_episodes") or 0),
+                int(one.get("num_rows") or 0),
+                str(one.get("example") or ""),
+            )
+            said[commit.get("producer"), check.check, check.outcome] = check
+    joined: dict[tuple[str, str], DoorCheck] = {}
+    for check in said.values():
+        key = (check.check, check.outcome)
+        before = joined.get(key)
+        joined[key] = check if before is None else _added(before, check)
+    return tuple(joined[key] for key in sorted(joined))
+
+
+def _added(first: DoorCheck, second: DoorCheck) -> DoorCheck:
+    return DoorCheck(
+        first.check,
+        first.outcome,
+        first.num_episodes + second.num_episodes,
+        first.num_rows + second.num_rows,
+        first.example,
+    )
+
+
+def _finite(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(sub) for key, sub in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(sub) for sub in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,316 @@
+"""EpisodeWriter: episodes, whole or in pieces, one at a time into commits of many."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import num_bytes
+from replaylake.datastore.errors import (
+    ConfigInvalid,
+    EpisodeInvalid,
+    ReplayLakeError,
+    SchemaMismatch,
+)
+from replaylake.datastore.lake.writer.accounting import LeftOut, rejected
+from replaylake.datastore.lake.writer.door import Door
+from replaylake.datastore.lake.writer.open_episode import OpenEpisode
+from replaylake.datastore.lake.writer.pieces import PieceOrder, without_present
+from replaylake.datastore.lake.writer.refusal import sorted_out
+from replaylake.datastore.names import new_ulid
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.dataset import Commit, Dataset
+
+# In each commit's info: which writer made it. Two writers of one producer may take one sequence.
+_WRITER: Final = "writer"
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A commit whose answer is not known: its sequence, and what it was for."""
+
+    sequence: int
+    num_episodes: int
+    left_out: LeftOut
+
+
+class EpisodeWriter:
+    """Buffers episodes and commits them by steps, by bytes of observations or by time.
+
+    Every flush is a commit with the next sequence of this producer, and a flush that is repeated
+    after an error adds nothing twice. A producer that has committed before (a process that was
+    killed and runs again) may send what it sent then: steps that the dataset has are left out and
+    counted as already present. Leaving the `with` block flushes, also on an exception.
+
+    An episode may come in pieces: each continues at the step after the one before, and none but the
+    last is terminated or truncated. A step that this writer wrote before, and a gap, are refused.
+
+    With `flush_interval_s` nothing waits longer than that for its commit, whether or not `write` is
+    called: a thread commits it. What goes wrong there is tried again and raised by the next `flush`
+    or `close`. Threads may share a writer.
+
+    `refused` holds the episodes that a flush found invalid, each with its error. They are in no
+    later flush, so that the others are never held up by them.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        producer: str | None,
+        flush_steps: int,
+        flush_bytes: int,
+        flush_interval_s: float | None,
+    ) -> None:
+        self.producer = producer or f"writer/{new_ulid()}"
+        self.refused: list[tuple[Episode, ReplayLakeError]] = []
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._id = new_ulid()
+        self._dataset = dataset
+        self._flush_steps = flush_steps
+        self._flush_bytes = flush_bytes
+        self._flush_interval_s = flush_interval_s
+        self._buffer: list[Episode] = []
+        self._num_buffered = 0
+        self._num_bytes = 0
+        self._order = PieceOrder()
+        self._open: dict[tuple[str, str], OpenEpisode] = {}
+        self._door = Door(dataset)
+        # The next one; None where it has to be looked up.
+        self._sequence: int | None = None if producer else 0
+        # Whether other writers have committed under this producer: the same rows, perhaps.
+        self._is_resumed = False
+        self._left_out = LeftOut()
+        self._attempt: _Attempt | None = None
+        self._num_reported = 0
+        self._timer: threading.Timer | None = None
+
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """What threads hold while they use the writer. Raises: ConfigInvalid in a forked child."""
+        # The child has a copy of the buffer, which the parent commits, and of its lock, perhaps
+        # held by a thread that is not there.
+        if os.getpid() != self._process:
+            raise ConfigInvalid(
+                f"writer {self.producer}: found it in process {os.getpid()}, a fork of the process "
+                f"{self._process} that made it, expected it there alone. Make a writer in each."
+            )
+        return self._lock
+
+    def __enter__(self) -> EpisodeWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except ReplayLakeError as failure:
+            if error is None:
+                raise
+            # The error that ended the block says more than what it left behind.
+            error.add_note(f"The episodes written before it were not committed: {failure}")
+
+    def write(self, episode: Episode) -> None:
+        """Check an episode, or the next piece of one, and buffer it.
+
+        Before the dataset exists, the spaces of the episodes written so far are what it has to fit.
+        Raises: EpisodeInvalid, SchemaMismatch for this episode, which is not buffered then; as
+        `flush` where the buffer is full.
+        """
+        with self.lock:
+            self._accept(episode)
+            self._flush_if_full()
+
+    def begin(self, episode_id: str | None = None, *, agent_id: str = "") -> OpenEpisode:
+        """Begin an episode whose steps are handed over one by one; each flush writes a piece of it.
+
+        Its id is `<producer>/<ulid>` by default. Raises: NotFound if the dataset does not exist,
+        EpisodeInvalid if this writer has it open already.
+        """
+        with self.lock:
+            spec = self._dataset.spec
+            key = (episode_id or f"{self.producer}/{new_ulid()}", agent_id)
+            if key in self._open:
+                raise EpisodeInvalid(
+                    f"episode {key[0]}: found it open in this writer, expected it once for each "
+                    "agent. Go on with the one that `begin` returned."
+                )
+            opened = OpenEpisode(self, (spec.observation_space, spec.action_space), *key)
+            self._open[key] = opened
+            return opened
+
+    def note_step(self, size: int) -> None:
+        """Count a step, and its bytes, that an open episode holds. Called with the lock held."""
+        self._num_buffered += 1
+        self._num_bytes += size
+        self._start_timer()
+        self._flush_if_full()
+
+    def end(self, opened: OpenEpisode, piece: Episode) -> None:
+        """Take the last piece of an open episode. Called with the lock held."""
+        self._open.pop((opened.episode_id, opened.agent_id), None)
+        self._num_buffered -= len(piece) - 1  # those that were counted as they came
+        self.write(piece)
+
+    def flush(self) -> Commit | None:
+        """Commit what is buffered; None if that is nothing. Returns the last of its commits.
+
+        Raises: EpisodeInvalid or SchemaMismatch naming the first episode that was refused, after
+        the others were committed; another error, such as StorageFailed, keeps the buffer.
+        """
+        with self.lock:
+            commit = self._commit_all()
+            new = self.refused[self._num_reported :]
+            if new:
+                self._num_reported = len(self.refused)
+                error = new[0][1]
+                raise type(error)(
+                    f"{error} Left out {len(new)} of the episodes written, which are in the "
+                    "writer's `refused`; all others are committed."
+                ) from error
+            return commit
+
+    def close(self) -> None:
+        """Commit what is buffered, and what was left out since: open episodes stay open.
+
+        In a forked child nothing happens. Raises: as flush.
+        """
+        if os.getpid() != self._process:
+            return
+        with self.lock:
+            try:
+                self.flush()
+            finally:
+                # Of a producer that could not commit, nothing can be told either.
+                while self._left_out and not self._buffer and self._dataset.exists():
+                    self._commit()
+
+    def _accept(self, episode: Episode) -> None:
+        try:
+            ready = self._door.checked(episode)
+            self._order.add(ready)
+        except (EpisodeInvalid, SchemaMismatch):
+            self._left_out += rejected([episode])
+            raise
+        self._buffer.append(ready)
+        self._num_buffered += len(ready)
+        self._num_bytes += num_bytes(ready.observations)
+        self._start_timer()
+
+    def _flush_if_full(self) -> None:
+        if self._num_buffered >= self._flush_steps or self._num_bytes >= self._flush_bytes:
+            self.flush()
+
+    def _start_timer(self) -> None:
+        if self._flush_interval_s is None or self._timer is not None:
+            return
+        self._timer = threading.Timer(self._flush_interval_s, self._flush_in_time)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _flush_in_time(self) -> None:
+        # The buffer is as it was: `flush` and `close` raise what still stands in the way.
+        with self.lock, suppress(ReplayLakeError):
+            self._commit_all()
+
+    def _commit_all(self) -> Commit | None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for opened in [opened for opened in self._open.values() if len(opened)]:
+            piece = opened.taken()
+            try:
+                self._accept(piece)
+            except (EpisodeInvalid, SchemaMismatch) as error:
+                self.refused.append((piece, error))
+        self._keep(self._buffer)
+        commit = None
+        try:
+            while self._buffer:
+                commit = self._commit() or commit
+        finally:
+            if self._buffer:
+                self._start_timer()
+        return commit
+
+    def _leave_out_present(self) -> None:
+        """Drop from the buffer what this producer committed before it was started again."""
+        if not self._is_resumed:
+            return
+        kept: list[Episode] = []
+        for episode, pieces in without_present(self._dataset.snapshot(), self._buffer):
+            kept += pieces
+            self._left_out += LeftOut(
+                num_already_present=int(not pieces),
+                num_already_present_steps=len(episode) - sum(map(len, pieces)),
+            )
+        self._keep(kept)
+
+    def _commit(self) -> Commit | None:
+        """Commit the buffer, or the part of it that an earlier flush may have committed."""
+        attempt = self._attempt
+        if attempt is None:
+            if self._sequence is None:
+                self._sequence = self._dataset.next_sequence(self.producer)
+                self._is_resumed = self._is_resumed or self._sequence > 0
+            if self._buffer:
+                self._leave_out_present()
+                if not self._buffer:
+                    return None
+            attempt = _Attempt(self._sequence, len(self._buffer), self._left_out)
+            self._attempt = attempt
+        pending = self._buffer[: attempt.num_episodes]
+        names: dict[str, Any] = {
+            "producer": self.producer,
+            "sequence": attempt.sequence,
+            "info": {_WRITER: self._id},
+            "left_out": attempt.left_out,
+        }
+        try:
+            if pending:
+                commit = self._dataset.append(pending, **names)
+            else:
+                commit = self._dataset.account(**names)
+        except (EpisodeInvalid, SchemaMismatch):
+            good, refused = sorted_out(self._dataset, pending)
+            if not refused:
+                raise
+            self._attempt = None
+            self._refuse(refused)
+            self._keep([*good, *self._buffer[attempt.num_episodes :]])
+            return None
+        # Forgotten only now: an append that failed may have been committed all the same.
+        self._attempt = None
+        if commit.already_present and not self._is_own(commit.version):
+            # Another writer of this name took the sequence first: these rows need one of their own.
+            self._sequence = None
+            return None
+        self._sequence = attempt.sequence + 1
+        self._left_out -= attempt.left_out
+        self._keep(self._buffer[attempt.num_episodes :])
+        return commit
+
+    def _refuse(self, refused: Sequence[tuple[Episode, ReplayLakeError]]) -> None:
+        self.refused += refused
+        self._left_out += rejected(episode for episode, _ in refused)
+        for episode, _ in refused:
+            self._order.remove(episode)
+
+    def _is_own(self, version: int) -> bool:
+        return self._dataset.commit_info(version).get(_WRITER) == self._id
+
+    def _keep(self, episodes: list[Episode]) -> None:
+        self._buffer = episodes
+        self._num_buffered = sum(map(len, episodes))
+        self._num_bytes = sum(num_bytes(episode.observations) for episode in episodes)

@@ -1,0 +1,1 @@
+"""Durable storage: blobs in a directory or object store, the commit log, and tables over it."""

@@ -1,0 +1,141 @@
+"""One commit as a file: an intent to JSON lines, and back after its sha256 was checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from replaylake.datastore.errors import CommitConflict, LogCorrupt, NotFound
+from replaylake.datastore.storage.log.state import FileEntry, LogState, TableMetadata
+
+_ENGINE: Final = "replaylake"
+# The first line begins with the sha256 of all that follows it: JSON cut at the end of a line, or
+# with another digit in a number, would parse as a different commit.
+_HEAD: Final = b'{"commitInfo":{"sha256":"'
+_DIGITS: Final = 64
+# Who wrote it is said in its middle: without that head, a commit of ours is damaged.
+_OURS: Final = f'"engineInfo":"{_ENGINE}"'.encode()
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What one commit changes. `info` goes to commitInfo, for `commits` and people."""
+
+    producer: str
+    sequence: int
+    operation: str
+    add: tuple[FileEntry, ...] = ()
+    remove: tuple[str, ...] = ()
+    metadata: TableMetadata | None = None
+    entries: Mapping[str, str | None] = field(default_factory=dict)
+    expected: Mapping[str, str | None] = field(default_factory=dict)
+    data_change: bool = True
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def transaction(self) -> str:
+        """The Delta appId of this commit."""
+        return transaction_id(self.producer, self.sequence)
+
+
+def transaction_id(producer: str, sequence: int) -> str:
+    """Return the Delta appId of a (producer, sequence)."""
+    return f"{producer}#{sequence}"
+
+
+def check_applies(intent: Intent, state: LogState) -> None:
+    """Refuse an intent that does not fit the state. Raises: CommitConflict."""
+    for path in intent.remove:
+        if path not in state.files:
+            raise CommitConflict(
+                f"{intent.operation}: {path} is no longer live at version {state.version}: another "
+                "writer replaced or removed it. Run the operation again on the newest version."
+            )
+    for entry in intent.add:
+        if entry.path in state.files:
+            raise CommitConflict(f"{intent.operation}: {entry.path} is already in the table.")
+    for key, expected in intent.expected.items():
+        found = state.entries.get(key)
+        if found != expected:
+            raise CommitConflict(
+                f"{intent.operation} {key}: found {found}, expected {expected}: another writer was "
+                "first. Look at the new value and run it again."
+            )
+
+
+def encode(intent: Intent, version: int, timestamp_ms: int) -> bytes:
+    """Return the file of a commit. Raises: NotFound if version 0 has no metadata."""
+    actions = _to_actions(intent, version, timestamp_ms)
+    lines = [json.dumps(action, separators=(",", ":")).encode() + b"\n" for action in actions]
+    first = lines[0].removeprefix(b'{"commitInfo":{')
+    body = b"".join([b'",', first, *lines[1:]])
+    return _HEAD + hashlib.sha256(body).hexdigest().encode() + body
+
+
+def decode(data: bytes, path: str) -> list[dict[str, Any]]:
+    """Return the actions of a commit. Raises: LogCorrupt."""
+    if data.startswith(_HEAD):
+        end = len(_HEAD) + _DIGITS
+        digest = hashlib.sha256(data[end:]).hexdigest()
+        if digest.encode() != data[len(_HEAD) : end]:
+            raise _corrupt(path, "its sha256 is not the one in its first line")
+    elif _OURS in data:
+        raise _corrupt(path, f"its first line begins with {data[: len(_HEAD)]!r}")
+    try:
+        actions = [json.loads(line) for line in data.splitlines() if line.strip()]
+    except ValueError as error:
+        raise _corrupt(path, str(error)) from error
+    if not actions or not all(isinstance(action, dict) for action in actions):
+        raise _corrupt(path, f"found {data[:40]!r}")
+    return actions
+
+
+def _corrupt(path: str, found: str) -> LogCorrupt:
+    return LogCorrupt(
+        f"{path}: {found}, expected one JSON action a line, as committed. Restore the file from a "
+        "copy of the lake; versions below it can still be read by number."
+    )
+
+
+def _to_actions(intent: Intent, version: int, timestamp_ms: int) -> list[dict[str, Any]]:
+    actions: list[dict[str, Any]] = [
+        {
+            "commitInfo": {
+                **intent.info,
+                "timestamp": timestamp_ms,
+                "operation": intent.operation,
+                "operationParameters": {},
+                "engineInfo": _ENGINE,
+                "producer": intent.producer,
+                "sequence": intent.sequence,
+            }
+        }
+    ]
+    if version == 0:
+        if intent.metadata is None:
+            raise NotFound(f"{intent.operation}: found no table, expected one to commit to.")
+        actions.append({"protocol": intent.metadata.protocol()})
+    if intent.metadata is not None:
+        actions.append({"metaData": intent.metadata.to_action()})
+    actions.append(
+        {"txn": {"appId": intent.transaction, "version": version, "lastUpdated": timestamp_ms}}
+    )
+    actions += [{"add": entry.to_action(data_change=intent.data_change)} for entry in intent.add]
+    actions += [
+        {
+            "remove": {
+                "path": path,
+                "deletionTimestamp": timestamp_ms,
+                "dataChange": intent.data_change,
+            }
+        }
+        for path in intent.remove
+    ]
+    actions += [
+        {"domainMetadata": {"domain": key, "configuration": text or "", "removed": text is None}}
+        for key, text in intent.entries.items()
+    ]
+    return actions

@@ -1,0 +1,303 @@
+"""The commit log: Delta Lake's open format, written by exclusive creation of the next version.
+
+A commit is one JSON file. It is durable before it is acknowledged, and every one carries a
+(producer, sequence) that makes a repeated commit a no-op. They are kept as Delta transaction
+identifiers: appId `<producer>#<sequence>`, and as its version the table version that holds the
+commit, so that a lost reply is answered with the original version. Named entries (policies,
+aliases, runs) are Delta domain metadata: a key and a JSON text, the last writer wins unless
+`expected` says what it has to replace.
+
+Times of commits never go back: each is the clock's, or one millisecond after the commit before it
+where the clock is behind that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+from replaylake.datastore.errors import (
+    FormatTooNew,
+    LogCorrupt,
+    NotFound,
+)
+from replaylake.datastore.storage.log.checkpointer import Checkpointer
+from replaylake.datastore.storage.log.commit_file import Intent, check_applies, decode, encode
+from replaylake.datastore.storage.log.folder import (
+    FETCHED_AT_ONCE,
+    Actions,
+    Listing,
+    LogFolder,
+    info_of,
+)
+from replaylake.datastore.storage.log.state import LogState
+from replaylake.datastore.storage.storage import Storage
+
+CHECKPOINT_INTERVAL: Final = 100
+# A checkpoint has a row for each commit there ever was, as what makes a repeated one a no-op: every
+# 100 commits, those of a run's million commits would take 26 GB. So from here on they are written
+# as much more seldom as they are larger.
+_ROWS_AN_INTERVAL: Final = 10_000
+# In the info of an expiry's commit: the infos of commits that were dropped and are not forgotten.
+EARLIER: Final = "earlier"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The version that holds an intent, and whether it was there before this call."""
+
+    version: int
+    already_present: bool
+
+
+class CommitLog:
+    """The log of one table, below `root` in the storage. Safe to share between threads."""
+
+    def __init__(self, storage: Storage, root: str) -> None:
+        self.folder = LogFolder(storage, root)
+        self._newest = LogState()
+        self._lock = threading.Lock()
+        self._checkpointer = Checkpointer(self.folder)
+
+    def exists(self) -> bool:
+        """Whether version 0 has been committed."""
+        return (
+            self._newest.version >= 0
+            or self.folder.has_commit(0)
+            # Expiry drops commits that a checkpoint covers, and so do other engines.
+            or self.folder.listing().newest >= 0
+        )
+
+    def newest(self) -> LogState:
+        """Return the newest state: two probes if nothing is new. Raises: NotFound, LogCorrupt."""
+        with self._lock:
+            known = self._newest
+            state = self._followed(known) if known.version >= 0 else self._opened()
+            self._newest = state
+        if state.version < 0:
+            raise NotFound(f"{self.folder.path}: found no version 0, expected a table.")
+        return state
+
+    def at(self, version: int) -> LogState:
+        """Return the state at a version.
+
+        Raises: NotFound if it lies in the future or before the oldest that is kept, LogCorrupt.
+        """
+        newest = self.newest()
+        if version == newest.version:
+            return newest
+        listing = self.folder.listing()
+        self._check_kept(version, listing)
+        try:
+            return self._replayed(listing, version)
+        except LogCorrupt:
+            # Damaged, or expired in this moment: a new listing tells.
+            self._check_kept(version, self.folder.listing())
+            raise
+
+    def oldest(self) -> int:
+        """Return the lowest version that can be read. Raises: NotFound, LogCorrupt."""
+        self.newest()
+        return self.folder.listing().oldest
+
+    def commit(self, build: Callable[[LogState], Intent]) -> Committed:
+        """Commit what `build` makes of the newest state, rebuilding when another writer was first.
+
+        Durable when it returns. Raises: CommitConflict if the intent no longer applies, and
+        whatever `build` raises.
+        """
+        while True:
+            state = self._newest_or_empty()
+            intent = build(state)
+            original = state.transactions.get(intent.transaction)
+            if original is not None:
+                return Committed(original, True)
+            check_applies(intent, state)
+            version = state.version + 1
+            path = self.folder.commit_path(version)
+            data = encode(intent, version, _next_timestamp_ms(state))
+            if not self.folder.storage.put_new(path, data):
+                continue
+            if self._was_too_late(version, intent):
+                self.folder.storage.delete([path])
+                continue
+            made = state.apply([decode(data, path)])
+            with self._lock:
+                if self._newest.version == state.version:
+                    self._newest = made
+            if _is_checkpoint_due(made):
+                self._checkpointer.start(made)
+            return Committed(version, False)
+
+    def checkpoint(self, version: int) -> None:
+        """Write a Delta checkpoint of a version; `_last_checkpoint` names it or a newer one."""
+        self.folder.write_checkpoint(self.at(version))
+
+    def history(self, since: int = 0) -> list[dict[str, Any]]:
+        """Return the commitInfo, with `version` added, of each version from `since` on.
+
+        It is without gaps from the oldest version that is kept; of those before, it has what their
+        expiry remembered.
+        """
+        newest = self.newest().version
+        listing = self.folder.listing()
+        # Other engines drop the commit of a checkpoint, too.
+        first = max(since, listing.oldest, *listing.commits[:1])
+        commits = self._commits(first, newest)
+        infos = [info_of(version, actions) for version, actions in enumerate(commits, first)]
+        remembered = [info.pop(EARLIER) for info in infos if EARLIER in info][-1:]
+        dropped = [info for info in chain(*remembered) if since <= info["version"] < first]
+        return dropped + infos
+
+    def actions(self, version: int) -> list[dict[str, Any]]:
+        """Return the Delta actions of one version's commit. Raises: NotFound, LogCorrupt."""
+        actions = self.folder.commit(version) if version >= 0 else None
+        if actions is None:
+            self._check_kept(version, self.folder.listing())
+            raise self._hole(version, self.newest().version)
+        return actions
+
+    def info(self, version: int) -> dict[str, Any]:
+        """Return the commitInfo of one version, as `history` does. Raises: NotFound, LogCorrupt."""
+        return info_of(version, self.actions(version))
+
+    def _newest_or_empty(self) -> LogState:
+        try:
+            return self.newest()
+        except NotFound:
+            return LogState()
+
+    def _opened(self) -> LogState:
+        """Read the log from its newest readable checkpoint, and refuse one with a hole.
+
+        The listing comes first, so every version in it can be read by now: one that is not reached
+        lies behind a missing file, which the next writer would fill with something else.
+        """
+        # `_last_checkpoint` spares us most of a long listing, and decides nothing.
+        pointed = self.folder.pointer()
+        listing = self.folder.listing(since=pointed or 0)
+        if pointed is not None and pointed not in listing.checkpoints:
+            listing = self.folder.listing()
+        while True:
+            try:
+                state = self._replayed(listing, listing.newest)
+                return self._applied(state, self._probed(state.version + 1))
+            except LogCorrupt:
+                # Files have expired since, or an older checkpoint serves, or it is damage.
+                whole = self.folder.listing()
+                if whole.oldest == listing.oldest:
+                    raise
+                listing = whole
+
+    def _followed(self, known: LogState) -> LogState:
+        """Return the state after the commits that came since.
+
+        While `known`'s own commit stands, none after it has expired: expiry goes upwards, file by
+        file. Without it, that there is no next commit says nothing.
+        """
+        paths = [self.folder.commit_path(known.version + ahead) for ahead in (1, 0)]
+        following, own = self.folder.storage.get_many(paths)
+        if own is None:
+            return self._opened()
+        if following is None:
+            return known
+        first = decode(following, paths[0])
+        return self._applied(known, [first, *self._probed(known.version + 2)])
+
+    def _was_too_late(self, version: int, intent: Intent) -> bool:
+        """Whether a commit just made took the name of an expired one, where nobody reads it.
+
+        Only a writer that slept for the whole retention between its look at the log and this
+        commit can do that.
+        """
+        if version and self.folder.has_commit(version - 1):
+            return False
+        if not version and not self.folder.listing().checkpoints:
+            return False
+        with self._lock:
+            self._newest = self._opened()
+        return intent.transaction not in self._newest.transactions
+
+    def _replayed(self, listing: Listing, version: int) -> LogState:
+        """Return the state at a version, from its nearest readable checkpoint."""
+        failure = None
+        base = LogState()
+        for at in reversed([v for v in listing.checkpoints if listing.oldest <= v <= version]):
+            try:
+                base = self.folder.checkpoint(at) or base
+            except FormatTooNew as error:
+                raise FormatTooNew(f"{self.folder.path}: {error}") from error
+            except LogCorrupt as error:
+                # Costs only time, while an older one or all commits are there.
+                failure = error
+            if base.version >= 0:
+                break
+        try:
+            return self._applied(base, self._commits(base.version + 1, version))
+        except LogCorrupt as error:
+            if failure is not None and base.version < 0:
+                raise failure from error
+            raise
+
+    def _commits(self, first: int, last: int) -> list[Actions]:
+        """Return the actions of a range of commits, each of which has to be there."""
+        found: list[Actions] = []
+        while (start := first + len(found)) <= last:
+            versions = range(start, min(start + FETCHED_AT_ONCE, last + 1))
+            for version, actions in zip(versions, self.folder.commits(versions), strict=True):
+                if actions is None:
+                    raise self._hole(version, last)
+                found.append(actions)
+        return found
+
+    def _probed(self, first: int) -> list[Actions]:
+        """Return the actions of the commits from `first` on, as many as there are."""
+        found: list[Actions] = []
+        while (actions := self.folder.commit(first + len(found))) is not None:
+            found.append(actions)
+        return found
+
+    def _applied(self, state: LogState, commits: Sequence[Actions]) -> LogState:
+        if not commits:
+            return state
+        try:
+            return state.apply(commits)
+        except FormatTooNew as error:
+            raise FormatTooNew(f"{self.folder.path}: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise LogCorrupt(
+                f"{self.folder.path}: versions {state.version + 1}..{state.version + len(commits)} "
+                f"hold an action without what Delta requires ({error!r}). Restore the files from a "
+                "copy of the lake."
+            ) from error
+
+    def _check_kept(self, version: int, listing: Listing) -> None:
+        newest = self.newest().version
+        if not listing.oldest <= version <= newest:
+            dropped = "" if listing.oldest <= 0 else "; those before were dropped from the log"
+            raise NotFound(
+                f"version {version}: not in {self.folder.path}, which has "
+                f"{max(listing.oldest, 0)}..{newest}{dropped}."
+            )
+
+    def _hole(self, version: int, newest: int) -> LogCorrupt:
+        return LogCorrupt(
+            f"{self.folder.commit_path(version)}: missing, expected every version up to {newest}. "
+            "Restore the file from a copy of the lake."
+        )
+
+
+def _is_checkpoint_due(state: LogState) -> bool:
+    if not state.version or state.version % CHECKPOINT_INTERVAL:
+        return False
+    # Counted at a hundredth of all versions only: it merges what the state shares.
+    times = max(1, state.num_actions // _ROWS_AN_INTERVAL)
+    return state.version % (times * CHECKPOINT_INTERVAL) == 0
+
+
+def _next_timestamp_ms(state: LogState) -> int:
+    return max(time.time_ns() // 1_000_000, state.timestamp_ms + 1)

@@ -1,0 +1,127 @@
+"""LogFolder: the files of one table's log: what they are called, which there are, their bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from replaylake.datastore.storage.log.checkpoint import read_checkpoint, write_checkpoint
+from replaylake.datastore.storage.log.commit_file import decode
+from replaylake.datastore.storage.log.state import LogState
+from replaylake.datastore.storage.storage import Storage
+
+Actions: TypeAlias = list[dict[str, Any]]
+# Over a network, commits are read side by side, but not all 10,000 of a log in memory at once.
+FETCHED_AT_ONCE: Final = 256
+_NAME: Final = re.compile(r"(\d{20})\.(json|checkpoint\.parquet)")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The versions that have a commit file, and those that have a checkpoint, each sorted."""
+
+    commits: list[int]
+    checkpoints: list[int]
+
+    @property
+    def newest(self) -> int:
+        """The highest version that has either; -1 if there is none."""
+        return max([*self.commits[-1:], *self.checkpoints[-1:]], default=-1)
+
+    @property
+    def oldest(self) -> int:
+        """The lowest version that can be read, were all of these whole; -1 if there is none.
+
+        Expiry drops commits from the lowest on, and a checkpoint stands where it stopped. One below
+        is what a slow writer left there afterwards.
+        """
+        first = self.commits[0] if self.commits else 1
+        if first == 0:
+            return 0
+        return min((v for v in self.checkpoints if v >= first - 1), default=-1)
+
+
+class LogFolder:
+    """Where a log's files are. Nothing here is remembered."""
+
+    def __init__(self, storage: Storage, root: str) -> None:
+        self.storage = storage
+        self.path = f"{root}/_delta_log"
+        self.pointer_path = f"{self.path}/_last_checkpoint"
+
+    def commit_path(self, version: int) -> str:
+        return f"{self.path}/{version:020d}.json"
+
+    def checkpoint_path(self, version: int) -> str:
+        return f"{self.path}/{version:020d}.checkpoint.parquet"
+
+    def listing(self, since: int = 0) -> Listing:
+        """List the files of versions from `since` on."""
+        listing = Listing([], [])
+        names = self.storage.names(self.path, after=f"{since:020d}" if since else "")
+        for match in map(_NAME.fullmatch, names):
+            if match:
+                is_commit = match.group(2) == "json"
+                found = listing.commits if is_commit else listing.checkpoints
+                found.append(int(match.group(1)))
+        return listing
+
+    def commits(self, versions: Sequence[int]) -> list[Actions | None]:
+        """Return the actions of commits, None where there is no such file. Raises: LogCorrupt."""
+        paths = [self.commit_path(version) for version in versions]
+        blobs = self.storage.get_many(paths)
+        return [
+            None if data is None else decode(data, path)
+            for path, data in zip(paths, blobs, strict=True)
+        ]
+
+    def commit(self, version: int) -> Actions | None:
+        """Return the actions of a commit, or None if there is none. Raises: LogCorrupt."""
+        data = self.storage.get(self.commit_path(version))
+        return None if data is None else decode(data, self.commit_path(version))
+
+    def has_commit(self, version: int) -> bool:
+        return self.storage.get(self.commit_path(version)) is not None
+
+    def checkpoint(self, version: int) -> LogState | None:
+        """Return the state of a checkpoint. Raises: LogCorrupt, FormatTooNew."""
+        path = self.checkpoint_path(version)
+        data = self.storage.get(path)
+        if data is None:
+            return None
+        state = read_checkpoint(data, path, version)
+        if state.timestamp_ms == 0:
+            # Of another engine: only the commit knows when it was.
+            state = replace(
+                state, timestamp_ms=state.apply([self.commit(version) or []]).timestamp_ms
+            )
+        return state
+
+    def write_checkpoint(self, state: LogState) -> None:
+        """Write a checkpoint, and let `_last_checkpoint` name it unless that names a newer one."""
+        self.storage.put(self.checkpoint_path(state.version), write_checkpoint(state))
+        pointed = self.pointer()
+        if pointed is None or pointed < state.version:
+            self.point(state.version, state.num_actions)
+
+    def pointer(self) -> int | None:
+        """Return the version that `_last_checkpoint` names; None if it is absent or damaged."""
+        try:
+            version = json.loads(self.storage.get(self.pointer_path) or b"")["version"]
+        except (ValueError, TypeError, KeyError):
+            return None
+        return version if isinstance(version, int) and version >= 0 else None
+
+    def point(self, version: int, num_actions: int) -> None:
+        """Let `_last_checkpoint`, by which other engines start, name a checkpoint."""
+        pointer = {"version": version, "size": num_actions}
+        self.storage.put(self.pointer_path, json.dumps(pointer).encode())
+
+
+def info_of(version: int, actions: Actions) -> dict[str, Any]:
+    """Return a commit's commitInfo, with its version."""
+    found = [action["commitInfo"] for action in actions if "commitInfo" in action]
+    return {"version": version, **(found[0] if found else {})}

@@ -1,0 +1,184 @@
+"""LogState: what a table holds at one version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from replaylake.datastore.errors import FormatTooNew
+from replaylake.datastore.storage.log.shared_map import SharedMap
+
+FORMAT_VERSION: Final = 1
+_FORMAT_KEY: Final = "replaylake.format_version"
+_WRITER_KEY: Final = "replaylake.written_by"
+_READER_VERSION: Final = 1
+_KNOWN_WRITER_FEATURES: Final = {"domainMetadata", "appendOnly", "invariants"}
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One shard as the log names it: a path below the table, its size, rows and sha256.
+
+    `since` is the version that first had the oldest of its rows: a shard that takes the place of
+    others keeps theirs, so age order survives compaction. -1 until the shard is committed.
+    """
+
+    path: str
+    size_bytes: int
+    num_rows: int
+    sha256: str
+    modified_ms: int = 0
+    since: int = field(default=-1, compare=False)
+
+    def to_action(self, *, data_change: bool) -> dict[str, Any]:
+        """Return the body of a Delta `add`."""
+        since = {} if self.since < 0 else {"since": str(self.since)}
+        return {
+            "path": self.path,
+            "partitionValues": {},
+            "size": self.size_bytes,
+            "modificationTime": self.modified_ms,
+            "dataChange": data_change,
+            "stats": json.dumps({"numRecords": self.num_rows}),
+            "tags": {"sha256": self.sha256, **since},
+        }
+
+    @classmethod
+    def from_action(cls, add: Mapping[str, Any], version: int) -> FileEntry:
+        """Read the body of a Delta `add` that stands in the commit of `version`."""
+        stats = json.loads(add.get("stats") or "{}")
+        tags = dict(add.get("tags") or {})
+        return cls(
+            path=add["path"],
+            size_bytes=int(add["size"]),
+            num_rows=int(stats.get("numRecords", 0)),
+            sha256=tags.get("sha256", ""),
+            modified_ms=int(add.get("modificationTime", 0)),
+            since=int(tags.get("since", version)),
+        )
+
+
+@dataclass(frozen=True)
+class TableMetadata:
+    """Identity, Delta schema (a JSON text) and configuration of a table."""
+
+    id: str
+    schema_string: str
+    configuration: Mapping[str, str]
+    created_ms: int
+    has_entries: bool = False
+
+    def to_action(self) -> dict[str, Any]:
+        """Return the body of a Delta `metaData`."""
+        return {
+            "id": self.id,
+            "format": {"provider": "parquet", "options": {}},
+            "schemaString": self.schema_string,
+            "partitionColumns": [],
+            "configuration": dict(self.configuration),
+            "createdTime": self.created_ms,
+        }
+
+    @classmethod
+    def from_action(cls, action: Mapping[str, Any]) -> TableMetadata:
+        """Read the body of a Delta `metaData`. Raises: FormatTooNew."""
+        configuration = dict(action["configuration"])
+        found = int(configuration.get(_FORMAT_KEY, FORMAT_VERSION))
+        if found > FORMAT_VERSION:
+            raise FormatTooNew(
+                f"found format version {found}, expected at most "
+                f"{FORMAT_VERSION}. Install ReplayLake {configuration.get(_WRITER_KEY, 'newer')} "
+                "or later to open it."
+            )
+        return cls(
+            id=action["id"],
+            schema_string=action["schemaString"],
+            configuration=configuration,
+            created_ms=int(action.get("createdTime") or 0),
+        )
+
+    def protocol(self) -> dict[str, Any]:
+        """Return the Delta protocol of the table; every Delta reader knows reader version 1."""
+        if self.has_entries:
+            return {
+                "minReaderVersion": _READER_VERSION,
+                "minWriterVersion": 7,
+                "writerFeatures": ["domainMetadata"],
+            }
+        return {"minReaderVersion": _READER_VERSION, "minWriterVersion": 2}
+
+
+def format_configuration(product_version: str) -> dict[str, str]:
+    """Return the configuration entries that say which code can read a table."""
+    return {_FORMAT_KEY: str(FORMAT_VERSION), _WRITER_KEY: product_version}
+
+
+@dataclass(frozen=True)
+class LogState:
+    """Live files by path, transactions (appId to version), and entries (key to JSON text).
+
+    Version -1 is the state before the table exists. Never changed in place: `apply` returns a new
+    one, which shares with it what did not change. `timestamp_ms` is the latest of any commit.
+    """
+
+    version: int = -1
+    metadata: TableMetadata | None = None
+    protocol: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    transactions: Mapping[str, int] = field(default_factory=dict)
+    entries: Mapping[str, str] = field(default_factory=dict)
+    timestamp_ms: int = field(default=0, compare=False)
+
+    @property
+    def num_actions(self) -> int:
+        """Number of actions that a checkpoint of this state holds."""
+        return 2 + len(self.files) + len(self.transactions) + len(self.entries)
+
+    def apply(self, commits: Iterable[Iterable[Mapping[str, Any]]]) -> LogState:
+        """Return the state after further commits, oldest first. Raises: FormatTooNew."""
+        version, metadata, protocol = self.version, self.metadata, self.protocol
+        timestamp_ms = self.timestamp_ms
+        files: dict[str, FileEntry | None] = {}
+        transactions: dict[str, int | None] = {}
+        entries: dict[str, str | None] = {}
+        for actions in commits:
+            version += 1
+            for action in actions:
+                if add := action.get("add"):
+                    files[add["path"]] = FileEntry.from_action(add, version)
+                elif remove := action.get("remove"):
+                    files[remove["path"]] = None
+                elif txn := action.get("txn"):
+                    transactions[txn["appId"]] = int(txn["version"])
+                elif domain := action.get("domainMetadata"):
+                    text = None if domain["removed"] else domain["configuration"]
+                    entries[domain["domain"]] = text
+                elif info := action.get("commitInfo"):
+                    timestamp_ms = max(timestamp_ms, int(info.get("timestamp") or 0))
+                elif raw := action.get("metaData"):
+                    metadata = TableMetadata.from_action(raw)
+                elif raw := action.get("protocol"):
+                    protocol = _checked_protocol(raw)
+        return LogState(
+            version,
+            metadata,
+            protocol,
+            SharedMap.of(self.files).changed(files),
+            SharedMap.of(self.transactions).changed(transactions),
+            SharedMap.of(self.entries).changed(entries),
+            timestamp_ms,
+        )
+
+
+def _checked_protocol(protocol: Mapping[str, Any]) -> Mapping[str, Any]:
+    reader = int(protocol.get("minReaderVersion") or 1)
+    unknown = set(protocol.get("writerFeatures") or []) - _KNOWN_WRITER_FEATURES
+    if reader > _READER_VERSION or unknown:
+        raise FormatTooNew(
+            f"found Delta reader version {reader}, writer features {sorted(unknown)}, expected "
+            f"reader version {_READER_VERSION} and none of them. Another engine upgraded the "
+            "table; read it with that engine, or restore the log from before."
+        )
+    return protocol

@@ -1,0 +1,314 @@
+"""Object storage: a lake below a prefix of S3, GCS, Azure or memory. The home of obstore.
+
+Reads and replacing writes are repeated by obstore itself. A put-if-absent is repeated here, because
+one that was sent and not answered may have been carried out: only then is a taken name looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from replaylake.datastore.errors import (
+    ExtraMissing,
+    FailedInPassing,
+    NameRefused,
+    ShardCorrupt,
+    StorageFailed,
+)
+from replaylake.datastore.storage.remote.refusal import is_of_bucket, refusal
+from replaylake.datastore.storage.remote.shard_cache import PARALLEL_REQUESTS, ShardCache
+from replaylake.datastore.storage.storage import Blob, StoredFile
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+# A server that says nothing for half a minute is asked again, four times or for a minute in all; a
+# whole shard of 256 MB may take five.
+_CLIENT: Final[ClientConfig] = {
+    "connect_timeout": "5s",
+    "read_timeout": "30s",
+    "timeout": "300s",
+}
+_MAX_RETRIES: Final = 4
+_RETRY_S: Final = 60.0
+_FIRST_WAIT_S: Final = 0.1
+_COPY_BYTES: Final = 1 << 22
+# The variables that say which server a bucket's name belongs to.
+ENDPOINTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "memory": (),
+}
+
+
+@dataclass(frozen=True)
+class Store:
+    """Handles on one prefix: `retrying` repeats what fails in passing, `once` does not."""
+
+    scheme: str
+    bucket: str
+    retrying: ObjectStore
+    once: ObjectStore
+
+
+def open_store(scheme: str, bucket: str, prefix: str) -> Store:
+    """Return handles; nothing is sent yet. Raises: ExtraMissing, StorageFailed."""
+    try:
+        import obstore.exceptions
+        import obstore.store as stores
+    except ModuleNotFoundError as error:
+        raise ExtraMissing(
+            f"{scheme}://: found no obstore, expected it for a lake on an object store. Install "
+            "replaylake[remote]."
+        ) from error
+    if scheme == "memory":
+        memory = stores.MemoryStore()
+        return Store(scheme, bucket, memory, memory)
+    makers: dict[str, Callable[..., ObjectStore]] = {
+        "s3": stores.S3Store,
+        "gs": stores.GCSStore,
+        "az": stores.AzureStore,
+    }
+    # Whoever names an endpoint without TLS means it: a server on loopback or in a cluster.
+    named = [os.environ.get(name, "") for name in ENDPOINTS[scheme]]
+    without_tls = any(text.startswith("http://") for text in named)
+    client: ClientConfig = {**_CLIENT, "allow_http": without_tls}
+    options: dict[str, Any] = {"prefix": prefix or None, "client_options": client}
+    try:
+        return Store(
+            scheme,
+            bucket,
+            makers[scheme](bucket, retry_config=_retries(_MAX_RETRIES), **options),
+            makers[scheme](bucket, retry_config=_retries(0), **options),
+        )
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        raise refusal(scheme, bucket, f"{scheme}://{bucket}", error) from error
+
+
+def _retries(max_retries: int) -> RetryConfig:
+    return {
+        "max_retries": max_retries,
+        "retry_timeout": timedelta(seconds=_RETRY_S),
+        "backoff": {
+            "init_backoff": timedelta(seconds=_FIRST_WAIT_S),
+            "max_backoff": timedelta(seconds=2),
+            "base": 2,
+        },
+    }
+
+
+class ObjectStorage:
+    """Blobs below a prefix of an object store, with this machine's copies in a cache.
+
+    Whoever may read the bucket reads all of it: `private` adds nothing here.
+    """
+
+    def __init__(self, store: Store, url: str, cache: ShardCache, state: Path) -> None:
+        """Use a store; `state` is this machine's folder for the lake's journals."""
+        self._store = store
+        self._url = url
+        self._cache = cache
+        self._state = state
+
+    @property
+    def url(self) -> str:
+        """Such as s3://bucket/prefix."""
+        return self._url
+
+    @property
+    def is_remote(self) -> bool:
+        """True."""
+        return True
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        """Write a blob, in parts where it is large; it is there once the last one is."""
+        with self._reported(path):
+            _obstore().put(self._store.retrying, _key(path), memoryview(data).cast("B"))
+
+    def put_new(self, path: str, data: bytes, *, private: bool = False) -> bool:
+        """Create a blob with If-None-Match; one that holds our bytes after a lost reply is ours."""
+        obstore, key = _obstore(), _key(path)
+        deadline, wait_s, lost = time.monotonic() + _RETRY_S, _FIRST_WAIT_S, False
+        for attempt in range(_MAX_RETRIES + 1):
+            try:
+                with self._reported(path):
+                    obstore.put(self._store.once, key, data, mode="create")
+                return True
+            except _Taken:
+                found = self.get(path)
+                if found is not None:
+                    return lost and found == data
+                # S3 says 409 to one of two creates at once, where it may then have neither.
+                last: Exception = StorageFailed(
+                    f"{self._name(path)}: the store answers that it exists and has no such blob, "
+                    "expected one or the other. Run it again."
+                )
+            except FailedInPassing as error:
+                lost, last = True, error
+            if attempt == _MAX_RETRIES or time.monotonic() + wait_s > deadline:
+                break
+            time.sleep(wait_s)
+            wait_s *= 2
+        raise FailedInPassing(str(last)) from last
+
+    def get(self, path: str) -> bytes | None:
+        """Return the blob, or None if there is none. Raises: StorageFailed if no bucket is."""
+        with self._reported(path):
+            try:
+                return bytes(_obstore().get(self._store.retrying, _key(path)).bytes())
+            except FileNotFoundError as error:
+                if is_of_bucket(error):
+                    raise
+                return None
+
+    def get_many(self, paths: Sequence[str]) -> list[bytes | None]:
+        """Read blobs side by side."""
+        if len(paths) < 2:
+            return [self.get(path) for path in paths]
+        with ThreadPoolExecutor(min(len(paths), PARALLEL_REQUESTS)) as pool:
+            return list(pool.map(self.get, paths))
+
+    def names(self, folder: str, *, after: str = "") -> list[str]:
+        """List what is directly below a prefix, or what of it sorts after a name."""
+        obstore, key = _obstore(), _key(folder)
+        with self._reported(folder):
+            if not after:
+                listed = obstore.list_with_delimiter(self._store.retrying, key or None)
+                paths = [*listed["common_prefixes"], *(o["path"] for o in listed["objects"])]
+            else:
+                offset = f"{key}/{after}" if key else after
+                stream = obstore.list(self._store.retrying, key or None, offset=offset)
+                paths = [found["path"] for found in stream.collect()]
+        start = len(key) + 1 if key else 0
+        found = {path[start:].partition("/")[0] for path in paths if len(path) > start}
+        return sorted(name for name in found if name > after)
+
+    def files(self, folder: str) -> Iterator[StoredFile]:
+        """List everything below a prefix."""
+        with self._reported(folder):
+            stream = _obstore().list(self._store.retrying, _key(folder) or None, chunk_size=1000)
+            for chunk in stream:
+                for found in chunk:
+                    modified_ms = round(found["last_modified"].timestamp() * 1000)
+                    yield StoredFile(found["path"], found["size"], modified_ms)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete blobs, and this machine's copies of them."""
+        keys = [_key(path) for path in paths]
+        if not keys:
+            return
+        obstore = _obstore()
+        with self._reported(keys[0]):
+            try:
+                obstore.delete(self._store.retrying, keys)
+            except FileNotFoundError as error:
+                if is_of_bucket(error):
+                    raise
+                # Stores without a call for many answer for each, also that there was none.
+                for key in keys:
+                    try:
+                        obstore.delete(self._store.retrying, key)
+                    except FileNotFoundError:
+                        continue
+        self.forget(keys)
+
+    def local(self, path: str) -> Path:
+        """Return a copy in the cache."""
+        return self.fetch([Blob(path)])[0]
+
+    def fetch(self, blobs: Sequence[Blob]) -> list[Path]:
+        """Return copies in the cache."""
+        for blob in blobs:
+            _key(blob.path)
+        return self._cache.fetch(blobs, self._copy)
+
+    def release(self, blobs: Sequence[Blob]) -> None:
+        """Let the cache remove these copies, when it has to."""
+        self._cache.release(blobs)
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Remove this machine's copies."""
+        self._cache.forget([_key(path) for path in paths])
+
+    def state_folder(self, path: str) -> Path:
+        """Return a folder of this machine, the same for every process that opens this URL."""
+        return self._state / _key(path)
+
+    def _copy(self, blob: Blob, target: Path) -> None:
+        """Stream a blob into a new file. Raises: ShardCorrupt, StorageFailed."""
+        digest, num_bytes = hashlib.sha256(), 0
+        with self._reported(blob.path):
+            try:
+                got = _obstore().get(self._store.retrying, blob.path)
+            except FileNotFoundError as error:
+                if is_of_bucket(error):
+                    raise
+                raise ShardCorrupt(
+                    f"{self._name(blob.path)}: found no such file, expected the one that the log "
+                    "names. Restore it from a copy of the lake."
+                ) from error
+            stream = iter(got.stream(min_chunk_size=_COPY_BYTES))
+        with target.open("xb") as file:
+            while (chunk := self._next(blob.path, stream)) is not None:
+                file.write(chunk)
+                digest.update(chunk)
+                num_bytes += len(chunk)
+        found = digest.hexdigest()
+        if blob.size_bytes not in (-1, num_bytes) or blob.sha256 not in ("", found):
+            raise ShardCorrupt(
+                f"{self._name(blob.path)}: found {num_bytes} bytes of sha256 {found[:16]}, "
+                f"expected {'any number' if blob.size_bytes < 0 else blob.size_bytes} of "
+                f"{blob.sha256[:16]} as committed. Restore the file from a copy of the lake."
+            )
+
+    def _next(self, path: str, stream: Iterator[Any]) -> Any:
+        with self._reported(path):
+            return next(stream, None)
+
+    def _name(self, path: str) -> str:
+        return f"{self._url}/{path}"
+
+    @contextmanager
+    def _reported(self, path: str) -> Iterator[None]:
+        from obstore import exceptions
+
+        try:
+            yield
+        except exceptions.AlreadyExistsError as error:
+            raise _Taken from error
+        except (exceptions.BaseError, OSError, ValueError) as error:
+            denied = isinstance(
+                error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
+            )
+            store, name = self._store, self._name(path)
+            raise refusal(store.scheme, store.bucket, name, error, denied=denied) from error
+
+
+class _Taken(Exception):
+    """A create found the name taken, perhaps by itself."""
+
+
+def _obstore() -> Any:
+    import obstore
+
+    return obstore
+
+
+def _key(path: str) -> str:
+    """Return a path that stays below the prefix and, in the cache, below its folder."""
+    if path and (any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path):
+        raise NameRefused(
+            f"{path!r}: expected the path of a file inside of the lake, such as dataset/shards/x. "
+            "Something other than ReplayLake wrote it."
+        )
+    return path

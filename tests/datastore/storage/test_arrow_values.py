@@ -1,0 +1,58 @@
+"""Arrow values: the same numbers as pyarrow's own conversions give, without what those import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.storage.arrow_values import numbers, row_numbers, scalar
+
+KINDS = [pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.bool_()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_every_type(kind: pa.DataType) -> None:
+    array = pa.array([0, 1, 0, 1, 1], pa.int16()).cast(kind)
+    for column in (array, array[1:4], array[:0], pa.chunked_array([array[:2], array[3:]])):
+        found = numbers(column)
+        assert found.dtype == kind.to_pandas_dtype()
+        assert found.tolist() == column.to_pylist()
+
+
+def test_numbers_in_one_piece_are_no_copy() -> None:
+    values = np.arange(5, dtype=np.float32)
+    assert np.shares_memory(numbers(pa.array(values)), values)
+
+
+@pytest.mark.parametrize(("kind", "unknown"), [(pa.float32(), np.nan), (pa.bool_(), False)])
+def test_what_is_not_known(kind: pa.DataType, unknown: Any) -> None:
+    column = pa.array([1, None, 0], pa.int16()).cast(kind)
+    np.testing.assert_equal(numbers(column).tolist(), [1, unknown, 0])
+    np.testing.assert_equal(numbers(pa.nulls(2, kind)).tolist(), [unknown] * 2)
+    with pytest.raises(SchemaMismatch, match="int64: found 1 nulls in 2 rows, expected a value"):
+        numbers(pa.array([1, None]))
+
+
+def test_scalars_and_row_numbers() -> None:
+    assert scalar(-1, np.int64).equals(pa.scalar(-1, pa.int64()))
+    every_other = np.arange(10)[::2]
+    assert row_numbers(every_other).to_pylist() == [0, 2, 4, 6, 8]
+    assert row_numbers(every_other[:0]).to_pylist() == []
+
+
+def test_pandas_is_not_imported() -> None:
+    code = (
+        "import sys, numpy as np, pyarrow as pa\n"
+        "from replaylake.datastore.storage.arrow_values import numbers, row_numbers, scalar\n"
+        "rows = row_numbers(np.arange(3))\n"
+        "numbers(rows.take(rows).cast(pa.float32()).is_valid())\n"
+        "scalar(1, np.int64)\n"
+        "sys.exit('pandas' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
