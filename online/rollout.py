@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
-from replaylake.datastore.lake.dataset import Commit
+from replaylake.datastore.lake.commit import Commit
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.locations import check_shareable

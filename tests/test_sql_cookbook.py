@@ -17,11 +17,11 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.interchange.formats.checks import Finding, Places
 from replaylake.datastore.interchange.formats.format import Rejected
 from replaylake.datastore.interchange.ingest.quarantine import quarantine
+from replaylake.datastore.lake.commit import DropCounts
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.manifest import GRAPH, MANIFEST, manifest_bytes
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.runs.metrics import MetricsLog
-from replaylake.datastore.lake.writer.accounting import LeftOut
 
 _TEXT = (Path(__file__).parents[1] / "docs" / "SQL.md").read_text()
 _HOUR_US = 3_600_000_000
@@ -62,7 +62,7 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
         ],
         producer="rollout/a",
         sequence=0,
-        left_out=LeftOut(num_rejected=1, num_rejected_steps=2),
+        left_out=DropCounts(num_rejected=1, num_rejected_steps=2),
     )
     lake.tags.set("cartpole", "paper", 1)
     quarantine(cartpole, _refused(), producer="ingest/1f", sequence=0)
@@ -70,7 +70,7 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
         [_episode("b1", [1, 1, 1, 1, 1], 2, 2), _episode("b2", [1], 2, 2)],
         producer="rollout/b",
         sequence=0,
-        left_out=LeftOut(num_already_present=2, num_already_present_steps=7),
+        left_out=DropCounts(num_already_present=2, num_already_present_steps=7),
     )
     lake.dataset("duel").append(
         [

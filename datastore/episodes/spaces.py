@@ -438,3 +438,12 @@ def _describe(array: Array) -> str:
 def _short(value: Any) -> str:
     text = np.array2string(np.asarray(value), threshold=6, precision=6, separator=", ")
     return text.replace("\n", "")
+
+
+def copy_value(value: Any) -> Any:
+    """Copy an observation or action, since environments reuse their buffers."""
+    if isinstance(value, Mapping):
+        return {key: copy_value(sub) for key, sub in value.items()}
+    if isinstance(value, tuple):
+        return {f"_{i}": copy_value(sub) for i, sub in enumerate(value)}
+    return value if isinstance(value, str) else np.array(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pyarrow as pa
 from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.episodes import checked_all
-from replaylake.datastore.episodes.inference import infer_spec as infer_spec
+from replaylake.datastore.episodes.inference import infer_spec
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import (
     STANDARD_COLUMNS,
@@ -29,55 +28,22 @@ from replaylake.datastore.errors import (
     NotFound,
     SchemaMismatch,
 )
+from replaylake.datastore.lake.commit import (
+    Commit,
+    DropCounts,
+    EncodedEpisodes,
+    WrittenEpisodes,
+    commit_counts,
+)
+from replaylake.datastore.lake.episode_writer import EpisodeWriter as EpisodeWriter
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.lake.writer.accounting import LeftOut, commit_counts
-from replaylake.datastore.lake.writer.episode_writer import EpisodeWriter as EpisodeWriter
 from replaylake.datastore.names import check_dataset_name, new_ulid
 from replaylake.datastore.replay.live.live_view import LiveView, Since
 from replaylake.datastore.storage.log.commit_file import transaction_id
 from replaylake.datastore.storage.log.state import LogState
 from replaylake.datastore.storage.storage import LocalStorage, Storage
-from replaylake.datastore.storage.table.table import Commit as TableCommit
-from replaylake.datastore.storage.table.table import Table, WrittenRows
+from replaylake.datastore.storage.table.table import Table, TableCommit
 from replaylake.datastore.storage.table.table_schema import configuration_of, table_schema
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What an append did; the counts are 0 when (producer, sequence) was already present."""
-
-    version: int
-    already_present: bool
-    num_episodes: int
-    num_steps: int
-    num_shards: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class EncodedEpisodes:
-    """Episodes that were checked, as the rows that a dataset has of them."""
-
-    num_episodes: int
-    rows: pa.Table
-
-
-@dataclass(frozen=True)
-class WrittenEpisodes:
-    """Whole episodes in durable shards, not committed yet; may be sent to another process."""
-
-    num_episodes: int
-    rows: WrittenRows
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of all of them."""
-        return self.rows.num_rows
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the shards."""
-        return sum(entry.size_bytes for entry in self.rows.entries)
 
 
 class Dataset:
@@ -188,7 +154,7 @@ class Dataset:
         sequence: int | None = None,
         info: Mapping[str, Any] | None = None,
         spec: DatasetSpec | None = None,
-        left_out: LeftOut | None = None,
+        left_out: DropCounts | None = None,
     ) -> Commit:
         """Check and commit episodes as one version: all of them, durably, or none.
 
@@ -223,7 +189,7 @@ class Dataset:
             producer=producer,
             sequence=sequence,
             info={
-                **commit_counts(len(episodes), rows.num_rows, left_out or LeftOut()),
+                **commit_counts(len(episodes), rows.num_rows, left_out or DropCounts()),
                 **(info or {}),
             },
         )
@@ -267,7 +233,7 @@ class Dataset:
             [part.rows for part in written],
             producer=producer,
             sequence=sequence,
-            info={**commit_counts(num_episodes, num_steps, LeftOut()), **(info or {})},
+            info={**commit_counts(num_episodes, num_steps, DropCounts()), **(info or {})},
         )
         return _counted(done, num_episodes)
 
@@ -276,7 +242,7 @@ class Dataset:
         *,
         producer: str,
         sequence: int,
-        left_out: LeftOut,
+        left_out: DropCounts,
         info: Mapping[str, Any] | None = None,
     ) -> Commit:
         """Commit no rows, but what a producer made and did not commit. Raises: NotFound."""

@@ -11,22 +11,18 @@ from typing import Final
 import pyarrow as pa
 
 from replaylake.datastore.errors import NameRefused, NotFound, StorageFailed
-from replaylake.datastore.lake.catalog import relations
-from replaylake.datastore.lake.catalog.pinned import Pinned
+from replaylake.datastore.lake.catalog import LakeCatalog
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.policies.registry import Registry
-from replaylake.datastore.lake.rejected import rejected_rows
-from replaylake.datastore.lake.runs.metrics import read_metrics
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.versions.tags import Tags, tag_snapshot
-from replaylake.datastore.names import LAKE_ROOT, parse_snapshot
+from replaylake.datastore.names import LAKE_ROOT, check_dataset_name, parse_snapshot
 from replaylake.datastore.query import query
 from replaylake.datastore.query.untrusted import QueryLimits, UntrustedResult, run_untrusted
 from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.storage.log.commit_log import CommitLog
 from replaylake.datastore.storage.log.purges import Purges
 from replaylake.datastore.storage.storage import LocalStorage, Storage
-from replaylake.datastore.storage.table.table import TableSnapshot
 
 _KEY_PATH: Final = "_lake/keys/signing"
 _KEY_BYTES: Final = 32
@@ -139,7 +135,7 @@ class Lake:
 
         Raises: QueryRefused, QueryFailed, NotFound for an unknown dataset or version.
         """
-        return query.run(text, Pinned(self, at) if at else self, parameters)
+        return query.run(text, self._catalog(at), parameters)
 
     def sql_untrusted(
         self,
@@ -154,7 +150,7 @@ class Lake:
         It sees the same views as `sql`, at the same versions, and nothing else of this machine.
         Raises: as sql; QueryFailed with the limit that it reached.
         """
-        return run_untrusted(text, Pinned(self, at) if at else self, parameters, limits=limits)
+        return run_untrusted(text, self._catalog(at), parameters, limits=limits)
 
     def signing_key(self, *, create: bool = True) -> bytes:
         """Return the 32 bytes that sign decision ids, made once for the lake.
@@ -178,37 +174,24 @@ class Lake:
             )
         return key
 
-    def table(self, dataset: str, view: str) -> TableSnapshot | None:
-        """Return the newest files behind a view, for query.run. Raises: NotFound."""
-        handle = self.dataset(dataset)
-        logs = {
-            "decisions": handle.decisions,
-            "rewards": handle.rewards,
-            "received": handle.received,
-        }
-        if (log := logs.get(view)) is not None:
-            if not log.exists():
-                raise NotFound(
-                    f"{dataset}.{view}: nothing was served into dataset {dataset!r} yet. "
-                    f"`replaylake serve POLICY --log-to {dataset}` does."
-                )
-            return log.snapshot()
-        steps = handle.snapshot().table
-        return rejected_rows(handle.rejected) if view == "quarantine" else steps
+    def _catalog(self, at: Mapping[str, str | int] | None) -> LakeCatalog:
+        pinned = {name: self._pin(name, version) for name, version in (at or {}).items()}
+        return LakeCatalog(
+            self._storage, self.registry, self.tags, self._existing, self.dataset, pinned
+        )
 
-    def relation(self, name: str) -> pa.Table | None:
-        """Return a lake-wide relation, for query.run."""
-        if name == "policies":
-            return relations.policies(self.registry)
-        if name == "promotions":
-            return relations.promotions(self.registry)
-        if name == "runs":
-            return relations.runs(self.registry)
-        if name == "metrics":
-            return read_metrics(self._storage)
-        if name == "commits":
-            return relations.commits(map(self.dataset, self.datasets()))
-        snapshots = {dataset: self.dataset(dataset).snapshot() for dataset in self.datasets()}
-        if name == "datasets":
-            return relations.datasets(snapshots, self.tags)
-        return relations.shards(snapshots) if name == "shards" else None
+    def _existing(self) -> dict[str, Dataset]:
+        return {name: self.dataset(name) for name in self.datasets()}
+
+    def _pin(self, name: str, at: str | int) -> Snapshot:
+        """Return the snapshot that `at` gives a name: a version or tag, or another's `NAME@AT`."""
+        check_dataset_name(name)
+        if not isinstance(at, str) or "@" not in at:
+            return self.snapshot(f"{name}@{at}")
+        dataset, _ = parse_snapshot(at)
+        if dataset != name and self.dataset(name).exists():
+            raise NameRefused(
+                f"at {name}={at}: found a dataset {name} in the lake, expected a further name for "
+                f"{dataset}. Choose another, such as before={at}."
+            )
+        return self.snapshot(at)

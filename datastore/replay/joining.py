@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.memory import BOOTSTRAPPABLE_STEPS, RECORDS, STEPS, Room
-from replaylake.datastore.replay.records import Packed, Records, Runs
+from replaylake.datastore.replay.record_runs import Runs
+from replaylake.datastore.replay.records import Packed, Records
 
 # Records copied at once where their layout changes.
 _PIECE = 1 << 14

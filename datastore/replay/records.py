@@ -20,46 +20,10 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.kernels.kernels import gather
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.returns import returns_to_go
+from replaylake.datastore.replay.record_runs import Runs, returns_to_go
 
 # Records after the last one, so that a window that starts at any step lies inside of the array.
 PADDING: Final = 1024
-
-
-@dataclass(frozen=True)
-class Runs:
-    """The runs of a view in the order of their records; int64 [num_runs] each.
-
-    starts: position of the first step. lengths: steps. offsets: steps of the same chain before it;
-    a chain is a maximal sequence of linked runs, which come one after another, and 0 begins one.
-    first_steps: the `step` of the first. ended: 1 where the last step terminated or was truncated,
-    else 0.
-    """
-
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    first_steps: NDArray[np.int64]
-    ended: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def chain_heads(self) -> NDArray[np.int64]:
-        """Return for each chain the number of its first run, ascending: int64 [num_chains]."""
-        begins = np.ones(len(self), np.bool_)
-        goes_on = self.offsets[1:] == self.offsets[:-1] + self.lengths[:-1]
-        begins[1:] = (self.offsets[1:] == 0) | ~goes_on
-        return np.flatnonzero(begins)
-
-    def chain_ends(self) -> NDArray[np.int64]:
-        """Return for each chain the number of its last run, in the order of chain_heads."""
-        return np.append(self.chain_heads()[1:], len(self))[: len(self)] - 1
-
-    def begin_episodes(self) -> NDArray[np.bool_]:
-        """Return which runs begin at the first step of an episode: bool [num_runs]."""
-        begins: NDArray[np.bool_] = (self.offsets == 0) & (self.first_steps == 0)
-        return begins
 
 
 @dataclass(frozen=True)

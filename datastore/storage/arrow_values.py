@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import SchemaMismatch
+
+Array = NDArray[Any]
 
 
 def numbers(column: pa.Array | pa.ChunkedArray) -> Array:

@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episodes.spaces import Array, describe
+from replaylake.datastore.episodes.spaces import Array, copy_value, describe
 from replaylake.datastore.errors import ConfigInvalid, ExtraMissing, NotFound, SchemaMismatch
-from replaylake.datastore.lake.writer.open_episode import copied
 from replaylake.offline.environments.spaces import action_mask, from_gymnasium, gymnasium
 
 # Where the classics have their mask: in a Dict, beside the observation.
@@ -96,12 +95,12 @@ class Game:
         """Take the mask out of an observation or the info; copied, as games reuse arrays."""
         if self._keys is None or observation is None:
             mask = action_mask(info)
-            own = None if observation is None else copied(observation)
+            own = None if observation is None else copy_value(observation)
             return own, None if mask is None else mask.copy()
         mask = np.asarray(observation[_MASK]).astype(bool)
         if self._keys == [_OBSERVATION]:
-            return copied(observation[_OBSERVATION]), mask
-        return {key: copied(observation[key]) for key in self._keys}, mask
+            return copy_value(observation[_OBSERVATION]), mask
+        return {key: copy_value(observation[key]) for key in self._keys}, mask
 
 
 class SimultaneousGame(Game):

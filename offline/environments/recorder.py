@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 
 from replaylake.datastore.episodes.episode import Episode, checked
-from replaylake.datastore.episodes.spaces import Array, Dict, Space, Text, Tuple, children
+from replaylake.datastore.episodes.spaces import (
+    Array,
+    Dict,
+    Space,
+    Text,
+    Tuple,
+    children,
+    copy_value,
+)
 from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
 from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter, new_episode_id
-from replaylake.datastore.lake.writer.open_episode import copied
 from replaylake.offline.environments.spaces import (
     Environment,
     action_mask,
@@ -82,19 +89,19 @@ class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._write(truncated=True)
         observation, info = self.env.reset(**kwargs)
         self._ended = False
-        self._observation, self._mask = copied(observation), action_mask(info)
+        self._observation, self._mask = copy_value(observation), action_mask(info)
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step, and write the episode down if this ended it. Raises: as `record` says."""
         if self._ended:
             raise EpisodeInvalid("record: found a step before reset, expected reset first.")
-        action_taken = copied(action)  # before the step: an environment may write into it
+        action_taken = copy_value(action)  # before the step: an environment may write into it
         observation, reward, terminated, truncated, info = self.env.step(action)
         # Some environments return rewards as arrays of one element.
         value = np.array(reward).squeeze()
         self._steps.append((self._observation, action_taken, value, self._mask))
-        self._observation, self._mask = copied(observation), action_mask(info)
+        self._observation, self._mask = copy_value(observation), action_mask(info)
         if terminated or truncated:
             self._write(terminated=bool(terminated), truncated=bool(truncated))
         return observation, reward, terminated, truncated, info

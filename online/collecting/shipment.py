@@ -9,7 +9,8 @@ from pathlib import Path
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import FailedInPassing
-from replaylake.datastore.lake.dataset import Dataset, WrittenEpisodes
+from replaylake.datastore.lake.commit import WrittenEpisodes
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.online.collecting.acting import Acting, AgentsActing
 from replaylake.online.collecting.worker import EpisodeEnd, RolloutConfig

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import FailedInPassing, StorageFailed
-from replaylake.datastore.lake.dataset import Commit, Dataset, WrittenEpisodes
-from replaylake.datastore.lake.writer.accounting import LeftOut
+from replaylake.datastore.lake.commit import Commit, DropCounts, WrittenEpisodes
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.pool import ANSWER_TIMEOUT_S
 from replaylake.online.recording.recorded import ABANDONED
@@ -230,7 +230,7 @@ class Recorder:
         to: dict[str, Any] = {"producer": self.producer, "sequence": self._sequence, "info": info}
         if written:
             return self._dataset.commit(written, **to)
-        return self._dataset.account(left_out=LeftOut(), **to)
+        return self._dataset.account(left_out=DropCounts(), **to)
 
     def _written(self, episodes: Sequence[Episode]) -> WrittenEpisodes:
         started = time.perf_counter()

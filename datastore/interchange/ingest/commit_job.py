@@ -21,8 +21,8 @@ from replaylake.datastore.interchange.ingest.inspection import (
 from replaylake.datastore.interchange.ingest.quarantine import Quarantine, told
 from replaylake.datastore.interchange.ingest.receipt import Counts, Tally
 from replaylake.datastore.interchange.sources.source import Source
-from replaylake.datastore.lake.dataset import Commit, Dataset
-from replaylake.datastore.lake.writer.accounting import LeftOut, commit_counts
+from replaylake.datastore.lake.commit import Commit, DropCounts, commit_counts
+from replaylake.datastore.lake.dataset import Dataset
 
 # As many bytes end a commit too, as memory holds several times as much meanwhile: frames weigh a
 # hundred times what numbers do.
@@ -57,8 +57,8 @@ class CommitJob:
         self.num_bytes = 0
         self.num_quarantined = 0
         self.already_present = (0, 0)
-        self.repeated = LeftOut()
-        self._told = LeftOut()
+        self.repeated = DropCounts()
+        self._told = DropCounts()
         self._skipped: tuple[str, str] | None = None
         self.notes: list[str] = []
 
@@ -153,7 +153,7 @@ class CommitJob:
         while batch:
             num_episodes = num_whole(batch)
             tally, present = inspection.tally, self.already_present
-            left_out = LeftOut(tally.num_episodes, tally.num_steps, *present) + self.repeated
+            left_out = DropCounts(tally.num_episodes, tally.num_steps, *present) + self.repeated
             info = {
                 # The runs of an episode that was split are one.
                 **commit_counts(num_episodes, sum(map(len, batch)), left_out - self._told),

@@ -38,8 +38,8 @@ from replaylake.datastore.interchange.sources.source import (
     SourceFile,
     find_source,
 )
+from replaylake.datastore.lake.commit import DropCounts
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.lake.writer.accounting import LeftOut
 
 # One shard of the store (64 to 256 MB); a kill loses at most this much work.
 _COMMIT_STEPS: Final = 1_000_000
@@ -189,14 +189,14 @@ def _both(
     raise ConfigInvalid("ingest: expected both spaces of an environment, or neither.")
 
 
-def _repeated(readings: Sequence[Reading], door: Door, inspection: Inspection) -> LeftOut:
+def _repeated(readings: Sequence[Reading], door: Door, inspection: Inspection) -> DropCounts:
     """Count what is in files that the source has twice; what is refused there joins the tally."""
-    found = LeftOut()
+    found = DropCounts()
     for reading in readings:
         again = Inspection(reading, door, REJECT, None)
         again.run()
         inspection.tally.join(again.tally)
-        found += LeftOut(0, 0, again.num_episodes, again.num_steps)
+        found += DropCounts(0, 0, again.num_episodes, again.num_steps)
     return found
 
 

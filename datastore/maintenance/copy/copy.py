@@ -17,10 +17,10 @@ from replaylake.datastore.errors import (
     NotFound,
     SchemaMismatch,
 )
+from replaylake.datastore.lake.commit import DropCounts, commit_counts
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.lake.writer.accounting import LeftOut, commit_counts
 from replaylake.datastore.maintenance.copy.plan import CopyPlan, notes_of, plan_copy
 from replaylake.datastore.maintenance.copy.rows import RowsPresent
 from replaylake.datastore.maintenance.copy.shards import ShardMover
@@ -196,7 +196,7 @@ class _Copy:
                     self._on_progress(moved, total)
             # Last, because their bytes were checked as they were moved.
             num_episodes += known.num_episodes(whole)
-        left_out = LeftOut(num_already_present_steps=num_present)
+        left_out = DropCounts(num_already_present_steps=num_present)
         notes = notes_of(plan, newest if base is not None and plan.mixed and not before else None)
         return self._committed(written, num_episodes, left_out, state, notes)
 
@@ -204,7 +204,7 @@ class _Copy:
         self,
         written: Sequence[WrittenRows],
         num_episodes: int,
-        left_out: LeftOut,
+        left_out: DropCounts,
         state: LogState,
         notes: tuple[str, ...],
     ) -> CopyReceipt:
@@ -274,7 +274,7 @@ class _Copy:
         self,
         version: int | None,
         *,
-        left_out: LeftOut | None = None,
+        left_out: DropCounts | None = None,
         notes: tuple[str, ...] = (),
     ) -> CopyReceipt:
         return CopyReceipt(
@@ -287,7 +287,7 @@ class _Copy:
             num_steps=0,
             num_shards=0,
             num_bytes=0,
-            num_already_present_steps=(left_out or LeftOut()).num_already_present_steps,
+            num_already_present_steps=(left_out or DropCounts()).num_already_present_steps,
             notes=notes,
         )
 

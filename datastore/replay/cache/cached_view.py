@@ -35,7 +35,8 @@ from replaylake.datastore.replay.memory import (
     STEPS,
     available_bytes,
 )
-from replaylake.datastore.replay.records import Packed, Records, Runs
+from replaylake.datastore.replay.record_runs import Runs
+from replaylake.datastore.replay.records import Packed, Records
 
 _RUNS: Final = "runs"
 _SHARDS: Final = "shards"

@@ -14,7 +14,8 @@ from replaylake.datastore.episodes.spaces import leaves
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.live.runs import Interval
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps
-from replaylake.datastore.replay.records import PADDING, Packed, Records, Runs
+from replaylake.datastore.replay.record_runs import Runs
+from replaylake.datastore.replay.records import PADDING, Packed, Records
 
 
 class Part(NamedTuple):

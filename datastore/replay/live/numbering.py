@@ -17,7 +17,8 @@ from replaylake.datastore.replay.live.finished import FinishedSequences
 from replaylake.datastore.replay.live.ring import Ring
 from replaylake.datastore.replay.live.runs import LiveRun, RunIndex
 from replaylake.datastore.replay.protocols import Item
-from replaylake.datastore.replay.records import Packed, Records, Runs
+from replaylake.datastore.replay.record_runs import Runs
+from replaylake.datastore.replay.records import Packed, Records
 
 _NONE: Final = np.zeros(0, np.int64)
 # What comes later changes which sequences there are by no more than their length before it.

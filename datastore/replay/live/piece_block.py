@@ -26,7 +26,8 @@ from replaylake.datastore.replay.packing.fields import (
     put_values,
 )
 from replaylake.datastore.replay.packing.row_keys import digests_of, keys_of_steps, pair_name
-from replaylake.datastore.replay.records import Packed, Records, Runs
+from replaylake.datastore.replay.record_runs import Runs
+from replaylake.datastore.replay.records import Packed, Records
 
 # Packed together: what is copied into the ring then still lies in the processor's cache.
 _BYTES_AT_ONCE: Final = 2 << 20

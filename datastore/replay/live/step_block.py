@@ -18,7 +18,8 @@ from replaylake.datastore.replay.live.cutting import Block
 from replaylake.datastore.replay.live.runs import Interval
 from replaylake.datastore.replay.packing.fields import put, put_column, put_values
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps
-from replaylake.datastore.replay.records import Packed, Records, Runs
+from replaylake.datastore.replay.record_runs import Runs
+from replaylake.datastore.replay.records import Packed, Records
 
 _ONE: Final = np.ones(1, np.int64)
 

@@ -34,7 +34,8 @@ from replaylake.datastore.replay.memory import (
 from replaylake.datastore.replay.packing.fill import Filler
 from replaylake.datastore.replay.packing.run_table import RunTable, make_run_table
 from replaylake.datastore.replay.packing.stretches import FINAL, LAST, TERMINATED, TRUNCATED
-from replaylake.datastore.replay.records import PADDING, Packed, Records, Runs
+from replaylake.datastore.replay.record_runs import Runs
+from replaylake.datastore.replay.records import PADDING, Packed, Records
 from replaylake.datastore.storage.table.shard import blob_of
 from replaylake.datastore.storage.table.table import TableSnapshot
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.errors import CommitConflict
 from replaylake.datastore.storage.log.state import FileEntry
-from replaylake.datastore.storage.table.table import Commit, Table, TableSnapshot
+from replaylake.datastore.storage.table.table import Table, TableCommit, TableSnapshot
 
 # The rows of one shard to the rows that take their place; no rows at all removes the shard.
 ChangeRows = Callable[[pa.Table], pa.Table]
@@ -42,7 +42,7 @@ def rewrite(
     producer: str,
     sequence: int,
     operation: str,
-) -> Commit | None:
+) -> TableCommit | None:
     """Plan a change on the newest version and commit it; None if it changes nothing.
 
     `plan` is called again when another writer was first. The same (producer, sequence) again
@@ -51,7 +51,7 @@ def rewrite(
     Raises: ShardCorrupt before anything changes, SchemaMismatch, and what `plan` raises.
     """
     if (version := table.committed(producer, sequence)) is not None:
-        return Commit(version, True, 0, 0, 0)
+        return TableCommit(version, True, 0, 0, 0)
     while True:
         snapshot = table.snapshot()
         planned = plan(snapshot)

@@ -44,7 +44,7 @@ _SURELY_KEPT_MS: Final = 1_800_000
 
 
 @dataclass(frozen=True)
-class Commit:
+class TableCommit:
     """What an append did; rows, shards and bytes are 0 when it was already present."""
 
     version: int
@@ -126,14 +126,14 @@ class Table:
         sequence: int,
         operation: str = "WRITE",
         info: Mapping[str, Any] | None = None,
-    ) -> Commit:
+    ) -> TableCommit:
         """Write shards and commit them as one version, durably.
 
         Columns are matched by name; new nullable ones extend the schema. Raises: NotFound if the
         table does not exist, SchemaMismatch if a column's type differs or a required one is absent.
         """
         if (done := self.committed(producer, sequence)) is not None:
-            return Commit(done, True, 0, 0, 0)
+            return TableCommit(done, True, 0, 0, 0)
         return self.commit(
             [self.write(data)], producer=producer, sequence=sequence, operation=operation, info=info
         )
@@ -163,7 +163,7 @@ class Table:
         removed: Sequence[str] = (),
         data_change: bool = True,
         check: Callable[[LogState], None] | None = None,
-    ) -> Commit:
+    ) -> TableCommit:
         """Commit written shards as one version: all of them, durably, or none.
 
         Shards that hold the field id of a column that another writer added since are written again.
@@ -198,7 +198,7 @@ class Table:
         producer: str,
         sequence: int,
         change: _Change,
-    ) -> Commit:
+    ) -> TableCommit:
         entries = tuple(entry for part in written for entry in part.entries)
 
         def build(state: LogState) -> Intent:
@@ -228,10 +228,10 @@ class Table:
 
         done = self.log.commit(build)
         if done.already_present:
-            return Commit(done.version, True, 0, 0, 0)
+            return TableCommit(done.version, True, 0, 0, 0)
         num_rows = sum(entry.num_rows for entry in entries)
         num_bytes = sum(entry.size_bytes for entry in entries)
-        return Commit(done.version, False, num_rows, len(entries), num_bytes)
+        return TableCommit(done.version, False, num_rows, len(entries), num_bytes)
 
     def _check_kept(self, entries: Sequence[FileEntry]) -> None:
         """Look for shards that were written long before their commit: vacuum may have been here."""

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.records import PADDING, Packed, Records, Runs
+from replaylake.datastore.replay.record_runs import Runs
+from replaylake.datastore.replay.records import PADDING, Packed, Records
 
 # (episode, first step, steps, how it ends): "terminated", "truncated", "open" with the observation
 # after it; "cut" (truncated) and "lost" without.

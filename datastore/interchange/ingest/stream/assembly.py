@@ -31,7 +31,7 @@ from replaylake.datastore.interchange.ingest.stream.stored_steps import (
 )
 from replaylake.datastore.interchange.ingest.stream.window import Window
 from replaylake.datastore.lake.dataset import Dataset
-from replaylake.datastore.lake.writer.refusal import sorted_out
+from replaylake.datastore.lake.validation import partition_valid
 
 _PLACE: Final = re.compile(r"^\S+ row \d+")
 
@@ -150,7 +150,7 @@ class Assembly:
             return [e for part, _ in parts for e in part], [r for _, part in parts for r in part]
         refused = [(int(one.episode_id), told.findings[0]) for told, one in refusals]
         if self.is_strict and accepted:
-            accepted, more = sorted_out(self._handle, accepted)
+            accepted, more = partition_valid(self._handle, accepted)
             refused += [(int(one.episode_id), Finding("dtype", str(why))) for one, why in more]
         return accepted, refused
 

@@ -16,9 +16,8 @@ from replaylake.datastore.interchange.ingest.stream.assembly import Assembly, Re
 from replaylake.datastore.interchange.ingest.stream.grammar import Grammar, Row
 from replaylake.datastore.interchange.ingest.stream.stored_steps import Key, Reached, StoredSteps
 from replaylake.datastore.interchange.ingest.stream.window import Window
-from replaylake.datastore.lake.dataset import Commit
+from replaylake.datastore.lake.commit import Commit, DropCounts
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.lake.writer.accounting import LeftOut
 from replaylake.datastore.names import new_ulid
 
 # In each commit's info: which process made it. Two of one stream may take one sequence.
@@ -46,7 +45,7 @@ class Pieces:
         self._grammar = grammar
         self._assembly = Assembly(self._handle, grammar, spaces)
         self._sequence: int | None = None
-        self._told = LeftOut()
+        self._told = DropCounts()
         self._quarantines = 0
         self.present = StoredSteps(self._handle, self._prefix)
         self.dataset = dataset
@@ -148,10 +147,10 @@ class Pieces:
             )
 
     @property
-    def _left_out(self) -> LeftOut:
+    def _left_out(self) -> DropCounts:
         # Of a stream each line that is left out is a piece of its own.
         rejected, present = self.num_rejected, self.num_present
-        return LeftOut(rejected, rejected, present, present)
+        return DropCounts(rejected, rejected, present, present)
 
     def _are_same(self, steps: Sequence[tuple[Key, Episode]]) -> list[bool]:
         if not steps:

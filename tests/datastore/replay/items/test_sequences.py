@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.protocols import Selected
-from replaylake.datastore.replay.records import Packed, Runs
+from replaylake.datastore.replay.record_runs import Runs
+from replaylake.datastore.replay.records import Packed
 
 Pack = Callable[..., Any]
 

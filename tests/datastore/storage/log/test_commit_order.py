@@ -18,7 +18,7 @@ from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.commit_log import CommitLog
 from replaylake.datastore.storage.log.expiry import expire
 from replaylake.datastore.storage.storage import LocalStorage
-from replaylake.datastore.storage.table.table import Commit, Table, WrittenRows
+from replaylake.datastore.storage.table.table import Table, TableCommit, WrittenRows
 
 DAY_MS = 86_400_000
 SCHEMA = pa.schema([("x", pa.int64())])
@@ -65,7 +65,7 @@ def test_one_piece_delivered_by_many_at_the_same_time_is_there_once(table: Table
         piece = table.write(rows(sequence))
         handles = [Table(table.storage, "t") for _ in range(4)]
         gate = threading.Barrier(4)
-        done: list[Commit] = []
+        done: list[TableCommit] = []
         threads = [
             threading.Thread(target=_deliver, args=(handle, piece, sequence, gate, done))
             for handle in handles
@@ -80,7 +80,11 @@ def test_one_piece_delivered_by_many_at_the_same_time_is_there_once(table: Table
 
 
 def _deliver(
-    table: Table, piece: WrittenRows, sequence: int, gate: threading.Barrier, done: list[Commit]
+    table: Table,
+    piece: WrittenRows,
+    sequence: int,
+    gate: threading.Barrier,
+    done: list[TableCommit],
 ) -> None:
     gate.wait()
     done.append(table.commit([piece], producer="p", sequence=sequence))

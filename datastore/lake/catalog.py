@@ -1,21 +1,26 @@
-"""Lake-wide relations: SQL's `commits`, `datasets`, `policies`, `promotions`, `runs`, `shards`.
+"""The lake as SQL sees it: the files behind each view of a dataset, and the lake-wide relations.
 
-`metrics` is read where it is written, in runs/metrics.py.
+The relations are `commits`, `datasets`, `metrics`, `policies`, `promotions`, `runs` and `shards`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
 import pyarrow as pa
 
+from replaylake.datastore.errors import NotFound, QueryRefused
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.policies.registry import Registry
+from replaylake.datastore.lake.rejected import rejected_rows
+from replaylake.datastore.lake.runs.metrics import read_metrics
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.versions.tags import Tags
+from replaylake.datastore.storage.storage import Storage
+from replaylake.datastore.storage.table.table import TableSnapshot
 
 _TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
 _COMMITS: Final = pa.schema(
@@ -91,6 +96,85 @@ _RUNS: Final = pa.schema(
         ("record", pa.string()),
     ]
 )
+
+
+class LakeCatalog:
+    """A lake's datasets and relations, by name, for query.run.
+
+    A dataset named in `pinned` is read at that snapshot, and others at their newest version. A name
+    in `pinned` that is no dataset's own is an additional one, so that a query can compare versions.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        registry: Registry,
+        tags: Tags,
+        handles: Callable[[], Mapping[str, Dataset]],
+        dataset: Callable[[str], Dataset],
+        pinned: Mapping[str, Snapshot],
+    ) -> None:
+        self._storage = storage
+        self._registry = registry
+        self._tags = tags
+        self._handles = handles
+        self._dataset = dataset
+        self._pinned = pinned
+
+    def datasets(self) -> list[str]:
+        """Return the names of all datasets, and the additional ones."""
+        return sorted({*self._handles(), *self._pinned})
+
+    def table(self, dataset: str, view: str) -> TableSnapshot | None:
+        """Return the files behind a view. Raises: NotFound; QueryRefused where it has no version.
+
+        Decisions, rewards, received steps and the quarantine are tables of their own, so that they
+        have none of the versions at which a dataset can be pinned.
+        """
+        if (pinned := self._pinned.get(dataset)) is not None:
+            if view in ("decisions", "rewards", "received", "quarantine"):
+                raise QueryRefused(
+                    f"{dataset}.{view}: found {dataset} pinned at version {pinned.version}, which "
+                    "is one of its steps: decisions, rewards, received and quarantine are tables "
+                    f"of their own and have other versions. Leave {dataset} out of `at` (--at), or "
+                    "ask for the two apart."
+                )
+            return pinned.table
+        handle = self._dataset(dataset)
+        logs = {
+            "decisions": handle.decisions,
+            "rewards": handle.rewards,
+            "received": handle.received,
+        }
+        if (log := logs.get(view)) is not None:
+            if not log.exists():
+                raise NotFound(
+                    f"{dataset}.{view}: nothing was served into dataset {dataset!r} yet. "
+                    f"`replaylake serve POLICY --log-to {dataset}` does."
+                )
+            return log.snapshot()
+        steps = handle.snapshot().table
+        return rejected_rows(handle.rejected) if view == "quarantine" else steps
+
+    def relation(self, name: str) -> pa.Table | None:
+        """Return a lake-wide relation; `datasets` and `shards` show what is pinned."""
+        if name == "policies":
+            return policies(self._registry)
+        if name == "promotions":
+            return promotions(self._registry)
+        if name == "runs":
+            return runs(self._registry)
+        if name == "metrics":
+            return read_metrics(self._storage)
+        if name == "commits":
+            return commits(self._handles().values())
+        if name not in ("datasets", "shards"):
+            return None
+        snapshots = {
+            dataset: self._pinned.get(dataset) or self._dataset(dataset).snapshot()
+            for dataset in self.datasets()
+        }
+        return datasets(snapshots, self._tags) if name == "datasets" else shards(snapshots)
 
 
 def commits(handles: Iterable[Dataset]) -> pa.Table:

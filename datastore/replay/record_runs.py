@@ -1,17 +1,51 @@
-"""Returns: for each step of a view, the discounted sum of the rewards from it on."""
+"""Runs of consecutive records in a view, and the discounted returns along them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from replaylake.datastore.replay.records import Runs
-
 # Steps summed up at once: their sums, and what is added to them, stay in the processor's cache.
 _PIECE: Final = 1 << 15
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a view in the order of their records; int64 [num_runs] each.
+
+    starts: position of the first step. lengths: steps. offsets: steps of the same chain before it;
+    a chain is a maximal sequence of linked runs, which come one after another, and 0 begins one.
+    first_steps: the `step` of the first. ended: 1 where the last step terminated or was truncated,
+    else 0.
+    """
+
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    first_steps: NDArray[np.int64]
+    ended: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def chain_heads(self) -> NDArray[np.int64]:
+        """Return for each chain the number of its first run, ascending: int64 [num_chains]."""
+        begins = np.ones(len(self), np.bool_)
+        goes_on = self.offsets[1:] == self.offsets[:-1] + self.lengths[:-1]
+        begins[1:] = (self.offsets[1:] == 0) | ~goes_on
+        return np.flatnonzero(begins)
+
+    def chain_ends(self) -> NDArray[np.int64]:
+        """Return for each chain the number of its last run, in the order of chain_heads."""
+        return np.append(self.chain_heads()[1:], len(self))[: len(self)] - 1
+
+    def begin_episodes(self) -> NDArray[np.bool_]:
+        """Return which runs begin at the first step of an episode: bool [num_runs]."""
+        begins: NDArray[np.bool_] = (self.offsets == 0) & (self.first_steps == 0)
+        return begins
 
 
 def returns_to_go(

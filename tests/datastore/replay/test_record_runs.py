@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.replay.records import Runs
-from replaylake.datastore.replay.returns import returns_to_go
+from replaylake.datastore.replay.record_runs import Runs, returns_to_go
 
 Pack = Callable[..., Any]
 

@@ -19,10 +19,10 @@ from replaylake.datastore.errors import (
     SchemaMismatch,
     StorageFailed,
 )
+from replaylake.datastore.lake import pieces as pieces_module
 from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.datastore.lake.writer import pieces as pieces_module
-from replaylake.datastore.lake.writer.pieces import PieceOrder, cut
+from replaylake.datastore.lake.pieces import PieceOrder, cut
 from replaylake.datastore.storage.storage import LocalStorage
 
 Make = Callable[..., Episode]

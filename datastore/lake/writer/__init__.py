@@ -1,1 +1,0 @@
-"""EpisodeWriter: episodes and their pieces into commits, each accounted for."""
