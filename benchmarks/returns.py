@@ -25,7 +25,7 @@ from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.environments.ids import make, spaces_of
-from replaylake.offline.train import TrainConfig, train
+from replaylake.offline.running.train import TrainConfig, train
 
 ENVIRONMENTS: Final = {"cartpole": "CartPole-v1", "pendulum": "Pendulum-v1"}
 

@@ -1,7 +1,7 @@
 """Config: a TOML file and `--set key=value`, parsed once into one flat mapping of options.
 
 What the keys mean, and which there are, is the business of the dataclass that they are read into
-(offline/options.py), so that the command line and Python refuse the same things.
+(offline/learning/options.py), so that the command line and Python refuse the same things.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from replaylake.cli import (
+from replaylake.cli.commands import (
     algorithms,
     annotate,
     compact,
@@ -56,7 +56,7 @@ from replaylake.cli import (
     vacuum,
 )
 from replaylake.cli.options import Invocation
-from replaylake.cli.report import only_answers_on_stdout, print_json, shown
+from replaylake.cli.output.report import only_answers_on_stdout, print_json, shown
 from replaylake.datastore.errors import ExtraMissing, ReplayLakeError
 from replaylake.datastore.version import VERSION
 

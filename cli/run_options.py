@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylake.cli.report import Report
+from replaylake.cli.output.report import Report
 
 if TYPE_CHECKING:
-    from replaylake.cli.watch import Watchers
-    from replaylake.offline.training.callbacks import RunStart
+    from replaylake.cli.output.watch import Watchers
+    from replaylake.offline.running.training.callbacks import RunStart
 
 ConfigOption = Annotated[
     Path | None,
@@ -68,7 +68,7 @@ def how_it_goes_on(report: Report, command: str, *, without: str) -> Iterator[No
 
     without: from what it does where no checkpoint was saved.
     """
-    from replaylake.offline.training.interruption import RunInterrupted
+    from replaylake.offline.running.training.interruption import RunInterrupted
 
     try:
         yield

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from replaylake.cli.report import Report
+from replaylake.cli.output.report import Report
 
 
 @contextmanager

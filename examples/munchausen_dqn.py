@@ -19,12 +19,12 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Discrete, Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam
-from replaylake.offline.algorithm import Algorithm, Losses, Networks, PolicyModule, Target
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import PolicyGraph
+from replaylake.offline.learning.adam import adam
+from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, PolicyModule, Target
+from replaylake.offline.learning.options import to_options
 from replaylake.offline.networks.actors import CategoricalNetwork
-from replaylake.offline.options import to_options
+from replaylake.offline.networks.graph import PolicyGraph
 
 
 @dataclass(frozen=True)

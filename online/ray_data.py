@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from replaylake.datastore.errors import ExtraMissing
 from replaylake.datastore.lake.shard_rows import ShardRows, episode_keys, shard_rows
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.offline.local_ray import import_ray
+from replaylake.offline.running.local_ray import import_ray
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -16,9 +16,9 @@ from replaylake.datastore.lake.commit import Commit
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.locations import check_shareable
-from replaylake.offline.evaluate import check_spaces
-from replaylake.offline.local_ray import START_TIMEOUT_S
-from replaylake.offline.training.interruption import interrupted_at_once
+from replaylake.offline.evaluation.evaluate import check_spaces
+from replaylake.offline.running.local_ray import START_TIMEOUT_S
+from replaylake.offline.running.training.interruption import interrupted_at_once
 from replaylake.online.collecting.acting import AgentsActing
 from replaylake.online.collecting.returns import Returns
 from replaylake.online.collecting.shipment import Order, Shipment

@@ -12,9 +12,9 @@ from typing import Any, Final
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.names import new_ulid
-from replaylake.offline.training.callbacks import RunStart
-from replaylake.offline.training.lake_run import OnMetrics
-from replaylake.offline.training.run_record import RunRecord, find_run
+from replaylake.offline.running.training.callbacks import RunStart
+from replaylake.offline.running.training.lake_run import OnMetrics
+from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.online.training.callbacks import OnlineCallbacks
 from replaylake.online.training.config import OnlineRequest
 from replaylake.online.training.job import first_record, prepared

@@ -15,7 +15,7 @@ import pytest
 
 from replaylake.cli.main import main
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.offline.train import TrainConfig, train
+from replaylake.offline.running.train import TrainConfig, train
 
 _CARTPOLE = Path(__file__).parents[1] / "examples" / "data" / "rllib_cartpole"
 

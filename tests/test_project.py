@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -19,33 +18,6 @@ import replaylake
 ROOT = Path(__file__).parent.parent
 STAGES = ["cli", "datastore", "offline", "online", "serve"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-CONTRACTS = PYPROJECT["tool"]["importlinter"]["contracts"]
-
-# Third-party modules that only some of our modules may import, and one module that may.
-ONE_HOME = {
-    "PIL": "replaylake.datastore.interchange.formats.images",
-    "av": "replaylake.offline.video",
-    "bentoml": "replaylake.serve.**",
-    "d3rlpy": "replaylake.offline.d3rlpy.**",
-    "duckdb": "replaylake.datastore.**",
-    "gymnasium": "replaylake.offline.environments.**",
-    "h5py": "replaylake.datastore.interchange.formats.hdf5.files",
-    "lz4": "replaylake.datastore.interchange.formats.packed.packed",
-    "matplotlib": "replaylake.cli.**",
-    "msgpack": "replaylake.datastore.interchange.formats.packed.packed",
-    "numba": "replaylake.datastore.replay.kernels.compiled",
-    "obstore": "replaylake.datastore.storage.remote.object_storage",
-    "onnx": "replaylake.offline.export",
-    "onnxruntime": "replaylake.datastore.lake.policies.package",
-    "pettingzoo": "replaylake.offline.environments.**",
-    "pyarrow": "replaylake.datastore.**",
-    "ray": "replaylake.online.**",
-    "rich": "replaylake.cli.**",
-    "starlette": "replaylake.serve.**",
-    "torch": "replaylake.datastore.replay.to_torch",
-    "typer": "replaylake.cli.**",
-    "wandb": "replaylake.cli.watch",
-}
 
 
 def test_only_replaylake_claims_the_import_name() -> None:
@@ -76,36 +48,6 @@ def test_every_folder_with_modules_is_a_package() -> None:
             assert (module.parent / "__init__.py").is_file(), module
 
 
-def test_the_stages_have_import_contracts() -> None:
-    (layers, *inside) = [c for c in CONTRACTS if c["type"] == "layers"]
-    assert [c["containers"] for c in inside] == [
-        ["replaylake.datastore"],
-        ["replaylake.datastore.replay"],
-        ["replaylake.offline"],
-        ["replaylake.online"],
-        ["replaylake.serve"],
-        ["replaylake.datastore.interchange.formats"],
-    ]
-    named = re.findall(r"replaylake\.(\w+)", " ".join(layers["layers"]))
-    assert sorted(named) == STAGES
-    (serving,) = [c for c in CONTRACTS if c.get("source_modules") == ["replaylake.serve"]]
-    assert not serving.get("allow_indirect_imports", False)
-    assert {"replaylake.offline", "replaylake.online", "torch", "ray", "d3rlpy"} <= set(
-        serving["forbidden_modules"]
-    )
-
-
-@pytest.mark.parametrize(("module", "home"), ONE_HOME.items())
-def test_a_heavy_dependency_has_one_home_by_contract(module: str, home: str) -> None:
-    (contract,) = [
-        contract
-        for contract in CONTRACTS
-        if contract.get("source_modules") == ["replaylake"]
-        and module in contract["forbidden_modules"]
-    ]
-    assert f"{home} -> {module}" in contract["ignore_imports"]
-
-
 def test_constraints_pin_every_direct_dependency() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
@@ -128,7 +70,6 @@ def test_importing_replaylake_imports_nothing_heavy() -> None:
     )
     loaded = {name.partition(".")[0] for name in result.stdout.split()}
     assert loaded <= {"replaylake", *sys.stdlib_module_names}
-    assert not loaded & {"numpy", *ONE_HOME}
 
 
 @pytest.mark.parametrize("name", replaylake.__all__)

@@ -15,7 +15,7 @@ from benchmarks.online.case import LEARNING, SECONDS, Figure, Learning, Measure
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.offline.learner import Learner
+from replaylake.offline.learning.learner import Learner
 
 
 def learning(folder: Path, options: Any) -> Iterator[Figure]:

@@ -25,11 +25,11 @@ from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.datastore.lake.policies.log_probs import UNIT_LIMIT
 from replaylake.datastore.lake.policies.multi_categorical import element_sizes
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.action_scaling import ActionScaling
-from replaylake.offline.algorithm import tensor
 from replaylake.offline.algorithms.box_actions import box_scaling
 from replaylake.offline.algorithms.discrete_actions import action_indices, log_softmax
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.action_scaling import ActionScaling
+from replaylake.offline.learning.algorithm import tensor
 from replaylake.offline.losses.actor_critic import squashed_sample
 from replaylake.offline.losses.likelihood import gaussian_nll
 

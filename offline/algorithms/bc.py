@@ -24,13 +24,14 @@ from replaylake.datastore.episodes.spaces import (
 from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.datastore.lake.policies.multi_categorical import element_sizes
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.action_scaling import action_scaling
-from replaylake.offline.adam import adam
-from replaylake.offline.algorithm import Algorithm, Losses, Networks, tensor, weighted_mean
 from replaylake.offline.algorithms.box_actions import deterministic_graph, gaussian_graph
 from replaylake.offline.algorithms.discrete_actions import action_indices
 from replaylake.offline.algorithms.network_options import check_network
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.action_scaling import action_scaling
+from replaylake.offline.learning.adam import adam
+from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, tensor, weighted_mean
+from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.likelihood import (
     categorical_nll,
     gaussian_nll,
@@ -43,7 +44,6 @@ from replaylake.offline.networks.actors import (
     DeterministicNetwork,
     GaussianNetwork,
 )
-from replaylake.offline.options import expect, to_options
 
 
 @dataclass(frozen=True)

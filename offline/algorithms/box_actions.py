@@ -16,19 +16,23 @@ from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Box, Space, describe
 from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.action_scaling import ActionScaling, ScaledToEnvironment, action_scaling
-from replaylake.offline.algorithm import (
+from replaylake.offline.algorithms.network_options import check_sizes
+from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.action_scaling import (
+    ActionScaling,
+    ScaledToEnvironment,
+    action_scaling,
+)
+from replaylake.offline.learning.algorithm import (
     Losses,
     Networks,
     PolicyModule,
     weighted_mean,
 )
-from replaylake.offline.algorithms.network_options import check_sizes
-from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import PolicyGraph
+from replaylake.offline.learning.options import expect
 from replaylake.offline.networks.actors import DeterministicNetwork
 from replaylake.offline.networks.critics import Critics, Scalar
-from replaylake.offline.options import expect
+from replaylake.offline.networks.graph import PolicyGraph
 
 Gaussian = tuple[torch.Tensor, torch.Tensor]  # means [N, D] and log_stds, [N, D] or [D]
 

@@ -30,11 +30,11 @@ from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.d3rlpy.options import check_options as check_d3rlpy_options
 from replaylake.offline.d3rlpy.table import TABLE, D3rlpyAlgorithm
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.learner import GradientLearner, Learner
+from replaylake.offline.learning.learner import GradientLearner, Learner
+from replaylake.offline.learning.options import check_keys, from_options, near_matches
+from replaylake.offline.learning.single_frames import SingleFrames
 from replaylake.offline.networks.actors import NO_FACTS
 from replaylake.offline.networks.frame_stack import stacked_space
-from replaylake.offline.options import check_keys, from_options, near_matches
-from replaylake.offline.single_frames import SingleFrames
 
 _D3RLPY: Final = "d3rlpy:"
 

@@ -17,15 +17,6 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam_by_group
-from replaylake.offline.algorithm import (
-    Algorithm,
-    Losses,
-    Networks,
-    Target,
-    tensor,
-    weighted_mean,
-)
 from replaylake.offline.algorithms.box_actions import (
     Gaussian,
     box_scaling,
@@ -40,6 +31,16 @@ from replaylake.offline.algorithms.box_actions import (
 )
 from replaylake.offline.algorithms.sac import LOG_STD_RANGE
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam_by_group
+from replaylake.offline.learning.algorithm import (
+    Algorithm,
+    Losses,
+    Networks,
+    Target,
+    tensor,
+    weighted_mean,
+)
+from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.actor_critic import (
     clipped_double_target,
     conservative_gap,
@@ -48,7 +49,6 @@ from replaylake.offline.losses.actor_critic import (
 )
 from replaylake.offline.networks.actors import NO_FACTS, GaussianNetwork
 from replaylake.offline.networks.critics import Critics, Scalar
-from replaylake.offline.options import expect, to_options
 
 _MAX_ALPHA: Final = 1e6  # as in d3rlpy and the paper's code: beyond it the gap is all that counts
 _LN_HALF: Final = math.log(0.5)  # a uniform density over a normalised element, which spans 2

@@ -12,7 +12,7 @@ from replaylake.offline.algorithms.catalog import d3rlpy_row, our_row
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.d3rlpy.options import known_options
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.options import to_options
+from replaylake.offline.learning.options import to_options
 
 # A space of each kind of actions, to make an algorithm for; its networks are not made.
 _ACTIONS: dict[str, Space] = {

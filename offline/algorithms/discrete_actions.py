@@ -9,7 +9,7 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Discrete, Space, describe
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.offline.algorithm import tensor
+from replaylake.offline.learning.algorithm import tensor
 
 # Of a logit: far below any other, and far from overflowing.
 _FORBIDDEN: Final = -1e9

@@ -11,17 +11,17 @@ from typing import Any
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.algorithm import (
+from replaylake.offline.algorithms.discrete_actions import discrete
+from replaylake.offline.algorithms.dqn import DQNConfig, q_algorithm, q_learned, td_loss
+from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.algorithm import (
     Algorithm,
     Losses,
     Networks,
     weighted_mean,
 )
-from replaylake.offline.algorithms.discrete_actions import discrete
-from replaylake.offline.algorithms.dqn import DQNConfig, q_algorithm, q_learned, td_loss
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.options import expect
 from replaylake.offline.losses.q_learning import conservative_gap
-from replaylake.offline.options import expect
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,24 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam_by_group
-from replaylake.offline.algorithm import Algorithm, Losses, Networks, Target, tensor, weighted_mean
 from replaylake.offline.algorithms.box_actions import critic_losses, learned_number
 from replaylake.offline.algorithms.discrete_actions import action_indices, discrete, log_softmax
 from replaylake.offline.algorithms.sac import SACConfig
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam_by_group
+from replaylake.offline.learning.algorithm import (
+    Algorithm,
+    Losses,
+    Networks,
+    Target,
+    tensor,
+    weighted_mean,
+)
+from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.actor_critic import soft_values, temperature_loss
 from replaylake.offline.losses.q_learning import taken_values
 from replaylake.offline.networks.actors import NO_FACTS, CategoricalNetwork
 from replaylake.offline.networks.critics import QNetworks, Scalar
-from replaylake.offline.options import expect, to_options
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,11 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Discrete, Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam
-from replaylake.offline.algorithm import (
+from replaylake.offline.algorithms.discrete_actions import action_indices, discrete
+from replaylake.offline.algorithms.network_options import check_network
+from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam
+from replaylake.offline.learning.algorithm import (
     Algorithm,
     Losses,
     LossFunction,
@@ -27,13 +30,10 @@ from replaylake.offline.algorithm import (
     Target,
     weighted_mean,
 )
-from replaylake.offline.algorithms.discrete_actions import action_indices, discrete
-from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import PolicyGraph
+from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.q_learning import greedy_values, huber, td_errors
 from replaylake.offline.networks.actors import CategoricalNetwork, DuelingNetwork
-from replaylake.offline.options import expect, to_options
+from replaylake.offline.networks.graph import PolicyGraph
 
 
 @dataclass(frozen=True)

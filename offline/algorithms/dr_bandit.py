@@ -15,14 +15,6 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam_with_decay
-from replaylake.offline.algorithm import (
-    Algorithm,
-    Losses,
-    Networks,
-    tensor,
-    weighted_mean,
-)
 from replaylake.offline.algorithms.discrete_actions import (
     action_indices,
     discrete,
@@ -30,11 +22,19 @@ from replaylake.offline.algorithms.discrete_actions import (
 )
 from replaylake.offline.algorithms.network_options import check_network
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam_with_decay
+from replaylake.offline.learning.algorithm import (
+    Algorithm,
+    Losses,
+    Networks,
+    tensor,
+    weighted_mean,
+)
+from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.bandit import doubly_robust_values, importance_weights
 from replaylake.offline.losses.q_learning import taken_values
 from replaylake.offline.networks.actors import NO_FACTS, CategoricalNetwork
 from replaylake.offline.networks.critics import QNetworks
-from replaylake.offline.options import expect, to_options
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from typing import Literal
 import torch
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.adam import OptimizerFunction, adam
-from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.on_policy import (
     Estimates,
     Judged,
@@ -24,11 +22,13 @@ from replaylake.offline.algorithms.on_policy import (
     on_policy_algorithm,
 )
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import OptimizerFunction, adam
+from replaylake.offline.learning.algorithm import Algorithm
+from replaylake.offline.learning.options import expect
+from replaylake.offline.learning.rmsprop import rmsprop
 from replaylake.offline.losses.policy_gradient import policy_gradient, value_loss
 from replaylake.offline.losses.returns import v_trace
 from replaylake.offline.networks.actors import NO_FACTS
-from replaylake.offline.options import expect
-from replaylake.offline.rmsprop import rmsprop
 
 
 @dataclass(frozen=True)

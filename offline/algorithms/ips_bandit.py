@@ -16,13 +16,6 @@ from typing import Any
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam_with_decay
-from replaylake.offline.algorithm import (
-    Algorithm,
-    Losses,
-    Networks,
-    tensor,
-)
 from replaylake.offline.algorithms.discrete_actions import (
     action_indices,
     discrete,
@@ -30,6 +23,14 @@ from replaylake.offline.algorithms.discrete_actions import (
 )
 from replaylake.offline.algorithms.network_options import check_network
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam_with_decay
+from replaylake.offline.learning.algorithm import (
+    Algorithm,
+    Losses,
+    Networks,
+    tensor,
+)
+from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.bandit import (
     importance_weights,
     ips_value,
@@ -37,7 +38,6 @@ from replaylake.offline.losses.bandit import (
 )
 from replaylake.offline.losses.q_learning import taken_values
 from replaylake.offline.networks.actors import NO_FACTS, CategoricalNetwork
-from replaylake.offline.options import expect, to_options
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,6 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam_by_group
-from replaylake.offline.algorithm import (
-    Algorithm,
-    Losses,
-    Networks,
-    Target,
-    tensor,
-    weighted_mean,
-)
 from replaylake.offline.algorithms.box_actions import (
     BoundedMeanNetwork,
     box_scaling,
@@ -34,11 +25,20 @@ from replaylake.offline.algorithms.box_actions import (
     with_metrics,
 )
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam_by_group
+from replaylake.offline.learning.algorithm import (
+    Algorithm,
+    Losses,
+    Networks,
+    Target,
+    tensor,
+    weighted_mean,
+)
+from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.actor_critic import advantage_weights, expectile_loss
 from replaylake.offline.losses.likelihood import gaussian_nll
 from replaylake.offline.networks.actors import NO_FACTS
 from replaylake.offline.networks.critics import Critics, ValueNetwork
-from replaylake.offline.options import expect, to_options
 
 # Of ln std, in units of a normalised action; as in d3rlpy 2.8.1. It begins at -1.5.
 _LOG_STD_RANGE: Final = (-5.0, 2.0)

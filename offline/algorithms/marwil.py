@@ -16,14 +16,6 @@ from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Box, Discrete, Space, describe
 from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam
-from replaylake.offline.algorithm import (
-    Algorithm,
-    Losses,
-    Networks,
-    tensor,
-    weighted_mean,
-)
 from replaylake.offline.algorithms.box_actions import (
     box_scaling,
     gaussian_graph,
@@ -31,10 +23,18 @@ from replaylake.offline.algorithms.box_actions import (
 from replaylake.offline.algorithms.discrete_actions import action_indices
 from replaylake.offline.algorithms.network_options import check_network
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam
+from replaylake.offline.learning.algorithm import (
+    Algorithm,
+    Losses,
+    Networks,
+    tensor,
+    weighted_mean,
+)
+from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.likelihood import categorical_nll, gaussian_nll
 from replaylake.offline.networks.actors import NO_FACTS, CategoricalNetwork, GaussianNetwork
 from replaylake.offline.networks.critics import ValueNetwork
-from replaylake.offline.options import expect, to_options
 
 # The policy network and a batch, to -ln pi(a|s) of the logged actions, [B].
 _NegativeLogLikelihood = Callable[[Any, Batch], torch.Tensor]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from replaylake.offline.options import expect
+from replaylake.offline.learning.options import expect
 
 
 class NetworkOptions(Protocol):

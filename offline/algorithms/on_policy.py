@@ -14,8 +14,12 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Box, Space, leaves
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.offline.adam import OptimizerFunction
-from replaylake.offline.algorithm import (
+from replaylake.offline.algorithms.action_heads import ActionHead, SquashedGaussianHead, action_head
+from replaylake.offline.algorithms.network_options import check_network
+from replaylake.offline.algorithms.steps_seen import SingleSteps, StepsSeen, WholeSequences
+from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import OptimizerFunction
+from replaylake.offline.learning.algorithm import (
     Algorithm,
     Losses,
     Networks,
@@ -23,11 +27,7 @@ from replaylake.offline.algorithm import (
     tensor,
     weighted_mean,
 )
-from replaylake.offline.algorithms.action_heads import ActionHead, SquashedGaussianHead, action_head
-from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.algorithms.steps_seen import SingleSteps, StepsSeen, WholeSequences
-from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.options import expect, to_options
+from replaylake.offline.learning.options import expect, to_options
 
 NETWORK: Final = "actor_critic"
 # Columns that are added to a batch.

@@ -13,11 +13,11 @@ from typing import Any, Final, get_type_hints
 
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.offline import user_code
-from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.table import AlgorithmFunction
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.options import to_options
+from replaylake.offline.learning import user_code
+from replaylake.offline.learning.algorithm import Algorithm
+from replaylake.offline.learning.options import to_options
 
 _SIGNATURE: Final = (
     "def NAME(observation_space, action_space, config: YourConfig, facts: DatasetFacts) "
@@ -90,6 +90,6 @@ class _Checked:
         if not isinstance(made, Algorithm):
             raise ConfigInvalid(
                 f"algorithm {self.name}: found that it returned {type(made).__name__}, expected an "
-                "Algorithm (replaylake.offline.algorithm)."
+                "Algorithm (replaylake.offline.learning.algorithm)."
             )
         return made if made.config else replace(made, config=to_options(config))

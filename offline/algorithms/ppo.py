@@ -15,8 +15,6 @@ from typing import Literal
 import torch
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.adam import adam
-from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.on_policy import (
     Estimates,
     Judged,
@@ -26,10 +24,12 @@ from replaylake.offline.algorithms.on_policy import (
     on_policy_algorithm,
 )
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam
+from replaylake.offline.learning.algorithm import Algorithm
+from replaylake.offline.learning.options import expect
 from replaylake.offline.losses.policy_gradient import clipped_surrogate, value_loss
 from replaylake.offline.losses.returns import generalised_advantages
 from replaylake.offline.networks.actors import NO_FACTS
-from replaylake.offline.options import expect
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,6 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam_by_group
-from replaylake.offline.algorithm import (
-    Algorithm,
-    Losses,
-    Networks,
-    Target,
-    tensor,
-    weighted_mean,
-)
 from replaylake.offline.algorithms.box_actions import (
     box_scaling,
     check_actor_critic,
@@ -37,6 +28,16 @@ from replaylake.offline.algorithms.box_actions import (
     with_metrics,
 )
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam_by_group
+from replaylake.offline.learning.algorithm import (
+    Algorithm,
+    Losses,
+    Networks,
+    Target,
+    tensor,
+    weighted_mean,
+)
+from replaylake.offline.learning.options import to_options
 from replaylake.offline.losses.actor_critic import (
     clipped_double_target,
     squashed_sample,
@@ -44,7 +45,6 @@ from replaylake.offline.losses.actor_critic import (
 )
 from replaylake.offline.networks.actors import NO_FACTS, GaussianNetwork
 from replaylake.offline.networks.critics import Critics, Scalar
-from replaylake.offline.options import to_options
 
 # Of ln std before the tanh; as in d3rlpy 2.8.1 and the paper's code.
 LOG_STD_RANGE: Final = (-20.0, 2.0)

@@ -12,11 +12,10 @@ from torch import nn
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.algorithm import PolicyModule, tensor
 from replaylake.offline.algorithms.action_heads import ActionHead, Parameters
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import PolicyGraph
-from replaylake.offline.minibatches import taken_rows
+from replaylake.offline.learning.algorithm import PolicyModule, tensor
+from replaylake.offline.learning.minibatches import taken_rows
 from replaylake.offline.networks.actor_critic import (
     Outputs,
     RecurrentActorCritic,
@@ -24,6 +23,7 @@ from replaylake.offline.networks.actor_critic import (
     SharedActorCritic,
     each_leaf,
 )
+from replaylake.offline.networks.graph import PolicyGraph
 
 # What a policy that remembers knew before each step: recorded by who collects.
 POLICY_STATE: Final = "policy_state"

@@ -27,7 +27,7 @@ from replaylake.offline.algorithms.description import needs
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.d3rlpy.features import observation_features
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.normalisation import fit_facts
+from replaylake.offline.learning.normalisation import fit_facts
 
 
 @dataclass(frozen=True)

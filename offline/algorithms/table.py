@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.awac import AWACConfig, awac
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.algorithms.cql import CQLConfig, cql
@@ -23,6 +22,7 @@ from replaylake.offline.algorithms.sac import SACConfig, sac
 from replaylake.offline.algorithms.td3 import TD3Config, td3
 from replaylake.offline.algorithms.td3_plus_bc import TD3PlusBCConfig, td3_plus_bc
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.algorithm import Algorithm
 
 Actions = Literal["discrete", "continuous", "multi_discrete"]
 Kind = Literal["imitation", "offline", "off-policy", "on-policy", "bandit"]

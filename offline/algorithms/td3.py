@@ -15,15 +15,6 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.adam import adam_by_group
-from replaylake.offline.algorithm import (
-    Algorithm,
-    Losses,
-    Networks,
-    Target,
-    tensor,
-    weighted_mean,
-)
 from replaylake.offline.algorithms.box_actions import (
     box_scaling,
     check_actor_critic,
@@ -33,10 +24,19 @@ from replaylake.offline.algorithms.box_actions import (
     with_metrics,
 )
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.adam import adam_by_group
+from replaylake.offline.learning.algorithm import (
+    Algorithm,
+    Losses,
+    Networks,
+    Target,
+    tensor,
+    weighted_mean,
+)
+from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.actor_critic import clipped_double_target, smoothed_actions
 from replaylake.offline.networks.actors import NO_FACTS, DeterministicNetwork
 from replaylake.offline.networks.critics import Critics
-from replaylake.offline.options import expect, to_options
 
 # What the actor minimises, [B]: of the first critic's q [B] at its actions, those actions [B, D],
 # and the logged ones [B, D].

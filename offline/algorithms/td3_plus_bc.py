@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.algorithm import Algorithm
 from replaylake.offline.algorithms.td3 import TD3Config, delayed_actor
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.algorithm import Algorithm
+from replaylake.offline.learning.options import expect
 from replaylake.offline.losses.actor_critic import behaviour_regularised_value
 from replaylake.offline.losses.likelihood import squared_error
 from replaylake.offline.networks.actors import NO_FACTS
-from replaylake.offline.options import expect
 
 
 @dataclass(frozen=True)

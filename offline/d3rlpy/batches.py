@@ -15,12 +15,12 @@ from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Discrete, Space
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.offline.action_scaling import ActionScaling
 from replaylake.offline.d3rlpy.features import Features
 from replaylake.offline.d3rlpy.library import load_d3rlpy
 from replaylake.offline.d3rlpy.options import what_of
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
 from replaylake.offline.facts import RewardScaling
+from replaylake.offline.learning.action_scaling import ActionScaling
 
 
 class D3rlpyBatches:

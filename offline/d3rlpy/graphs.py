@@ -16,10 +16,10 @@ from torch import nn
 
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.action_scaling import ActionScaling, ScaledToEnvironment
 from replaylake.offline.d3rlpy.features import Features
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
-from replaylake.offline.graph import PolicyGraph
+from replaylake.offline.learning.action_scaling import ActionScaling, ScaledToEnvironment
+from replaylake.offline.networks.graph import PolicyGraph
 
 
 def policy_graph(

@@ -17,7 +17,6 @@ from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.action_scaling import ActionScaling, action_scaling
 from replaylake.offline.d3rlpy.batches import D3rlpyBatches
 from replaylake.offline.d3rlpy.features import Frames, observation_features
 from replaylake.offline.d3rlpy.graphs import policy_graph
@@ -26,10 +25,11 @@ from replaylake.offline.d3rlpy.randomness import OwnRandomness
 from replaylake.offline.d3rlpy.shortcuts import take_shortcuts
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import PolicyGraph
-from replaylake.offline.learner import Update
+from replaylake.offline.learning.action_scaling import ActionScaling, action_scaling
+from replaylake.offline.learning.learner import Update
+from replaylake.offline.learning.state import pack_state, unpack_state
 from replaylake.offline.networks.actors import NO_FACTS
-from replaylake.offline.state import pack_state, unpack_state
+from replaylake.offline.networks.graph import PolicyGraph
 
 _ROWS_AT_ONCE: Final = 1 << 14
 

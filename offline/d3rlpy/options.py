@@ -11,7 +11,7 @@ import torch
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.offline.d3rlpy.library import load_d3rlpy
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
-from replaylake.offline.options import cast, check_keys
+from replaylake.offline.learning.options import cast, check_keys
 
 # d3rlpy's names for what is stated once for all algorithms, and where to say it instead.
 SAID_ELSEWHERE: Final = {

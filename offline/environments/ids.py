@@ -25,9 +25,9 @@ from replaylake.datastore.errors import (
     NotFound,
     ReplayLakeError,
 )
-from replaylake.offline import user_code
 from replaylake.offline.environments.games import Game, game_of, registered
 from replaylake.offline.environments.spaces import Environment, from_gymnasium, gymnasium
+from replaylake.offline.learning import user_code
 
 _VERSIONED: Final = re.compile(r"-v\d+$")
 _PETTINGZOO: Final = "pettingzoo"
@@ -35,7 +35,7 @@ _PETTINGZOO: Final = "pettingzoo"
 # Imported when it is made.
 gymnasium.register(
     "ReplayLake/FrameGrid-v0",
-    entry_point="replaylake.offline.frame_grid:FrameGrid",
+    entry_point="replaylake.offline.environments.frame_grid:FrameGrid",
     max_episode_steps=10,
 )
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from replaylake.datastore.episodes.spaces import Box, Space, describe
 from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.offline.graph import PolicyGraph
+from replaylake.offline.networks.graph import PolicyGraph
 
 # Of integers wider than these float32, which a state is of, does not hold all.
 _MOST_INTEGER_BITS: Final = 16

@@ -12,7 +12,7 @@ from replaylake.datastore.lake.policies.package import graph_policy, load_policy
 from replaylake.datastore.lake.policies.policy import Policy, PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.offline.options import expect
+from replaylake.offline.learning.options import expect
 
 RANDOM: Final = "random"
 

@@ -13,7 +13,7 @@ from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.lake.policies.streams import EpisodeStreams
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.offline.evaluate import check_these_spaces
+from replaylake.offline.evaluation.evaluate import check_these_spaces
 from replaylake.online.collecting.acting import Acting, AgentsActing
 from replaylake.online.collecting.actor import Actor
 from replaylake.online.collecting.player import Player, stacked_masks

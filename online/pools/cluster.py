@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalid, RolloutFailed
 from replaylake.datastore.lake.policies.manifest import GRAPH, read_checked
-from replaylake.offline import local_ray
+from replaylake.offline.running import local_ray
 from replaylake.online.collecting.acting import Acting, AgentsActing, GraphBytes
 from replaylake.online.collecting.shipment import Order
 from replaylake.online.pools.nodes import Nodes

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from replaylake.datastore.errors import ReplayLakeError, RolloutFailed
-from replaylake.offline.local_ray import START_TIMEOUT_S
+from replaylake.offline.running.local_ray import START_TIMEOUT_S
 from replaylake.online.collecting.acting import AgentsActing
 from replaylake.online.collecting.shipment import Order, Shipment
 from replaylake.online.pools.cluster import Cluster

@@ -9,7 +9,7 @@ from typing import Any
 from replaylake.datastore.errors import AlreadyExists, SchemaMismatch
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.offline.environments.ids import spaces_of
-from replaylake.offline.evaluate import check_spaces
+from replaylake.offline.evaluation.evaluate import check_spaces
 
 
 def prepare(

@@ -9,10 +9,10 @@ from typing import Any, Final
 from replaylake.datastore.lake.policies.package import check_package, load_policy
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
-from replaylake.offline.evaluate import Evaluation
-from replaylake.offline.learner import Learner
-from replaylake.offline.training.packaging import packaged
-from replaylake.offline.training.run_record import RunRecord
+from replaylake.offline.evaluation.evaluate import Evaluation
+from replaylake.offline.learning.learner import Learner
+from replaylake.offline.running.training.packaging import packaged
+from replaylake.offline.running.training.run_record import RunRecord
 
 _LINEAGE: Final = ("datasets", "algorithm", "seed", "run_id")
 

@@ -23,11 +23,11 @@ from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.live.log_reader import FollowTimings, Taken
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.algorithm import OnPolicy
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any
-from replaylake.offline.graph import PolicyGraph
-from replaylake.offline.learner import Learner, Update
+from replaylake.offline.learning.algorithm import OnPolicy
+from replaylake.offline.learning.learner import Learner, Update
+from replaylake.offline.networks.graph import PolicyGraph
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.training.behavior import OneBehavior
 from replaylake.online.training.once_supply import OnceSupply

@@ -10,10 +10,10 @@ from replaylake.datastore.episodes.schema import POLICY_VERSION
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.kernels import kernels
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.offline.evaluate import evaluate
-from replaylake.offline.learner import Learner
-from replaylake.offline.self_play import AgentPolicies
-from replaylake.offline.training.selection import FIRST_SEED, Selection
+from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.evaluation.self_play import AgentPolicies
+from replaylake.offline.learning.learner import Learner
+from replaylake.offline.running.training.selection import FIRST_SEED, Selection
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.shipment import Endless, Order
 from replaylake.online.collecting.track import POLICY_STATE

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from replaylake.offline.graph import TorchPolicy
-from replaylake.offline.graph_writer import GraphWriter
-from replaylake.offline.learner import Learner
-from replaylake.offline.self_play import AgentPolicies
+from replaylake.offline.evaluation.self_play import AgentPolicies
+from replaylake.offline.learning.graph_writer import GraphWriter
+from replaylake.offline.learning.learner import Learner
+from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.online.collecting.acting import Acting, AgentsActing, GraphBytes
 from replaylake.online.training.exploring import Exploring
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replaylake.offline.training.callbacks import RunStart
-from replaylake.offline.training.lake_run import OnMetrics
+from replaylake.offline.running.training.callbacks import RunStart
+from replaylake.offline.running.training.lake_run import OnMetrics
 from replaylake.online.training.progress import OnlineProgress
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.offline.options import expect, from_options
+from replaylake.offline.learning.options import expect, from_options
 
 Mode = Literal["async", "sync"]
 EnvRunner = Literal["ray", "local"]

@@ -23,7 +23,7 @@ from replaylake.offline.algorithms.catalog import (
     make_learner,
 )
 from replaylake.offline.environments.ids import spaces_of
-from replaylake.offline.learner import Learner
+from replaylake.offline.learning.learner import Learner
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.track import POLICY_STATE
 from replaylake.online.collecting.worker import RolloutConfig

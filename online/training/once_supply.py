@@ -21,7 +21,7 @@ from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.schema import POLICY_VERSION
 from replaylake.datastore.errors import ConfigInvalid
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.offline.learner import Learner, Update
+from replaylake.offline.learning.learner import Learner, Update
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig
 from replaylake.online.training.supply import drawn, placed

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replaylake.offline.learner import Learner
-from replaylake.offline.self_play import AgentPolicies
-from replaylake.offline.training.selection import Selection
-from replaylake.offline.training.trainer import Observer
+from replaylake.offline.evaluation.self_play import AgentPolicies
+from replaylake.offline.learning.learner import Learner
+from replaylake.offline.running.training.selection import Selection
+from replaylake.offline.running.training.trainer import Observer
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.recording.feed import Feed

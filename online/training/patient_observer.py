@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from replaylake.datastore.errors import FailedInPassing
-from replaylake.offline.training.lake_run import LakeRun
+from replaylake.offline.running.training.lake_run import LakeRun
 from replaylake.online.recording.refusals import Refusals
 
 

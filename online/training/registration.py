@@ -10,11 +10,11 @@ from typing import Any
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.summary import EVALUATION
-from replaylake.offline.evaluate import Evaluation, evaluate
-from replaylake.offline.self_play import AgentPolicies
-from replaylake.offline.training.lake_run import LakeRun
-from replaylake.offline.training.packaging import packaged
-from replaylake.offline.training.run_record import RunRecord
+from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
+from replaylake.offline.evaluation.self_play import AgentPolicies
+from replaylake.offline.running.training.lake_run import LakeRun
+from replaylake.offline.running.training.packaging import packaged
+from replaylake.offline.running.training.run_record import RunRecord
 from replaylake.online.recording.recorded import what_was_collected
 from replaylake.online.recording.refusals import Refusals
 from replaylake.online.training.agent_packages import packaged_each, register

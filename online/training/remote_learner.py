@@ -19,8 +19,8 @@ import torch
 from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, TrainingFailed
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
-from replaylake.offline.local_ray import import_ray, running_ray
-from replaylake.offline.training.interruption import (
+from replaylake.offline.running.local_ray import import_ray, running_ray
+from replaylake.offline.running.training.interruption import (
     Interruption,
     RunInterrupted,
     interrupted_at_once,

@@ -8,7 +8,7 @@ from typing import Any
 
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.registry import PolicyRef
-from replaylake.offline.evaluate import Evaluation
+from replaylake.offline.evaluation.evaluate import Evaluation
 from replaylake.online.training.agent_packages import registered_policies
 from replaylake.online.training.config import OnlineRequest
 

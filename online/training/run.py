@@ -20,15 +20,15 @@ from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.checkpoints import Checkpoint
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.offline.learner import torch_threads
-from replaylake.offline.training.callbacks import RunStart
-from replaylake.offline.training.interruption import (
+from replaylake.offline.learning.learner import torch_threads
+from replaylake.offline.running.training.callbacks import RunStart
+from replaylake.offline.running.training.interruption import (
     Interruption,
     RunInterrupted,
     interrupted_at_once,
 )
-from replaylake.offline.training.lake_run import LakeRun
-from replaylake.offline.training.run_record import RunRecord
+from replaylake.offline.running.training.lake_run import LakeRun
+from replaylake.offline.running.training.run_record import RunRecord
 from replaylake.online.recording.feed import Feed
 from replaylake.online.recording.housekeeping import Housekeeper
 from replaylake.online.recording.recorded import producer_of, recorded

@@ -20,7 +20,7 @@ from replaylake.datastore.replay.mixture import mixture
 from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.to_torch import TorchSampler, to_torch
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.learner import Learner, Update
+from replaylake.offline.learning.learner import Learner, Update
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig
 

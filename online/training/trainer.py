@@ -16,8 +16,8 @@ import numpy as np
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import TrainingFailed
-from replaylake.offline.training.selection import Selection
-from replaylake.offline.training.trainer import Sums
+from replaylake.offline.running.training.selection import Selection
+from replaylake.offline.running.training.trainer import Sums
 from replaylake.online.recording.recorded import Recorded
 from replaylake.online.training.collector import Collector
 from replaylake.online.training.config import OnlineConfig

@@ -105,9 +105,9 @@ if TYPE_CHECKING:
     from replaylake.datastore.replay.to_torch import TorchSampler, to_torch
     from replaylake.datastore.replay.view import ReplayView, concatenate
     from replaylake.offline.environments.recorder import record
-    from replaylake.offline.evaluate import evaluate
-    from replaylake.offline.train import resume, train
-    from replaylake.offline.training.config import TrainConfig
+    from replaylake.offline.evaluation.evaluate import evaluate
+    from replaylake.offline.running.train import resume, train
+    from replaylake.offline.running.training.config import TrainConfig
     from replaylake.online.ray_data import to_ray
 
 # Where each public name lives: (module, name there).
@@ -133,7 +133,7 @@ _HOMES = {
     "Snapshot": ("datastore.lake.snapshot", "Snapshot"),
     "Text": ("datastore.episodes.spaces", "Text"),
     "TorchSampler": ("datastore.replay.to_torch", "TorchSampler"),
-    "TrainConfig": ("offline.training.config", "TrainConfig"),
+    "TrainConfig": ("offline.running.training.config", "TrainConfig"),
     "Transitions": ("datastore.replay.items.transitions", "Transitions"),
     "Tuple": ("datastore.episodes.spaces", "Tuple"),
     "annotate": ("datastore.maintenance.labels.annotate", "annotate"),
@@ -142,7 +142,7 @@ _HOMES = {
     "copy": ("datastore.maintenance.copy.copy", "copy"),
     "delete": ("datastore.maintenance.delete", "delete"),
     "diff": ("datastore.lake.versions.diff", "diff"),
-    "evaluate": ("offline.evaluate", "evaluate"),
+    "evaluate": ("offline.evaluation.evaluate", "evaluate"),
     "export": ("datastore.interchange.export.export", "export"),
     "fsck": ("datastore.maintenance.fsck.fsck", "fsck"),
     "ingest": ("datastore.interchange.ingest.ingest", "ingest"),
@@ -153,12 +153,12 @@ _HOMES = {
     "prefetch": ("datastore.replay.prefetch", "prefetch"),
     "purge": ("datastore.maintenance.purge.purge", "purge"),
     "record": ("offline.environments.recorder", "record"),
-    "resume": ("offline.train", "resume"),
+    "resume": ("offline.running.train", "resume"),
     "sessionise": ("datastore.feedback.sessionise", "sessionise"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),
     "to_ray": ("online.ray_data", "to_ray"),
     "to_torch": ("datastore.replay.to_torch", "to_torch"),
-    "train": ("offline.train", "train"),
+    "train": ("offline.running.train", "train"),
     "trim": ("datastore.maintenance.trim", "trim"),
     "vacuum": ("datastore.maintenance.vacuum", "vacuum"),
 }

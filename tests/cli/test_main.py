@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-import replaylake.cli.datasets
+import replaylake.cli.commands.datasets
 from replaylake.cli.main import GROUPS, app, main
 from replaylake.datastore.errors import NotFound
 from replaylake.datastore.version import VERSION
@@ -279,12 +279,12 @@ def test_json_says_an_error_on_stdout_too(run: Any, lake: Path) -> None:
 
 
 def test_what_a_library_prints_is_talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Chatty(replaylake.cli.datasets.Report):
+    class Chatty(replaylake.cli.commands.datasets.Report):
         def __init__(self, as_json: bool) -> None:
             super().__init__(as_json)
             print("Hello from the library")
 
-    monkeypatch.setattr(replaylake.cli.datasets, "Report", Chatty)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", Chatty)
     ran = run("list", "--json")
     assert ran.json["error"]["kind"] == "NotFound"
     assert ran.err.startswith("Hello from the library\nerror: lake ")
@@ -314,7 +314,7 @@ def test_a_message_of_several_lines_becomes_one(run: Any, monkeypatch: pytest.Mo
     def fail(as_json: bool) -> None:
         raise NotFound("first line\n   second line\n")
 
-    monkeypatch.setattr(replaylake.cli.datasets, "Report", fail)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", fail)
     ran = run("list")
     assert ran.err == "error: first line second line\n"
 
@@ -323,7 +323,7 @@ def test_what_nobody_foresaw_is_one_line_too(run: Any, monkeypatch: pytest.Monke
     def fail(as_json: bool) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(replaylake.cli.datasets, "Report", fail)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", fail)
     ran = run("list", "--json")
     assert ran.code == 1
     (line,) = ran.err.splitlines()
@@ -336,7 +336,7 @@ def test_interrupting_is_exit_code_130(run: Any, monkeypatch: pytest.MonkeyPatch
     def interrupt(as_json: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(replaylake.cli.datasets, "Report", interrupt)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", interrupt)
     ran = run("list")
     assert (ran.code, ran.err) == (130, "interrupted\n")
 
@@ -356,7 +356,7 @@ def test_a_missing_dependency_names_its_extra(
     def fail(as_json: bool) -> None:
         raise ModuleNotFoundError(f"No module named '{module}.sub'", name=f"{module}.sub")
 
-    monkeypatch.setattr(replaylake.cli.datasets, "Report", fail)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", fail)
     ran = run("list", "--json")
     ran.failed(module, f"pip install 'replaylake[{extra}]'")
     assert ran.json["error"]["kind"] == "ExtraMissing"

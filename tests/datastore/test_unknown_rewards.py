@@ -31,7 +31,7 @@ from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.query.summaries import coverage, refresh
 from replaylake.datastore.replay.view import concatenate
-from replaylake.offline.train import TrainConfig, train
+from replaylake.offline.running.train import TrainConfig, train
 
 Make = Callable[..., Episode]
 SPACES = Box((2,)), Discrete(2)

@@ -7,8 +7,8 @@ from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import TorchPolicy, run_graph
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.learning.learner import GradientLearner
+from replaylake.offline.networks.graph import TorchPolicy, run_graph
 
 SMALL = {"hidden_sizes": (32,), "learning_rate": 1e-2}
 

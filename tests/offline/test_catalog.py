@@ -10,7 +10,7 @@ from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete, T
 from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
 from replaylake.offline.algorithms.catalog import algorithms, check_algorithm, make_learner
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.learning.learner import GradientLearner
 
 OBSERVATION = Box((4,))
 

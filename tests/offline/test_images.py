@@ -12,10 +12,10 @@ from replaylake.datastore.episodes.spaces import Array, Box, Dict, Discrete, Mul
 from replaylake.datastore.lake.policies.graph_policy import graph_inputs
 from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.table import OURS, OurAlgorithm
-from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import run_graph
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.learner import GradientLearner
+from replaylake.offline.networks.graph import run_graph
 
 NUM = 8
 OBSERVATIONS: dict[str, Space] = {

@@ -23,8 +23,8 @@ from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.algorithms.catalog import algorithms
-from replaylake.offline.train import TrainConfig, resume, train
-from replaylake.offline.training.interruption import RunInterrupted
+from replaylake.offline.running.train import TrainConfig, resume, train
+from replaylake.offline.running.training.interruption import RunInterrupted
 
 SMALL = {"hidden_sizes": [8]}
 # One of each kind of d3rlpy's state: plain, target networks, several critics and actors, none.

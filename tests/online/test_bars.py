@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.offline.frame_grid import BAR, BEST_RETURN
-from replaylake.offline.train import TrainConfig, train
+from replaylake.offline.environments.frame_grid import BAR, BEST_RETURN
+from replaylake.offline.running.train import TrainConfig, train
 from replaylake.online.train import OnlineResult, train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 

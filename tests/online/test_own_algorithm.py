@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from replaylake.datastore.lake.policies.package import load_policy
-from replaylake.offline.train import train
-from replaylake.offline.training.config import TrainConfig
+from replaylake.offline.running.train import train
+from replaylake.offline.running.training.config import TrainConfig
 from replaylake.online.train import train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 

@@ -11,7 +11,7 @@ from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import ExtraMissing, NotFound, QueryRefused
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.shard_rows import episode_keys, shard_rows
-from replaylake.offline.local_ray import import_ray
+from replaylake.offline.running.local_ray import import_ray
 from replaylake.online.ray_data import to_ray
 
 # Ray 2.60 reads settings of its own that it has deprecated.

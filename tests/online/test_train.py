@@ -8,7 +8,7 @@ import pytest
 from replaylake.datastore.errors import ConfigInvalid, NotFound, PackageInvalid, SpaceUnsupported
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.maintenance.lineage import lineage
-from replaylake.offline.training.interruption import RunInterrupted
+from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from replaylake.offline.training.interruption import RunInterrupted
+from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 

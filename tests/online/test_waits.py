@@ -24,7 +24,7 @@ import torch
 from replaylake.datastore.errors import ConfigInvalid, RolloutFailed, StorageFailed
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.offline.local_ray import running_ray
+from replaylake.offline.running.local_ray import running_ray
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.shipment import Endless, Order
 from replaylake.online.collecting.worker import RolloutConfig
@@ -326,8 +326,8 @@ def test_a_worker_that_finds_no_cpu_ends_the_run_and_a_replacement_shares_one(la
 _CONNECT = """
 import signal, sys
 from replaylake.datastore.errors import ReplayLakeError
-from replaylake.offline.local_ray import running_ray
-from replaylake.offline.training.interruption import interrupted_at_once
+from replaylake.offline.running.local_ray import running_ray
+from replaylake.offline.running.training.interruption import interrupted_at_once
 print("connecting", flush=True)
 try:
     with (

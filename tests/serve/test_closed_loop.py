@@ -8,9 +8,9 @@ from replaylake.datastore.feedback.sessionise import sessionise
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
-from replaylake.offline.ope.evaluate_policy import evaluate_policy
-from replaylake.offline.ope.question import Question
-from replaylake.offline.train import TrainConfig, train
+from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
+from replaylake.offline.evaluation.ope.question import Question
+from replaylake.offline.running.train import TrainConfig, train
 from replaylake.serve.client import Client
 
 EPISODES, TOGETHER = 200, 25

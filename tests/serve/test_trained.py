@@ -14,9 +14,9 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_learner_weights
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import TorchPolicy
-from replaylake.offline.learner import torch_threads
-from replaylake.offline.train import TrainConfig, train
+from replaylake.offline.learning.learner import torch_threads
+from replaylake.offline.networks.graph import TorchPolicy
+from replaylake.offline.running.train import TrainConfig, train
 
 _LOG = Path(__file__).parents[2] / "examples" / "data" / "rllib_cartpole" / "cartpole-v1_large"
 

@@ -1,7 +1,7 @@
 """Alignment: whether logged transitions are those of an environment; the answer, and its sample.
 
-Whoever knows the environment gives `ingest` the check (offline/align.py is one): datastore knows no
-environments.
+Whoever knows the environment gives `ingest` the check (offline/evaluation/align.py is one):
+datastore knows no environments.
 """
 
 from __future__ import annotations

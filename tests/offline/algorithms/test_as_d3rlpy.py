@@ -20,7 +20,7 @@ from replaylake.offline.algorithms.td3 import TD3Config, td3
 from replaylake.offline.algorithms.td3_plus_bc import TD3PlusBCConfig, td3_plus_bc
 from replaylake.offline.d3rlpy.library import load_d3rlpy
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.learning.learner import GradientLearner
 
 OBSERVATION = Box((4,))
 ACTION = Box((2,), "float32", [-2.0, 0.0], [2.0, 10.0])

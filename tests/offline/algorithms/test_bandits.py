@@ -15,10 +15,10 @@ from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.dr_bandit import DRBanditConfig, dr_bandit
 from replaylake.offline.algorithms.ips_bandit import IPSBanditConfig, ips_bandit
-from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import TorchPolicy, run_graph
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.learner import GradientLearner
+from replaylake.offline.networks.graph import TorchPolicy, run_graph
 
 BOTH = [(ips_bandit, IPSBanditConfig), (dr_bandit, DRBanditConfig)]
 SMALL = {"hidden_sizes": (32,)}

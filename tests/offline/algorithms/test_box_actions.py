@@ -16,10 +16,10 @@ from replaylake.offline.algorithms.iql import IQLConfig, iql
 from replaylake.offline.algorithms.sac import SACConfig, sac
 from replaylake.offline.algorithms.td3 import TD3Config, td3
 from replaylake.offline.algorithms.td3_plus_bc import TD3PlusBCConfig, td3_plus_bc
-from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import TorchPolicy
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.learner import GradientLearner
+from replaylake.offline.networks.graph import TorchPolicy
 
 OBSERVATION = Box((4,))
 ACTION = Box((2,), "float32", [-2.0, 0.0], [2.0, 10.0])

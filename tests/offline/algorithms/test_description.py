@@ -16,7 +16,7 @@ from replaylake.offline.algorithms.catalog import (
     reference,
 )
 from replaylake.offline.algorithms.description import needs, options
-from replaylake.offline.options import from_options
+from replaylake.offline.learning.options import from_options
 
 SPACES = {
     "discrete": Discrete(3),

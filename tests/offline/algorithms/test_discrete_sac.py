@@ -11,10 +11,10 @@ from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.offline.algorithms.discrete_sac import DiscreteSACConfig, discrete_sac
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import TorchPolicy
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.learner import GradientLearner
+from replaylake.offline.networks.graph import TorchPolicy
 
 OBSERVATION = Box((4,))
 ACTIONS = Discrete(3, 5)

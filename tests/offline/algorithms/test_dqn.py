@@ -10,10 +10,10 @@ from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.discrete_cql import DiscreteCQLConfig, discrete_cql
 from replaylake.offline.algorithms.dqn import DQNConfig, dqn
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import TorchPolicy, run_graph
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.learner import GradientLearner
+from replaylake.offline.networks.graph import TorchPolicy, run_graph
 
 SMALL = {"hidden_sizes": (16, 16)}
 OBSERVATION = Box((4,))

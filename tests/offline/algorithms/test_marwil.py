@@ -9,10 +9,10 @@ from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.algorithms.marwil import MARWILConfig, marwil
-from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.graph import TorchPolicy, run_graph
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.learner import GradientLearner
+from replaylake.offline.networks.graph import TorchPolicy, run_graph
 
 OBSERVATION = Box((4,))
 ACTIONS = {"discrete": Discrete(3), "box": Box((2,), "float32", -2.0, 2.0)}

@@ -18,11 +18,11 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.algorithms.catalog import check_algorithm
-from replaylake.offline.evaluate import evaluate
-from replaylake.offline.graph import TorchPolicy
-from replaylake.offline.learner import GradientLearner
+from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.losses.likelihood import multi_categorical_nll
-from replaylake.offline.train import TrainConfig, train
+from replaylake.offline.networks.graph import TorchPolicy
+from replaylake.offline.running.train import TrainConfig, train
 
 SPACE = MultiDiscrete((2, 3))
 

@@ -12,17 +12,17 @@ from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinar
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.offline.algorithm import Algorithm, Losses, Networks, OnPolicy
 from replaylake.offline.algorithms.catalog import check_algorithm, check_replayed, make_learner
 from replaylake.offline.algorithms.impala import IMPALAConfig, impala
 from replaylake.offline.algorithms.ppo import PPOConfig, ppo
-from replaylake.offline.export import export_onnx
-from replaylake.offline.graph import TorchPolicy
-from replaylake.offline.learner import GradientLearner
-from replaylake.offline.minibatches import taken_rows
+from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, OnPolicy
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.learner import GradientLearner
+from replaylake.offline.learning.minibatches import taken_rows
 from replaylake.offline.networks.actor_critic import Outputs
-from replaylake.offline.train import train
-from replaylake.offline.training.config import TrainConfig
+from replaylake.offline.networks.graph import TorchPolicy
+from replaylake.offline.running.train import train
+from replaylake.offline.running.training.config import TrainConfig
 
 OBSERVATION = Box((3,))
 ACTIONS = {
@@ -557,7 +557,7 @@ def test_a_core_goes_on_to_what_followed_a_sequence(sampled):
 
 OWN = """
 from dataclasses import dataclass, replace
-from replaylake.offline.algorithm import Algorithm, OnPolicy
+from replaylake.offline.learning.algorithm import Algorithm, OnPolicy
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.facts import DatasetFacts
 

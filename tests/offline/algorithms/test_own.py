@@ -19,7 +19,7 @@ from replaylake.offline.algorithms.catalog import (
     make_learner,
 )
 from replaylake.offline.algorithms.description import needs, options
-from replaylake.offline.training.interruption import RunInterrupted
+from replaylake.offline.running.training.interruption import RunInterrupted
 
 DOCS = Path(__file__).parents[3] / "docs" / "ALGORITHMS.md"
 NAME = "my_algorithms:filtered_cloning"
@@ -142,7 +142,7 @@ def test_an_import_that_fails_inside_the_module_is_its_own(module):
 
 HEADER = """
 from dataclasses import dataclass
-from replaylake.offline.algorithm import Algorithm
+from replaylake.offline.learning.algorithm import Algorithm
 
 @dataclass(frozen=True)
 class Config:

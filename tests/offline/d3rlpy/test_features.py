@@ -6,9 +6,9 @@ from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
 from replaylake.offline.d3rlpy.features import Frames
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
-from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts, Moments
-from replaylake.offline.graph import TorchPolicy
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.networks.graph import TorchPolicy
 
 IMAGE = Box((2, 12, 12), "uint8", 0, 255)
 TINY = {"type": "pixel", "params": {"filters": [[4, 4, 2]], "feature_size": 8}}

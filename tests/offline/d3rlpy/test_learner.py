@@ -20,8 +20,8 @@ from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.d3rlpy.library import load_d3rlpy
 from replaylake.offline.d3rlpy.table import TABLE
-from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.learning.export import export_onnx
 
 NUM_ROWS = 1000
 each_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.name}-{row.actions}")

@@ -1,7 +1,7 @@
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalid
-from replaylake.offline.export import export_onnx
+from replaylake.offline.learning.export import export_onnx
 
 
 def test_options_are_d3rlpys_own_by_key(row_of, make):

@@ -13,14 +13,14 @@ from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.datastore.lake.policies.graph_policy import graph_inputs
 from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.algorithm import PolicyModule
-from replaylake.offline.export import export_onnx
 from replaylake.offline.facts import DatasetFacts, Moments
-from replaylake.offline.graph import PolicyGraph, run_graph
+from replaylake.offline.learning.algorithm import PolicyModule
+from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.networks.actors import CategoricalNetwork
 from replaylake.offline.networks.critics import Critics
 from replaylake.offline.networks.encoders import FrameEncoder, Frames
 from replaylake.offline.networks.features import ObservationFeatures
+from replaylake.offline.networks.graph import PolicyGraph, run_graph
 
 
 def image(*shape: int) -> Box:

@@ -9,15 +9,15 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import graph_policy, load_policy, save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.replay.items.sequences import Sequences
-from replaylake.offline.algorithm import PolicyModule
 from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.offline.environments.recorder import record
-from replaylake.offline.evaluate import evaluate
-from replaylake.offline.export import export_onnx
-from replaylake.offline.graph import PolicyGraph, TorchPolicy
-from replaylake.offline.graph_writer import GraphWriter
+from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.learning.algorithm import PolicyModule
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.graph_writer import GraphWriter
 from replaylake.offline.networks.actors import CategoricalNetwork
 from replaylake.offline.networks.frame_stack import on_single_frames, stacked_space
+from replaylake.offline.networks.graph import PolicyGraph, TorchPolicy
 
 ENV = "ReplayLake/FrameGrid-v0"
 

@@ -7,10 +7,10 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid
 from replaylake.datastore.lake.policies.package import graph_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.export import export_onnx
-from replaylake.offline.flat import FlatGroup
-from replaylake.offline.graph import PolicyGraph, TorchPolicy
-from replaylake.offline.graph_writer import GraphWriter
+from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.flat import FlatGroup
+from replaylake.offline.learning.graph_writer import GraphWriter
+from replaylake.offline.networks.graph import PolicyGraph, TorchPolicy
 from replaylake.offline.networks.recurrent import GRUCore, LSTMCore, make_core
 
 each_kind = pytest.mark.parametrize("kind", ["gru", "lstm"])

@@ -14,7 +14,7 @@ import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, ExtraMissing, RolloutFailed
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.offline.local_ray import running_ray
+from replaylake.offline.running.local_ray import running_ray
 from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.shipment import Endless, Order, Shipment
 from replaylake.online.collecting.worker import EpisodeEnd, RolloutConfig
@@ -243,7 +243,7 @@ def test_more_cpus_than_there_are(toys_lake, ray):
 _OWN_RAY = """
 import json, os, sys
 from pathlib import Path
-from replaylake.offline.local_ray import running_ray
+from replaylake.offline.running.local_ray import running_ray
 
 def family():
     parents = {}
@@ -311,7 +311,7 @@ def test_a_ray_of_our_own_listens_on_loopback_alone_and_asks_for_a_token(tmp_pat
 def test_an_address_at_which_there_is_no_cluster(address, kind, found):
     program = f"""
 from replaylake.datastore.errors import {kind.__name__}
-from replaylake.offline.local_ray import running_ray
+from replaylake.offline.running.local_ray import running_ray
 from replaylake.datastore.errors import RolloutFailed
 try:
     with running_ray("a test", 1, address={address!r}, failure=RolloutFailed):

@@ -6,8 +6,8 @@ import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, NameRefused
 from replaylake.datastore.lake.policies.package import load_policy
-from replaylake.offline.evaluate import evaluate
-from replaylake.offline.training.interruption import RunInterrupted
+from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online
 from replaylake.online.training.agent_packages import register
 from replaylake.online.training.agents import own_steps, policy_names

@@ -12,7 +12,7 @@ from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
-from replaylake.offline.train import TrainConfig, train
+from replaylake.offline.running.train import TrainConfig, train
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable, load_serving

@@ -1,0 +1,146 @@
+"""`replaylake algorithms`: what `train offline --algorithm` takes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.output.report import Report, count, table_lines
+
+if TYPE_CHECKING:
+    from replaylake.offline.algorithms.info import AlgorithmInfo
+
+_COLUMNS: Final = ("name", "actions", "kind", "head", "provider", "paper", "needs")
+
+
+def list_algorithms(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", show_default=False, help="One algorithm: its options and defaults."
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--for", metavar="DATASET", help="Only those that can learn from NAME[@VERSION]."
+        ),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List the learning algorithms, or one's options.
+
+    Without --for they do not depend on the lake; --lake is taken because every command takes it.
+
+    Example:
+      replaylake algorithms
+      replaylake algorithms --for cartpole
+      replaylake algorithms iql
+    """
+    if name is not None and dataset is not None:
+        raise typer.BadParameter(
+            f"found it beside {name}, expected a name or --for. Leave one out.", param_hint="--for"
+        )
+    report = Report(as_json)
+    if name is not None:
+        rows = _with_options(name)
+        report.answer({"algorithms": rows}, _option_lines(rows))
+        return
+    if dataset is None:
+        from replaylake.offline.algorithms.catalog import algorithms
+
+        rows = [_row(info) for info in algorithms()]
+        report.answer({"algorithms": rows}, _table(rows))
+        return
+    body = _for_dataset(report, lake, dataset)
+    report.answer(body, _table(body["algorithms"]))
+
+
+def _row(info: AlgorithmInfo) -> dict[str, Any]:
+    from replaylake.offline.algorithms.catalog import reference
+    from replaylake.offline.algorithms.description import needs
+
+    return {**asdict(info), "name": reference(info), "needs": list(needs(info))}
+
+
+def _with_options(name: str) -> list[dict[str, Any]]:
+    from replaylake.offline.algorithms.catalog import algorithms_named, reference
+    from replaylake.offline.algorithms.description import options
+
+    named = algorithms_named(name)
+    # A bare name is ours where there are both, as `train` takes it.
+    meant = [info for info in named if reference(info) == name] or named
+    return [{**_row(info), "options": [asdict(one) for one in options(info)]} for info in meant]
+
+
+def _for_dataset(report: Report, lake: str, dataset: str) -> dict[str, Any]:
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.offline.algorithms.suitability import suitable
+
+    snapshot = open_lake(lake).snapshot(dataset)
+    with report.waiting(f"reading {dataset}"):
+        found = suitable(snapshot)
+    refused = [{**_row(one.algorithm), "why": one.refusal} for one in found if one.refusal]
+    rows = [_row(one.algorithm) for one in found if one.refusal is None]
+    report.say(
+        f"{snapshot.dataset}@{snapshot.version}: {count(len(rows), 'algorithm')} can learn from it "
+        f"as it is, {len(refused):,} cannot"
+    )
+    actions = Counter(row["actions"] for row in rows).keys()
+    # Why those of other actions cannot needs no saying.
+    for row in refused:
+        if row["actions"] in actions:
+            report.say(f"not {row['name']}: {row['why']}")
+    return {
+        "dataset": snapshot.dataset,
+        "version": snapshot.version,
+        "algorithms": rows,
+        "refused": refused,
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    shown = [{**row, "needs": ", ".join(row["needs"]).replace("_", " ")} for row in rows]
+    return table_lines(shown, _COLUMNS)
+
+
+def _option_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for i, row in enumerate(rows):
+        if i:
+            yield ""
+        needed = ", ".join(row["needs"]).replace("_", " ") or "no more than that"
+        yield f"{row['name']}: {row['actions']} actions, {row['kind']}, {row['provider']}'s"
+        yield f"  needs observations and actions, {needed}; head {row['head']}; {row['paper']}"
+        options = [
+            {"option": one["name"], "default": _toml(one["default"]), "type": one["type"]}
+            for one in row["options"]
+        ]
+        yield from (f"  {line}" for line in table_lines(options, ("option", "default", "type")))
+    yield ""
+    yield "Set one with --set NAME=VALUE. What each is for:"
+    if any(row["provider"] == "replaylake" for row in rows):
+        yield "  docs/CONFIG.md has replaylake's"
+    if any(row["provider"] == "d3rlpy" for row in rows):
+        yield "  d3rlpy's documentation has d3rlpy's, under the name of the algorithm's config"
+    if any(row["provider"] == "module" for row in rows):
+        yield "  its own module has those of one of yours"
+
+
+def _toml(value: Any) -> str:
+    """Return a value as `--set` takes it; `none` where there is none."""
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        given = {key: item for key, item in value.items() if item is not None and item != {}}
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in given.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return json.dumps(value)

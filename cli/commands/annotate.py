@@ -1,0 +1,153 @@
+"""`replaylake annotate`: labels that came after the fact, onto the steps that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    parse_pairs,
+)
+from replaylake.cli.output.report import Report, count
+
+if TYPE_CHECKING:
+    from replaylake.datastore.maintenance.labels.annotate import AnnotationReceipt
+
+_NO = 3
+
+
+class To(StrEnum):
+    """Which step of an episode gets a reward that is the episode's."""
+
+    last = "last"
+    each = "each"
+
+
+def annotate(
+    dataset: Annotated[
+        str, typer.Argument(metavar="DATASET", show_default=False, help="A dataset.")
+    ],
+    labels: Annotated[
+        str,
+        typer.Argument(
+            metavar="LABELS",
+            show_default=False,
+            help="A CSV, Parquet, JSONL or JSON file; or SQL: a text that begins with SELECT.",
+        ),
+    ],
+    on: Annotated[
+        list[str],
+        typer.Option(
+            "--on",
+            metavar="KEY[=COLUMN]",
+            show_default=False,
+            help="decision_id, request_id, episode_id or source_episode_id; for an episode's, "
+            "step and agent_id too. COLUMN is what the labels call it. Repeatable.",
+        ),
+    ],
+    assigned: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="reward=SQL",
+            help="The reward, over the columns of the label and of its step (steps.NAME).",
+        ),
+    ] = None,
+    add: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--add",
+            metavar="NAME[=COLUMN]",
+            help="A further column of the dataset, from a column of the labels. Repeatable.",
+        ),
+    ] = None,
+    to: Annotated[
+        To, typer.Option("--to", help="With a key of episodes: which step gets the reward.")
+    ] = To.last,
+    again: Annotated[
+        bool, typer.Option("--again", help="Apply the same labels to steps that came since.")
+    ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Write nothing if a label is unmatched or ambiguous; exit code 3."
+        ),
+    ] = False,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write labels to the steps or episodes that they are of.
+
+    In one commit; the same labels again change nothing. A label that is NULL leaves the value as it
+    is.
+
+    Example:
+      replaylake annotate live conversions.csv --on decision_id --set reward=value
+      replaylake annotate chats scores.jsonl --on episode_id --set reward=score --add score
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.labels.annotate import annotate as run
+    from replaylake.datastore.maintenance.labels.labels import parse_key, read_labels
+
+    report = Report(as_json)
+    key = parse_key(_pairs(on, "--on"))
+    expressions = parse_pairs(assigned or [], "--set")
+    opened = open_lake(lake)
+    with report.waiting("reading the labels"):
+        table = read_labels(opened, labels, key)
+    with report.progress("looked through", "shards") as progress:
+        receipt = run(
+            opened,
+            dataset,
+            table,
+            on=key.columns,
+            set=expressions,
+            add=_pairs(add or [], "--add"),
+            to=to.value,
+            again=again,
+            strict=strict,
+            on_progress=progress,
+        )
+    report.answer(receipt.to_json(), _summary(receipt))
+    if receipt.refused:
+        raise typer.Exit(_NO)
+
+
+def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
+    """Split `name=column`; a name alone is both."""
+    return parse_pairs([text if "=" in text else f"{text}={text}" for text in texts], option)
+
+
+def _summary(receipt: AnnotationReceipt) -> Iterator[str]:
+    if receipt.refused:
+        yield f"{receipt.dataset}: nothing written: --strict, and not every label has its step"
+    elif receipt.version is None:
+        yield f"{receipt.dataset}: nothing to change"
+    elif receipt.already_present:
+        yield f"{receipt.dataset}@{receipt.version} has these labels already: nothing changed"
+    else:
+        yield (
+            f"{receipt.dataset}@{receipt.version}: {', '.join(receipt.columns)} of "
+            f"{count(receipt.steps, 'step')} written, in {count(receipt.shards, 'shard')}"
+        )
+    yield (
+        f"  {count(receipt.labels, 'label')}: {receipt.matched:,} matched, "
+        f"{receipt.unmatched:,} unmatched, {receipt.ambiguous:,} ambiguous, "
+        f"{receipt.repeated:,} repeated; {count(receipt.unchanged, 'step')} had the value"
+    )
+    if receipt.open_episodes:
+        yield f"  {count(receipt.open_episodes, 'episode')} not ended: the last step so far got it"
+    for what, keys in (
+        ("unmatched", receipt.unmatched_keys),
+        ("ambiguous", receipt.ambiguous_keys),
+    ):
+        if keys:
+            yield f"  {what}, such as {', '.join(' '.join(map(str, key)) for key in keys[:3])}"

@@ -1,0 +1,77 @@
+"""`replaylake copy`: a snapshot into another lake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.output.report import Report, count, size
+
+if TYPE_CHECKING:
+    from replaylake.datastore.maintenance.copy.copy import CopyReceipt
+
+
+def copy(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]",
+            show_default=False,
+            help="What to copy: a version, a tag or newest.",
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="LAKE", show_default=False, help="The lake to copy into: a folder or a URL."
+        ),
+    ],
+    as_name: Annotated[
+        str | None,
+        typer.Option("--as", metavar="NAME", help="The dataset's name there; the same by default."),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Copy a dataset into another lake, while writers append to it.
+
+    Again, it adds what came since; from several lakes, it brings them together. A step is never
+    there twice.
+
+    Example:
+      replaylake copy cartpole /backup/lake
+      replaylake copy robots s3://centre/lake --as fleet
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.copy.copy import copy as run
+
+    report = Report(as_json)
+    source = open_lake(lake)
+    source.snapshot(name)  # before the target is made
+    with report.progress("copied", "bytes") as progress:
+        receipt = run(
+            source,
+            name,
+            open_lake(target, create=True),
+            as_name=as_name,
+            on_progress=progress,
+        )
+    report.answer(receipt.to_json(), _lines(receipt))
+
+
+def _lines(receipt: CopyReceipt) -> Iterator[str]:
+    where = f"{receipt.target}: {receipt.dataset}"
+    if receipt.version is None:
+        yield f"{receipt.source} -> {where}: nothing to add"
+    else:
+        added = f"{count(receipt.num_episodes, 'episode')}, {count(receipt.num_steps, 'step')}"
+        shards = f"{count(receipt.num_shards, 'shard')}, {size(receipt.num_bytes)}"
+        yield f"{receipt.source} -> {where}@{receipt.version}: {added} in {shards}"
+    if receipt.num_already_present_steps:
+        yield f"  already present: {count(receipt.num_already_present_steps, 'step')}"
+    for note in receipt.notes:
+        yield f"  note: {note}"

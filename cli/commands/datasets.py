@@ -1,0 +1,138 @@
+"""`replaylake list` and `replaylake show`: what is in the lake."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+)
+from replaylake.cli.output.report import Report, count, number_text, size, table_lines
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.profile.profile import Profile
+
+_COLUMNS = ("dataset", "version", "num_steps", "num_shards", "num_bytes")
+
+
+def list_datasets(
+    lake: LakeOption = DEFAULT_LAKE, as_json: JsonOption = False, debug: DebugOption = False
+) -> None:
+    """List the datasets of the lake.
+
+    Example:
+      replaylake list
+      replaylake list --json
+    """
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    opened = open_lake(lake)
+    rows = opened.sql(f"SELECT {', '.join(_COLUMNS)} FROM datasets ORDER BY dataset").to_pylist()
+    if not rows:
+        report.say(f"no datasets in {lake}: `replaylake ingest SOURCE --dataset NAME` makes one")
+    report.answer({"datasets": rows}, table_lines(rows, _COLUMNS) if rows else [])
+
+
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]", show_default=False, help="A dataset, at a version or newest."
+        ),
+    ],
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Write one HTML page with pictures of what is in it; --json: its numbers too.",
+        ),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what a dataset holds.
+
+    Its episodes, steps, returns, how episodes end, spaces and columns, at a version or the newest.
+
+    Example:
+      replaylake show cartpole
+      replaylake show cartpole@3 --json
+      replaylake show cartpole --report report.html
+    """
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    opened = open_lake(lake)
+    if page is None:
+        with report.waiting(f"reading {name}"):
+            body = opened.snapshot(name).describe()
+        report.answer(body, _shown(body))
+        return
+    found = _write_page(opened, name, page, report)
+    body = {**found.summary, "report": str(page), "profile": found.to_json()}
+    report.answer(body, [*_shown(found.summary), f"  report       {page}"])
+
+
+def _write_page(opened: Lake, name: str, page: Path, report: Report) -> Profile:
+    from replaylake.cli.output.page import html
+    from replaylake.datastore.lake.profile.profile import profile
+    from replaylake.datastore.storage.storage import written_whole
+
+    snapshot = opened.snapshot(name)
+    with report.progress("profiled", "steps") as progress:
+        found = profile(snapshot, opened.dataset(snapshot.dataset).history(), progress)
+    with written_whole(page) as stream:
+        stream.write(html(found).encode())
+    return found
+
+
+def _shown(body: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{body['dataset']}@{body['version']}"
+    yield (
+        f"  {count(body['num_episodes'], 'episode')}, {count(body['num_steps'], 'step')}, "
+        f"{count(body['num_shards'], 'shard')}, {size(body['num_bytes'])}"
+    )
+    if body["num_episodes"]:
+        yield f"  return       {_returns(body)}; mean length {number_text(body['mean_num_steps'])}"
+        yield (
+            f"  ends         {body['num_terminated']:,} terminated, {body['num_truncated']:,} "
+            f"truncated, {body['num_incomplete']:,} open"
+        )
+        steps = count(body["num_steps"], "step")
+        yield f"  log-probs    known for {body['num_log_probs']:,} of {steps}"
+    yield f"  observation  {body['observation_space']}"
+    yield f"  action       {body['action_space']}"
+    width = max(len(column) for column in body["columns"])
+    yield "  columns"
+    for column, kind in body["columns"].items():
+        yield f"    {column.ljust(width)}  {_short_type(kind)}"
+
+
+def _returns(body: Mapping[str, Any]) -> str:
+    num_known, num_episodes = body["num_returns"], body["num_episodes"]
+    if not num_known:
+        return "unknown"
+    least, greatest = number_text(body["min_return"]), number_text(body["max_return"])
+    text = f"mean {number_text(body['mean_return'])}, from {least} to {greatest}"
+    if num_known == num_episodes:
+        return text
+    return f"{text} (known for {num_known:,} of {count(num_episodes, 'episode')})"
+
+
+def _short_type(kind: str) -> str:
+    """Return an Arrow type as a person would say it: `float[4]` for a fixed-size list of them."""
+    kind = re.sub(r"dictionary<values=(\w+),[^>]*>", r"\1", kind)
+    kind = re.sub(r"fixed_size_list<\w+: ([\w ]+?)(?: not null)?>\[(\d+)\]", r"\1[\2]", kind)
+    return re.sub(r"list<\w+: (\w+)(?: not null)?>", r"\1[]", kind)

@@ -1,0 +1,88 @@
+"""`replaylake diff`: what differs between two versions of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.output.report import Report, count
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.versions.diff import Changes, Difference, EpisodeKey
+
+_SHOWN = 2
+
+
+def diff(
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME@A", show_default=False, help="From a version or tag of a dataset."
+        ),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME@B", show_default=False, help="To another of it; NAME is the newest."
+        ),
+    ],
+    limit: Annotated[
+        int,
+        typer.Option(
+            "--limit", metavar="N", min=0, help="How many episodes of each kind --json names."
+        ),
+    ] = 1000,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare two versions of a dataset.
+
+    Episodes and steps that were added, removed and changed. What compaction moved is no difference.
+
+    Example:
+      replaylake diff cartpole@3 cartpole
+      replaylake diff cartpole@golden cartpole@12 --json
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.versions.diff import diff as difference_of
+
+    report = Report(as_json)
+    opened = open_lake(lake)
+    with report.waiting(f"comparing {first} and {second}"):
+        found = difference_of(opened.snapshot(first), opened.snapshot(second), limit=limit)
+    report.answer(asdict(found), _shown(found))
+
+
+def _shown(found: Difference) -> Iterator[str]:
+    yield f"{found.dataset}@{found.from_version} to {found.dataset}@{found.to_version}"
+    for noun, changes in (("episode", found.episodes), ("step", found.steps)):
+        yield f"  {noun + 's':<9} {_counts(changes)}"
+    yield f"  shards    {found.shards.added:,} added, {found.shards.removed:,} removed"
+    for verb, columns in (("added", found.columns_added), ("removed", found.columns_removed)):
+        if columns:
+            yield f"  columns {verb}: {', '.join(columns)}"
+    if found.columns_changed:
+        texts = [f"{name} in {count(n, 'step')}" for name, n in found.columns_changed.items()]
+        yield f"  columns changed: {', '.join(texts)}"
+    for verb, keys in (
+        ("added", found.added),
+        ("removed", found.removed),
+        ("changed", found.changed),
+    ):
+        if keys:
+            yield f"  {verb}: {_names(keys, getattr(found.episodes, verb))}"
+
+
+def _counts(changes: Changes) -> str:
+    return f"{changes.added:,} added, {changes.removed:,} removed, {changes.changed:,} changed"
+
+
+def _names(keys: tuple[EpisodeKey, ...], num_all: int) -> str:
+    texts = [f"{k.episode_id}{f' ({k.agent_id})' if k.agent_id else ''}" for k in keys[:_SHOWN]]
+    more = num_all - len(texts)
+    return ", ".join(texts) + (f" and {more:,} more" if more else "")

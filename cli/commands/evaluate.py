@@ -1,0 +1,301 @@
+"""`replaylake evaluate`: what policies return in an environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    EnvArgsOption,
+    JsonOption,
+    LakeOption,
+    parse_env_args,
+)
+from replaylake.cli.output.report import Report, count, interval_text, number_text, table_lines
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.policies.policy import Policy
+    from replaylake.offline.evaluation.comparison import Compared
+    from replaylake.offline.evaluation.evaluate import Evaluation
+    from replaylake.offline.evaluation.video import Video
+
+RANDOM = "random"
+_STORED = "reward"
+# By its label: a policy, and what the answer says of it.
+_Acting = Mapping[str, tuple["Policy", dict[str, Any]]]
+
+
+def evaluate(
+    policies: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="POLICY",
+            show_default=False,
+            help="name:version, name@alias, or name: its champion if set, else its newest "
+            "version; or `random`.",
+        ),
+    ],
+    env: Annotated[
+        str,
+        typer.Option(
+            "--env",
+            metavar="ID",
+            help="Gymnasium id, or module:function.",
+            show_default=False,
+        ),
+    ],
+    env_arg: EnvArgsOption = None,
+    episodes: Annotated[
+        int, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes to run.")
+    ] = 20,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Episode i resets with seed + i.")
+    ] = 0,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Draw actions from the policy, not its likeliest one.")
+    ] = False,
+    comparing: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Several policies on the same seeds, each against the first."
+        ),
+    ] = False,
+    video: Annotated[
+        Path | None,
+        typer.Option(
+            "--video", metavar="FILE", help="Draw the first episodes: a .gif, .png or .mp4."
+        ),
+    ] = None,
+    video_episodes: Annotated[
+        int, typer.Option("--video-episodes", metavar="N", min=1, help="So many of them.")
+    ] = 1,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the returns: a .png, .svg or .pdf."),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure the return of a policy in an environment, or compare several.
+
+    Prints the mean return of whole episodes with its 95% interval. The policy `random` draws every
+    action uniformly.
+
+    Example:
+      replaylake evaluate clone --env CartPole-v1 --episodes 20 --seed 0
+      replaylake evaluate clone:1 clone:2 random --compare --env CartPole-v1
+      replaylake evaluate clone --env CartPole-v1 --episodes 1 --video clone.gif
+    """
+    _check_number(policies, comparing, video)
+    report = Report(as_json)
+    if plot is not None:
+        from replaylake.cli.output.curves import check_picture
+
+        check_picture(plot)
+    env_args = parse_env_args(env_arg)
+    acting = _policies(policies, env, env_args, lake)
+    if comparing:
+        compared = _compare(report, acting, env, env_args, episodes, seed, not sample)
+        returns = {one.policy: one.evaluation.returns for one in compared}
+        body, lines = _body(compared, acting), list(_table(compared, seed))
+    else:
+        ((label, (policy, about)),) = acting.items()
+        film = None if video is None else _film(video, env, env_args)
+        # A random policy draws whatever it is asked for.
+        mode = not sample and policies != [RANDOM]
+        result = _evaluate(
+            report, policy, env, env_args, episodes, seed, mode, film, video_episodes
+        )
+        returns = {label: result.returns}
+        body, lines = {**about, **result.to_json()}, [_sentence(label, result)]
+    if plot is not None:
+        from replaylake.cli.output.curves import draw_returns
+
+        draw_returns(plot, returns, env)
+        report.say(f"wrote {plot}")
+    report.answer(body, [*lines, *_other_rewards(acting)])
+
+
+def policy_text(named: Mapping[str, Any]) -> str:
+    """Return `clone:3 (newest)`: which version answered, and what chose it."""
+    if named["version"] is None:
+        return str(named["policy"])
+    return f"{named['policy']}:{named['version']} ({named['selected_by']})"
+
+
+def _check_number(policies: Sequence[str], comparing: bool, video: Path | None) -> None:
+    if comparing and len(policies) < 2:
+        raise typer.BadParameter(
+            f"found {len(policies)} policy, expected two or more.", param_hint="--compare"
+        )
+    if not comparing and len(policies) > 1:
+        raise typer.BadParameter(
+            f"found {len(policies)} policies, expected one, or --compare.", param_hint="POLICY"
+        )
+    if comparing and video is not None:
+        raise typer.BadParameter(
+            "found it beside --compare, expected one policy to draw.", param_hint="--video"
+        )
+
+
+def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake: str) -> _Acting:
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.policies.package import load_policy
+    from replaylake.datastore.lake.policies.uniform import UniformPolicy
+    from replaylake.offline.environments.ids import spaces_of
+    from replaylake.offline.evaluation.ope.training_set import training_set
+
+    found: dict[str, tuple[Policy, dict[str, Any]]] = {}
+    versions: list[tuple[Any, Any]] = []
+    named: dict[str, Any]
+    for text in texts:
+        if text == RANDOM:
+            named = {"policy": RANDOM, "version": None, "selected_by": "reserved name"}
+            named["training_reward"] = None
+            policy: Policy = UniformPolicy(*spaces_of(env, env_args))
+        else:
+            opened = open_lake(lake)
+            ref = opened.registry.resolve(text)
+            named = {"policy": ref.name, "version": ref.version, "selected_by": ref.selected_by}
+            rewards = training_set(opened, ref).rewards()
+            named["training_reward"] = " and ".join(rewards) or None
+            policy = load_policy(ref.path, ref.manifest_sha256)
+        label = policy_text(named)
+        if any((named["policy"], named["version"]) == known for known in versions):
+            raise typer.BadParameter(
+                f"found {label} twice, expected different policies.", param_hint="POLICY"
+            )
+        versions.append((named["policy"], named["version"]))
+        found[label] = policy, named
+    return found
+
+
+def _other_rewards(acting: _Acting) -> Iterator[str]:
+    """Say of which policies the environment's reward is not the one that they learned from."""
+    for label, (_, named) in acting.items():
+        if named["training_reward"] not in (None, _STORED):
+            yield (
+                f"note: {label} was trained with the reward {named['training_reward']}; returns "
+                "here are of the environment's own"
+            )
+
+
+def _film(path: Path, env: str, env_args: Mapping[str, Any]) -> Video:
+    from replaylake.offline.environments.pictures import frames_per_second
+    from replaylake.offline.evaluation.video import Video
+
+    # It is drawn into an array. Without a screen SDL writes an error of its own otherwise.
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    return Video(path, frames_per_second(env, env_args))
+
+
+def _evaluate(
+    report: Report,
+    policy: Policy,
+    env: str,
+    env_args: Mapping[str, Any],
+    episodes: int,
+    seed: int,
+    deterministic: bool,
+    film: Video | None,
+    filmed_episodes: int,
+) -> Evaluation:
+    from replaylake.offline.evaluation.evaluate import evaluate as run
+
+    with report.progress("ran", "episodes") as progress:
+        result = run(
+            policy,
+            env,
+            env_args=env_args,
+            episodes=episodes,
+            seed=seed,
+            deterministic=deterministic,
+            on_progress=progress,
+            on_frame=None if film is None else film.add,
+            filmed_episodes=filmed_episodes,
+        )
+    if film is not None:
+        film.save()
+        report.say(f"wrote {film.path}  {count(film.num_frames, 'frame')}")
+    return result
+
+
+def _compare(
+    report: Report,
+    acting: _Acting,
+    env: str,
+    env_args: Mapping[str, Any],
+    episodes: int,
+    seed: int,
+    deterministic: bool,
+) -> list[Compared]:
+    from replaylake.offline.evaluation.comparison import compare
+
+    with report.progress("ran", "episodes") as progress:
+        return compare(
+            {label: policy for label, (policy, _) in acting.items()},
+            env,
+            env_args=env_args,
+            episodes=episodes,
+            seed=seed,
+            deterministic=deterministic,
+            on_progress=progress,
+        )
+
+
+def _sentence(label: str, result: Evaluation) -> str:
+    return (
+        f"{label} in {result.env_id}: mean return {number_text(result.mean_return)} over "
+        f"{count(len(result.returns), 'episode')}{interval_text(result.ci_low, result.ci_high)}"
+    )
+
+
+def _body(compared: Sequence[Compared], acting: _Acting) -> dict[str, Any]:
+    policies = [
+        {
+            **acting[one.policy][1],
+            **one.evaluation.to_json(),
+            "difference": one.difference,
+            "difference_ci_low": one.ci_low,
+            "difference_ci_high": one.ci_high,
+            "share_better": one.share_better,
+            "share_equal": one.share_equal,
+        }
+        for one in compared
+    ]
+    return {"env_id": compared[0].evaluation.env_id, "policies": policies}
+
+
+def _table(compared: Sequence[Compared], seed: int) -> Iterator[str]:
+    first = compared[0].evaluation
+    episodes = len(first.returns)
+    yield (
+        f"in {first.env_id}, {count(episodes, 'episode')} each on seeds {seed} to "
+        f"{seed + episodes - 1}; differences from {compared[0].policy}, seed by seed"
+    )
+    rows = [
+        {
+            "policy": one.policy,
+            "mean return": one.evaluation.mean_return,
+            "95% interval": _range(one.evaluation.ci_low, one.evaluation.ci_high),
+            "difference": one.difference,
+            "its 95% interval": _range(one.ci_low, one.ci_high),
+            "better": None if one.share_better is None else f"{one.share_better:.0%}",
+            "equal": None if one.share_equal is None else f"{one.share_equal:.0%}",
+        }
+        for one in compared
+    ]
+    yield from table_lines(rows, list(rows[0]))
+
+
+def _range(low: float | None, high: float | None) -> str | None:
+    if low is None or high is None:
+        return None
+    return f"{number_text(low)} to {number_text(high)}"

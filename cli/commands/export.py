@@ -1,0 +1,102 @@
+"""`replaylake export`: a snapshot or selection as a file of another format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption, usage_errors
+from replaylake.cli.output.report import Report, count, size
+
+if TYPE_CHECKING:
+    from replaylake.datastore.interchange.export.export import ExportReceipt
+
+
+def export(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]",
+            show_default=False,
+            help="What to export: a version, a tag or newest.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", show_default=False, help="The file, or for some formats the folder."
+        ),
+    ],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            show_default=False,
+            help="A name that `replaylake formats` lists as written.",
+        ),
+    ],
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where",
+            metavar="SQL",
+            help="Condition over the columns of episodes; selects whole episodes.",
+        ),
+    ] = None,
+    where_steps: Annotated[
+        str | None,
+        typer.Option(
+            "--where-steps",
+            metavar="SQL",
+            help="Condition over the columns of steps; keeps these steps alone.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier export that is there.")
+    ] = False,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write a dataset, or a part of it, in another format.
+
+    The file is there whole or not at all. Read again, its rows are equal as far as the format has
+    a place for them; the notes say for what it has none.
+
+    Example:
+      replaylake export cartpole --to parquet cartpole.parquet
+      replaylake export cartpole@3 --to csv good.csv --where '"return" >= 150'
+    """
+    from replaylake.datastore.interchange.export.export import export as run
+    from replaylake.datastore.interchange.export.export import writable_format
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    with usage_errors("--to"):
+        writable_format(form)
+    with report.progress("wrote", "steps") as progress:
+        receipt = run(
+            open_lake(lake),
+            name,
+            out,
+            format=form,
+            where=where,
+            where_steps=where_steps,
+            force=force,
+            on_progress=progress,
+        )
+    report.answer(receipt.to_json(), _lines(receipt))
+
+
+def _lines(receipt: ExportReceipt) -> Iterator[str]:
+    yield (
+        f"{receipt.dataset}@{receipt.version} -> {receipt.path} ({receipt.format}): "
+        f"{count(receipt.num_episodes, 'episode')}, {count(receipt.num_steps, 'step')}, "
+        f"{size(receipt.num_bytes)}"
+    )
+    for note in receipt.notes:
+        yield f"  note: {note}"

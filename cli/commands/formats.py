@@ -1,0 +1,34 @@
+"""`replaylake formats`: what `ingest` reads and `export` writes."""
+
+from __future__ import annotations
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.output.report import Report, table_lines
+
+
+def formats(
+    lake: LakeOption = DEFAULT_LAKE, as_json: JsonOption = False, debug: DebugOption = False
+) -> None:
+    """List the file formats that ingest reads and export writes.
+
+    They do not depend on the lake; --lake is taken because every command takes it.
+
+    Example:
+      replaylake formats
+    """
+    from replaylake.datastore.interchange.formats.catalog import FORMATS
+    from replaylake.datastore.interchange.formats.format import WritableFormat
+
+    rows = [
+        {
+            "name": known.name,
+            "reads": True,
+            "writes": isinstance(known, WritableFormat),
+            "about": known.about,
+        }
+        for known in sorted(FORMATS, key=lambda known: known.name)
+    ]
+    shown = [{**row, "reads": "yes", "writes": "yes" if row["writes"] else "no"} for row in rows]
+    Report(as_json).answer(
+        {"formats": rows}, table_lines(shown, ("name", "reads", "writes", "about"))
+    )

@@ -1,0 +1,102 @@
+"""`replaylake fsck`: look at every byte of the lake, and take out what is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.output.report import Report, count, size
+
+if TYPE_CHECKING:
+    from replaylake.datastore.maintenance.fsck.fsck import FsckReport
+
+_NO = 3
+
+
+def fsck(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DATASET",
+            show_default=False,
+            help="Datasets; all of them, and the lake's own log and policies, by default.",
+        ),
+    ] = None,
+    all_versions: Annotated[
+        bool,
+        typer.Option("--all-versions", help="Read the shards of every kept version."),
+    ] = False,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Move what is damaged, doubled or of no version into <dataset>/_quarantine, and "
+            "record hashes of manifests that have none on record.",
+        ),
+    ] = False,
+    orphan_hours: Annotated[
+        float,
+        typer.Option(
+            metavar="H",
+            min=1,
+            help="A file that no version names is an orphan once it is older.",
+        ),
+    ] = 168,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check every byte of datasets, and say what is wrong.
+
+    Shards against their sha256, their pages' checksums, row counts and schema; the log against
+    itself; each step once and in order; policy packages; files that nothing names. Exit code 3 if
+    something is wrong, 0 if not.
+
+    Example:
+      replaylake fsck
+      replaylake fsck cartpole --repair
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.fsck.fsck import fsck as check
+
+    report = Report(as_json)
+    opened = open_lake(lake)
+    with report.progress("checked", "shards") as progress:
+        found = check(
+            opened,
+            names or (),
+            all_versions=all_versions,
+            repair=repair,
+            orphan_age_s=orphan_hours * 3600,
+            on_progress=progress,
+        )
+    report.answer(found.to_json(), _lines(found))
+    if not found.is_clean:
+        raise typer.Exit(_NO)
+
+
+def _lines(found: FsckReport) -> Iterator[str]:
+    for one in found.datasets:
+        at = one.dataset if one.version is None else f"{one.dataset}@{one.version}"
+        yield f"{at}: {count(one.num_shards, 'shard')}, {size(one.num_bytes)}"
+    for finding in found.findings:
+        at = "" if finding.version is None else f" (version {finding.version})"
+        where = finding.path or finding.dataset
+        yield f"{finding.severity}: {finding.check}: {where}{at}: {finding.message}"
+    hidden = found.num_errors + found.num_notes - len(found.findings)
+    if hidden:
+        yield f"and {hidden:,} more: {', '.join(f'{k} {n:,}' for k, n in found.counts.items())}"
+    for repair in found.repairs:
+        lost = f": {count(repair.num_steps, 'step')} left out" if repair.num_steps else ""
+        if repair.num_episodes:
+            lost += f", of {count(repair.num_episodes, 'episode')}"
+        to = f" -> {repair.to}" if repair.to else ""
+        yield f"repaired: {repair.kind}: {repair.path}{to}{lost}"
+    if found.is_clean:
+        notes = count(found.num_notes, "note") if found.num_notes else "no notes"
+        yield f"clean: no error, {notes}"
+    else:
+        yield f"{count(found.num_errors, 'error')}, {count(found.num_notes, 'note')}"

@@ -1,0 +1,74 @@
+"""`replaylake history`: the versions of a dataset, newest first."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.output.report import Report, table_lines
+
+_COLUMNS = (
+    "version",
+    "committed_at",
+    "operation",
+    "num_episodes",
+    "num_steps",
+    "shards",
+    "tags",
+    "producer",
+)
+
+
+def history(
+    dataset: Annotated[
+        str, typer.Argument(metavar="DATASET", show_default=False, help="A dataset.")
+    ],
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=1, help="How many of the newest versions.")
+    ] = 20,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List the versions of a dataset, newest first.
+
+    Who committed each, how many episodes and steps it added, which shards came and went, its tags.
+
+    Example:
+      replaylake history cartpole
+      replaylake history cartpole --limit 5 --json
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.versions.history import history as history_of
+
+    report = Report(as_json)
+    with report.waiting(f"reading the log of {dataset}"):
+        opened = open_lake(lake)
+        found = history_of(opened.dataset(dataset), opened.tags, limit=limit)
+    rows: list[dict[str, Any]] = []
+    for version in found.versions:
+        body = asdict(version)
+        committed_ms = body.pop("committed_ms")
+        rows.append({**body, "committed_at": _time(committed_ms), "tags": list(version.tags)})
+    shown = [
+        {
+            **row,
+            "shards": f"+{row['shards_added']} -{row['shards_removed']}",
+            "tags": ", ".join(row["tags"]),
+        }
+        for row in rows
+    ]
+    body = {"dataset": found.dataset, "versions": rows, "num_older": found.num_older}
+    report.answer(body, table_lines(shown, _COLUMNS))
+    if found.num_older:
+        report.say(f"{found.num_older:,} older not shown: --limit N shows more")
+
+
+def _time(milliseconds: int | None) -> str | None:
+    if milliseconds is None:
+        return None
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,392 @@
+"""`replaylake ingest`: foreign files into a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from replaylake.cli.mapping import misspelt, resolve
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    EnvArgsOption,
+    JsonOption,
+    LakeOption,
+    parse_duration,
+    parse_env_args,
+    parse_pairs,
+)
+from replaylake.cli.output.follow import follow_lines
+from replaylake.cli.output.receipt import check_lines, receipt_lines
+from replaylake.cli.output.report import Report, count
+from replaylake.datastore.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from replaylake.cli.output.progress import ProgressReport
+    from replaylake.datastore.episodes.spaces import Space
+    from replaylake.datastore.interchange.ingest.alignment import Align
+    from replaylake.datastore.interchange.ingest.inspection import Progress
+    from replaylake.datastore.lake.lake import Lake
+
+
+# The headings of `replaylake ingest --help`.
+_SOURCE: Final = "Source"
+_COLUMNS: Final = "Columns"
+_EPISODES: Final = "Episodes"
+_UNITS: Final = "Units and environment"
+_STREAM: Final = "Stream"
+
+# What a stage is called while it lasts, and what it counts.
+_STAGES: Final = {
+    "hash": ("hashed", "bytes"),
+    "read": ("read", "rows"),
+    "check": ("checked", "steps"),
+    "commit": ("committed", "steps"),
+}
+
+
+class Gaps(StrEnum):
+    """What becomes of an episode whose steps have a gap."""
+
+    REJECT = "reject"
+    SPLIT = "split"  # in capitals, as `split` is a method of texts
+
+
+class OpenEnds(StrEnum):
+    """What an episode without an end in the log is recorded as."""
+
+    open = "open"
+    truncated = "truncated"
+
+
+class OnInvalid(StrEnum):
+    """What becomes of an episode that does not pass the checks."""
+
+    reject = "reject"
+    abort = "abort"
+
+
+def ingest(
+    source: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SOURCE",
+            show_default=False,
+            help="Files, folders, quoted patterns, zips, or - for JSON lines on standard input.",
+        ),
+    ],
+    dataset: Annotated[
+        str,
+        typer.Option(
+            "--dataset",
+            rich_help_panel=_SOURCE,
+            metavar="NAME",
+            help="Made where it does not exist.",
+            show_default=False,
+        ),
+    ],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            rich_help_panel=_SOURCE,
+            metavar="FORMAT",
+            help="Of `replaylake formats`; by content if left out.",
+        ),
+    ] = None,
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            rich_help_panel=_COLUMNS,
+            metavar="OURS=THEIRS",
+            help="Where a column is: reward=payoff; observation=x,user_* is a vector. Repeatable.",
+        ),
+    ] = None,
+    mapping_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--mapping",
+            rich_help_panel=_SOURCE,
+            metavar="FILE",
+            help="A TOML file that keeps --map, --fill and the like; flags win over it.",
+        ),
+    ] = None,
+    fill: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fill",
+            rich_help_panel=_COLUMNS,
+            metavar="COLUMN=VALUE",
+            help="What stands where a column has no value. Repeatable.",
+        ),
+    ] = None,
+    episode_by: Annotated[
+        str | None,
+        typer.Option(
+            "--episode-by",
+            rich_help_panel=_EPISODES,
+            metavar="COLUMNS",
+            help="What tells episodes apart: user,session.",
+        ),
+    ] = None,
+    order_by: Annotated[
+        str | None,
+        typer.Option(
+            "--order-by",
+            rich_help_panel=_EPISODES,
+            metavar="COLUMNS",
+            help="What puts an episode's rows in order: hour,id.",
+        ),
+    ] = None,
+    timezone: Annotated[
+        str | None,
+        typer.Option(
+            "--timezone",
+            rich_help_panel=_COLUMNS,
+            metavar="ZONE",
+            help="Of times without one, such as Europe/Berlin or UTC.",
+        ),
+    ] = None,
+    max_categories: Annotated[
+        int | None,
+        typer.Option(
+            "--max-categories",
+            rich_help_panel=_COLUMNS,
+            metavar="N",
+            min=1,
+            help="Distinct texts that a column may have to be encoded; 1,000 by default.",
+        ),
+    ] = None,
+    env: Annotated[
+        str | None,
+        typer.Option(
+            "--env",
+            rich_help_panel=_UNITS,
+            metavar="ID",
+            help="Check against this environment, a Gymnasium id or module:function: its spaces "
+            "and, where it can, its dynamics.",
+        ),
+    ] = None,
+    env_arg: EnvArgsOption = None,
+    action_scale: Annotated[
+        float | None,
+        typer.Option(
+            "--action-scale",
+            rich_help_panel=_UNITS,
+            metavar="F",
+            help="Multiply logged actions by this.",
+        ),
+    ] = None,
+    action_low: Annotated[
+        float | None,
+        typer.Option(
+            "--action-low",
+            rich_help_panel=_UNITS,
+            metavar="F",
+            help="Bring logged actions from [-1, 1] to [low, high].",
+        ),
+    ] = None,
+    action_high: Annotated[
+        float | None,
+        typer.Option(
+            "--action-high", rich_help_panel=_UNITS, metavar="F", help="See --action-low."
+        ),
+    ] = None,
+    time_limit: Annotated[
+        int | None,
+        typer.Option(
+            "--time-limit",
+            rich_help_panel=_EPISODES,
+            metavar="N",
+            min=1,
+            help="Episodes of exactly N steps were truncated, whatever the log says.",
+        ),
+    ] = None,
+    no_reward: Annotated[
+        bool,
+        typer.Option(
+            "--no-reward",
+            rich_help_panel=_COLUMNS,
+            help="Rewards that the log lacks are unknown, instead of an error.",
+        ),
+    ] = False,
+    gaps: Annotated[
+        Gaps | None,
+        typer.Option(
+            "--gaps",
+            rich_help_panel=_EPISODES,
+            help="Reject an episode with missing steps (the default), or split it there.",
+        ),
+    ] = None,
+    open_ends: Annotated[
+        OpenEnds | None,
+        typer.Option(
+            "--open-ends",
+            rich_help_panel=_EPISODES,
+            help="What an episode without an end is: still open (the default), or truncated.",
+        ),
+    ] = None,
+    on_invalid: Annotated[
+        OnInvalid,
+        typer.Option(
+            "--on-invalid",
+            rich_help_panel=_SOURCE,
+            help="Put an invalid episode into quarantine, or refuse the source for one.",
+        ),
+    ] = OnInvalid.reject,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            rich_help_panel=_STREAM,
+            help="Commit JSON lines as they arrive on - or in a growing file.",
+        ),
+    ] = False,
+    flush_every: Annotated[
+        str | None,
+        typer.Option(
+            "--flush-every",
+            rich_help_panel=_STREAM,
+            metavar="TIME",
+            help="How long a line waits for its commit at most; 10s by default. With --follow.",
+        ),
+    ] = None,
+    stream: Annotated[
+        str | None,
+        typer.Option(
+            "--stream",
+            rich_help_panel=_STREAM,
+            metavar="NAME",
+            help="Whose lines these are, the same at each start; by default the dataset's name. "
+            "With --follow.",
+        ),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Read log files into a dataset.
+
+    Each episode is checked, and the same content is committed only once. Makes the lake where there
+    is none. --json prints the receipt: how many episodes and steps were read, committed, rejected
+    and already present.
+
+    Example:
+      replaylake ingest logs/ --dataset cartpole --env CartPole-v1
+      replaylake ingest log.csv --dataset ads --map observation=age,hour --map reward=click
+      tail -F app.jsonl | replaylake ingest - --dataset app --follow --flush-every 10s
+    """
+    from replaylake.datastore.interchange.ingest.ingest import NothingValid
+    from replaylake.datastore.interchange.ingest.ingest import ingest as run
+
+    report = Report(as_json)
+    env_args = parse_env_args(env_arg, has_env=env is not None)
+    flags = {
+        "map": parse_pairs(mapping or [], "--map"),
+        "fill": parse_pairs(fill or [], "--fill"),
+        "episode_by": episode_by,
+        "order_by": order_by,
+        "time_limit": time_limit,
+        "gaps": gaps.value if gaps else None,
+        "open_ends": open_ends.value if open_ends else None,
+        "action_scale": action_scale,
+        "action_low": action_low,
+        "action_high": action_high,
+        "timezone": timezone,
+        "no_reward": no_reward,
+        "max_categories": max_categories,
+        "format": form,
+    }
+    options, form = resolve(flags, mapping_file)
+    for hint in misspelt(options.mapping):
+        report.say(hint)
+    if follow:
+        with _flags_are_usage():
+            follow_lines(
+                report,
+                _lake(lake),
+                source,
+                dataset,
+                format=form,
+                options=options,
+                spaces=None if env is None else _spaces(env, env_args),
+                flush_every_s=parse_duration(flush_every or "10s", "--flush-every"),
+                stream=stream,
+            )
+        return
+    for flag, value in (("--flush-every", flush_every), ("--stream", stream)):
+        if value is not None:
+            raise typer.BadParameter("found it without --follow.", param_hint=flag)
+    observation_space, action_space = (None, None) if env is None else _spaces(env, env_args)
+    with report.progress(*_STAGES["hash"]) as progress, _flags_are_usage():
+        try:
+            receipt = run(
+                _lake(lake),
+                source,
+                dataset,
+                format=form,
+                options=options,
+                observation_space=observation_space,
+                action_space=action_space,
+                on_invalid=on_invalid.value,
+                on_progress=partial(_tell, progress),
+                align=None if env is None else _alignment(env, env_args),
+            )
+        except NothingValid as error:
+            if not as_json:  # main() prints the checks with the error
+                report.answer({}, check_lines(error.checks))
+            raise
+    report.answer(receipt.to_json(), receipt_lines(receipt))
+
+
+def _tell(progress: ProgressReport, done: Progress) -> None:
+    verb, unit = _STAGES[done.stage]
+    progress.stage(verb, unit)
+    if unit == "bytes":
+        progress(done.num_bytes, done.total_bytes)
+        return
+    note = count(done.num_episodes, "episode") if done.num_episodes else ""
+    share = done.num_bytes / done.total_bytes if done.total_bytes else None
+    progress(done.num_steps, done.total_steps, note, share=share)
+
+
+@contextmanager
+def _flags_are_usage() -> Iterator[None]:
+    """Report a flag that the library refuses, whatever the log holds, as wrong usage (exit 2)."""
+    try:
+        yield
+    except ConfigInvalid as error:
+        flag, colon, message = str(error).partition(": ")
+        if not (flag.startswith("--") and colon):
+            raise
+        raise typer.BadParameter(message, param_hint=flag) from error
+
+
+def _lake(url: str) -> Lake:
+    """Open the lake, or return one that `ingest` makes once it has accepted the source."""
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.storage.locations import open_storage
+
+    lake = Lake(open_storage(url))
+    if lake.registry.exists():
+        lake.registry.check()
+    return lake
+
+
+def _spaces(env: str, env_args: Mapping[str, Any]) -> tuple[Space, Space]:
+    from replaylake.offline.environments.ids import spaces_of
+
+    return spaces_of(env, env_args)
+
+
+def _alignment(env: str, env_args: Mapping[str, Any]) -> Align:
+    from replaylake.offline.evaluation.align import check_alignment
+
+    return partial(check_alignment, env, env_args=env_args)

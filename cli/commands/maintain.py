@@ -1,0 +1,109 @@
+"""`replaylake maintain`: each dataset's retention applied, once or again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DatasetsArgument,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    parse_duration,
+)
+from replaylake.cli.output.report import Report, answer_stream, size, table_lines
+from replaylake.cli.stopping import stopped_by_signals
+
+if TYPE_CHECKING:
+    from replaylake.datastore.maintenance.maintain import Maintained
+
+_COLUMNS = ("dataset", "version", "trimmed", "compacted", "dropped", "vacuumed", "freed")
+_INTERVAL_S = 2.0
+
+
+def maintain(
+    datasets: DatasetsArgument = None,
+    every: Annotated[
+        str | None,
+        typer.Option(
+            "--every",
+            metavar="TIME",
+            show_default=False,
+            help="Again and again, such as 1h, until SIGINT or SIGTERM; else once.",
+        ),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Trim, compact and vacuum as each dataset's retention says.
+
+    A dataset that fails does not stop the others. Safe beside writers and readers.
+
+    Example:
+      replaylake maintain
+      replaylake maintain cartpole --every 1h
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.maintain import maintain as run
+    from replaylake.datastore.maintenance.maintain import maintain_every
+
+    report = Report(as_json)
+    every_s = None if every is None else parse_duration(every, "--every")
+    if every_s is not None and every_s < 1:
+        raise typer.BadParameter(f"found {every!r}, expected at least 1s.", param_hint="--every")
+    opened = open_lake(lake)
+    failed = False
+
+    on_step = _Steps(report)
+
+    def on_round(done: list[Maintained]) -> None:
+        nonlocal failed
+        failed = any(one.error for one in done)
+        _answer(report, done)
+
+    with stopped_by_signals(report) as stop:
+        if every_s is None:
+            on_round(run(opened, datasets or (), stop=stop, on_step=on_step))
+        else:
+            maintain_every(
+                opened, every_s, datasets or (), stop=stop, on_round=on_round, on_step=on_step
+            )
+    if failed:
+        raise typer.Exit(1)
+
+
+class _Steps:
+    """Says what is being done, no more often than every two seconds."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._said = time.monotonic()
+
+    def __call__(self, dataset: str, what: str) -> None:
+        if time.monotonic() - self._said >= _INTERVAL_S:
+            self._said = time.monotonic()
+            self._report.say(f"{dataset or 'lake'}: {what}")
+
+
+def _answer(report: Report, done: Sequence[Maintained]) -> None:
+    for one in done:
+        if one.error:
+            report.say(f"error: {one.dataset or 'lake'}: {one.error}")
+    rows = [
+        {
+            **one.to_json(),
+            "dataset": one.dataset or "(lake)",
+            "freed": size(one.vacuumed_bytes),
+        }
+        for one in done
+    ]
+    body = {"datasets": [one.to_json() for one in done]}
+    report.answer(body, table_lines(rows, _COLUMNS) if rows else [])
+    # The next round may be hours away.
+    answer_stream().flush()

@@ -1,0 +1,332 @@
+"""`replaylake ope`: what a policy is worth, from episodes that others made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    usage_errors,
+)
+from replaylake.cli.output.report import Report, count, interval_text, number_text, table_lines
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.holdout import Holdout
+    from replaylake.offline.evaluation.ope.question import PolicyReport
+
+_NO = 3
+_DIGITS = 4
+
+
+def ope(
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]", show_default=False, help="Whose episodes tell of the policy."
+        ),
+    ],
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", metavar="NAME", help="name:version, name@alias, name, or random."),
+    ] = None,
+    target_prob: Annotated[
+        str | None,
+        typer.Option(
+            "--target-prob",
+            metavar="SQL",
+            help="In place of a policy: its probability of the logged action, or a list of all "
+            "actions', over the columns of steps.",
+        ),
+    ] = None,
+    explore: Annotated[
+        str | None,
+        typer.Option(
+            "--explore",
+            metavar="HOW",
+            help="How the policy is to act: epsilon=E or temperature=T, as in serve. By default "
+            "it takes its best action.",
+        ),
+    ] = None,
+    gamma: Annotated[
+        float,
+        typer.Option("--gamma", metavar="G", help="Discount; at 1 the value is a mean return."),
+    ] = 1.0,
+    estimator: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--estimator",
+            metavar="NAME",
+            help="Such as ips, snips, dr, dm, wpdis, fqe. Repeatable; by default all that suit "
+            "but fqe_d3rlpy.",
+        ),
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where", metavar="SQL", help="Whole episodes, by a condition over episodes."
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            "--reward",
+            metavar="SQL",
+            help="Reward, as an expression over steps. By default the one that the policy was "
+            "trained with.",
+        ),
+    ] = None,
+    behavior_prob: Annotated[
+        str | None,
+        typer.Option(
+            "--behavior-prob",
+            metavar="SQL",
+            help="The logging policy's probability, in place of the logged one.",
+        ),
+    ] = None,
+    holdout: Annotated[
+        float | None,
+        typer.Option(
+            "--holdout",
+            metavar="SHARE",
+            help="Evaluate on this share of the episodes, as train keeps it. By default on what "
+            "the policy's training held out, or did not use.",
+        ),
+    ] = None,
+    holdout_after: Annotated[
+        str | None,
+        typer.Option(
+            "--holdout-after", metavar="TIME", help="Evaluate on what began then or later."
+        ),
+    ] = None,
+    incomplete: Annotated[
+        bool, typer.Option("--incomplete", help="Take episodes that were not seen to end, too.")
+    ] = False,
+    unseen: Annotated[
+        bool,
+        typer.Option(
+            "--unseen",
+            help="Your word that the policy learned from none of these episodes, where its lineage "
+            "does not say.",
+        ),
+    ] = False,
+    clip: Annotated[
+        float | None,
+        typer.Option("--clip", metavar="W", help="Largest weight of the clipped estimators."),
+    ] = None,
+    updates: Annotated[
+        int | None,
+        typer.Option("--updates", metavar="N", help="Of fitted Q evaluation, for each fold."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Of folds, models and resamples.")
+    ] = 0,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw it: a .png, .svg or .pdf."),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say what a policy is worth, from logged episodes of others.
+
+    Says whether the answer can be believed: supported, weak, or not supported (exit code 3).
+
+    Example:
+      replaylake ope live --policy clone --explore epsilon=0.05
+      replaylake ope obd --target-prob target_prob --unseen --json
+    """
+    with usage_errors("--explore"):
+        exploration = _exploration(explore)
+    split = _holdout(holdout, holdout_after)
+    if plot is not None:
+        from replaylake.cli.output.curves import check_picture
+
+        check_picture(plot)
+
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
+    from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
+    from replaylake.offline.evaluation.ope.question import Listener, Question
+
+    report = Report(as_json)
+    question = Question(
+        dataset=dataset,
+        policy=policy,
+        target_prob=target_prob,
+        behavior_prob=behavior_prob,
+        where=where,
+        reward=reward,
+        discount=gamma,
+        holdout=split,
+        exploration=exploration,
+        estimators=None if not estimator else tuple(estimator),
+        clip=clip,
+        with_incomplete=incomplete,
+        unseen=unseen,
+        seed=seed,
+        fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
+    )
+    with report.progress("reading the steps", "") as progress:
+        listener = Listener(lambda stage: progress.stage(stage, ""), progress)
+        found = evaluate_policy(open_lake(lake), question, listener)
+    if plot is not None:
+        from replaylake.cli.output.forest import draw_estimates
+
+        draw_estimates(plot, found)
+        report.say(f"drew {plot}")
+    report.answer(found.to_json(), _lines(found))
+    if found.verdict == "not supported":
+        raise typer.Exit(_NO)
+
+
+def _exploration(text: str | None) -> Any:
+    from replaylake.datastore.lake.policies.exploration import parse_exploration
+
+    return parse_exploration(text)
+
+
+def _holdout(share: float | None, after: str | None) -> Holdout | None:
+    """Return the split that the options name. Raises: typer.BadParameter (exit 2)."""
+    if share is None and after is None:
+        return None
+    from replaylake.datastore.lake.holdout import Holdout
+
+    time = None
+    if after is not None:
+        try:
+            time = datetime.fromisoformat(after)
+        except ValueError as error:
+            raise typer.BadParameter(
+                f"found {after!r}, expected an ISO time such as 2026-11-01T12:00:00+01:00.",
+                param_hint="--holdout-after",
+            ) from error
+        time = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    with usage_errors("--holdout"):
+        return Holdout(share, time)
+
+
+def _lines(found: PolicyReport) -> Iterator[str]:
+    yield f"{_policy(found)} on {found.dataset}@{found.version}, {_episodes(found)}"
+    if found.left_out:
+        said = ", ".join(f"{num:,} {reason}" for reason, num in found.left_out.items())
+        yield f"  left out: {said}"
+    yield f"  reward: {reward_text(found)}"
+    yield f"  propensities: {_propensities(found)}"
+    yield f"  model of values: {found.model}"
+    yield from (f"  note: {note}" for note in found.notes)
+    log = found.estimates.log_interval
+    yield (
+        f"log mean {_rounded(found.estimates.log_mean):,}"
+        f"{interval_text(_rounded(log.low), _rounded(log.high))}"
+    )
+    yield ""
+    yield from _table(found)
+    refused = found.estimates.refused
+    for why in dict.fromkeys(refused.values()):
+        yield f"no {', '.join(name for name in refused if refused[name] == why)}: {why}"
+    yield from _diagnostics(found)
+    yield f"{found.verdict}: {found.judged.reason}"
+
+
+def reward_text(found: PolicyReport) -> str:
+    """Return which reward and discount the returns are of, and what the policy was trained with."""
+    reward, gamma = found.reward, found.question.discount
+    text = "as stored" if reward.is_stored else reward.expression
+    if reward.source == "asked":
+        text += ", as asked"
+    if reward.training is not None:
+        same = reward.training == reward.expression
+        text += f"; the policy was trained with {'it' if same else reward.training}"
+    elif found.policy.get("policy_version") is not None:
+        text += "; the policy's lineage names none that it was trained with"
+    trained = found.training_discount
+    was = "" if trained in (None, gamma) else f", {trained:g} in training"
+    return f"{text}; gamma {gamma:g}{was}"
+
+
+def _policy(found: PolicyReport) -> str:
+    named = found.policy
+    if named["policy"] is None:
+        return f"target policy of probability {named['target_prob']}"
+    if named["policy_version"] is None:
+        return f"policy {named['policy']}"
+    return (
+        f"policy {named['policy']}:{named['policy_version']} ({named['selected_by']}), "
+        f"acting {named['acts']}"
+    )
+
+
+def _episodes(found: PolicyReport) -> str:
+    numbers = f"{count(found.num_episodes, 'episode')}, {count(found.num_steps, 'step')}"
+    if found.holdout is None:
+        return numbers
+    if "after" in found.holdout:
+        return f"{numbers} (held out: those from {found.holdout['after']} on)"
+    return f"{numbers} (held out: {found.holdout['fraction']:g} of them by their ids)"
+
+
+def _propensities(found: PolicyReport) -> str:
+    about = found.propensities
+    text = str(about["source"])
+    if about.get("why"):
+        return f"{text}: {about['why']}"
+    if not about["fitted_steps"]:
+        return text
+    text += f" ({about['fitted_steps']:,} steps, cross-fitted over {about['folds']} folds); "
+    text += f"log-likelihood {about['log_likelihood']:.4g} a step"
+    if about["marginal_log_likelihood"] is not None:
+        text += f", {about['marginal_log_likelihood']:.4g} without observations"
+    if about["calibration_error"] is not None:
+        text += f"; calibration error {about['calibration_error']:.4g}"
+    return text
+
+
+def _table(found: PolicyReport) -> list[str]:
+    is_fitted = found.diagnostics.behavior_fitted
+    is_lacking = any(one.no_interval for one in found.estimates.estimates)
+    rows = [
+        {
+            "estimator": one.estimator,
+            "value": _rounded(one.value),
+            "low": _rounded(one.ci_low),
+            "high": _rounded(one.ci_high),
+            "difference": _rounded(one.difference),
+            "from": _rounded(one.difference_low),
+            "to": _rounded(one.difference_high),
+            "effective episodes": _rounded(one.effective_sample_size),
+            "max weight": _rounded(one.max_weight),
+            **({"interval": "no interval" if one.no_interval else ""} if is_lacking else {}),
+            **({"propensities": one.propensities} if is_fitted else {}),
+        }
+        for one in found.estimates.estimates
+    ]
+    return table_lines(rows, list(rows[0])) if rows else []
+
+
+def _diagnostics(found: PolicyReport) -> Iterator[str]:
+    seen = found.diagnostics
+    if (weights := seen.weights) is not None:
+        yield (
+            f"weights: mean {weights.mean_weight:.4g} (1 expected), largest "
+            f"{weights.max_weight_share:.2%} of all, effective "
+            f"{number_text(round(weights.worst_step_size, 1))} episodes at the worst step; the "
+            f"policy could have taken the logged action in {weights.matching:.1%} of steps"
+        )
+    if seen.overlap is not None:
+        yield f"overlap of the two policies: {seen.overlap:.3g} (1 where they are one)"
+    if seen.unsupported_mass:
+        yield f"probability of actions that were never logged: {seen.unsupported_mass:.2%}"
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return so many significant digits, for a table whose columns align."""
+    return None if value is None else float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,64 @@
+"""`replaylake package`: a policy as a Bento, to serve elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    PolicyArgument,
+)
+from replaylake.cli.output.report import Report, size
+
+_LARGEST: Final = 4
+
+
+def package(
+    policy: PolicyArgument,
+    output: Annotated[
+        Path,
+        typer.Option("--output", metavar="DIR", help="A folder to make.", show_default=False),
+    ],
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Package a policy as a Bento.
+
+    The result is a folder with the policy, ReplayLake's wheel, a lock of what both need and a
+    Dockerfile. It serves the policy without the lake.
+
+    Example:
+      replaylake package clone@champion --output clone-bento
+      bentoml serve clone-bento
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.serve.package.bento import package_bento
+
+    report = Report(as_json)
+    ref = open_lake(lake).registry.resolve(policy)
+    report.say(f"policy {ref} ({ref.selected_by})")
+    with report.waiting(f"building a Bento of {ref}"):
+        receipt = package_bento(ref, output)
+    for warning in receipt.warnings:
+        report.say(f"warning: {warning}")
+    largest = sorted(receipt.requirements, key=lambda pin: -pin.num_bytes)[:_LARGEST]
+    report.answer(
+        {**receipt.to_json(), "selected_by": ref.selected_by},
+        [
+            f"packaged {ref} in {receipt.output}, {size(receipt.num_bytes)}",
+            *(f"  holds {text}" for text in receipt.includes),
+            *(f"  without {text}" for text in receipt.excludes),
+            f"installed it takes {size(receipt.installed_bytes)}: "
+            + ", ".join(f"{pin.name} {size(pin.num_bytes)}" for pin in largest),
+            f"install it: cd {receipt.output}/env/python && pip install -r requirements.txt",
+            f"serve it: bentoml serve {receipt.output}",
+            f"as an image: docker build -f {receipt.dockerfile} -t {receipt.tag} {receipt.output}",
+        ],
+    )

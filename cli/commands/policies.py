@@ -1,0 +1,301 @@
+"""`replaylake policies`: the registered policies, their origin, aliases, notes and history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replaylake.cli.commands.promote import ByOption, NoteOption, user_name
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    NOTHING_CHANGED,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    PolicyArgument,
+)
+from replaylake.cli.output.report import Report, table_lines, tree_lines
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.policies.aliases import Move
+
+
+def list_policies(
+    lake: LakeOption = DEFAULT_LAKE, as_json: JsonOption = False, debug: DebugOption = False
+) -> None:
+    """List every version of every policy.
+
+    Example:
+      replaylake policies list
+    """
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    rows = [{**row, "created_at": _time(row["created_ms"])} for row in registry.list()]
+    for row in rows:
+        del row["created_ms"]
+    if not rows:
+        report.say(f"no policies in {lake}: `replaylake train offline` makes one")
+    shown = [{**row, "aliases": ", ".join(row["aliases"])} for row in rows]
+    columns = ("policy", "version", "aliases", "run_id", "created_at")
+    report.answer({"policies": rows}, table_lines(shown, columns) if rows else [])
+
+
+def show_policy(
+    policy: PolicyArgument,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show where a policy comes from.
+
+    Says which version answers, and what chose it.
+
+    Example:
+      replaylake policies show clone
+      replaylake policies show clone@champion --json
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.policies.package import check_package
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    ref = registry.resolve(policy)
+    entry = registry.show(ref)
+    body = {
+        **{key: entry[key] for key in entry if not key.startswith(("created", "deleted"))},
+        "created_at": _time(entry["created_ms"]),
+        "selected_by": ref.selected_by,
+        "manifest": check_package(ref.path, ref.manifest_sha256).body,
+    }
+    report.answer(body, _shown(str(ref), body))
+
+
+def alias_policy(
+    policy: PolicyArgument,
+    alias: Annotated[
+        str,
+        typer.Argument(metavar="ALIAS", show_default=False, help="A name such as champion."),
+    ],
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Point an alias at a version.
+
+    A policy's name alone means its alias champion, where there is one.
+
+    Example:
+      replaylake policies alias clone:2 champion
+    """
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    ref = registry.resolve(policy)
+    move = registry.aliases.move(ref.name, alias, ref.version, by=user_name())
+    previous = move.from_version
+    body = {
+        "policy": ref.name,
+        "alias": alias,
+        "version": ref.version,
+        "previous_version": previous,
+        "selected_by": ref.selected_by,
+    }
+    before = "" if previous is None else f", was {ref.name}:{previous}"
+    report.answer(body, [f"{ref.name}@{alias} is {ref}{before}"])
+
+
+def policy_history(
+    policy: Annotated[
+        str, typer.Argument(metavar="NAME", show_default=False, help="The policy, by its name.")
+    ],
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say who moved which alias when, and which version served when.
+
+    Example:
+      replaylake policies history clone
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.lineage.served_versions import served_versions
+
+    report = Report(as_json)
+    opened = open_lake(lake)
+    name = opened.registry.resolve(policy).name
+    moves = opened.registry.alias_history(name)
+    served = [one.to_json() for one in served_versions(opened, name)]
+    body = {
+        "policy": name,
+        "moves": [{**move.to_json(), "at": _time(move.at_ms)} for move in moves],
+        "served": served,
+    }
+    report.answer(body, _history(name, moves, served))
+
+
+def note_policy(
+    policy: PolicyArgument,
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", show_default=False, help="What is to be known of it.")
+    ],
+    by: ByOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Note something of a version; `show` has all notes.
+
+    Example:
+      replaylake policies note clone:3 'trained without the logs of May'
+    """
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    ref = registry.resolve(policy)
+    note = registry.marks.add_note(ref.name, ref.version, text, by=by or user_name())
+    body = {"policy": ref.name, "version": ref.version, "text": note.text, "by": note.by}
+    report.answer({**body, "at_ms": note.at_ms}, [f"noted of {ref}: {note.text}"])
+
+
+def protect_policy(
+    policy: PolicyArgument,
+    by: ByOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Keep a version from deletion.
+
+    Example:
+      replaylake policies protect clone:3
+    """
+    _protect(policy, True, by, lake, as_json)
+
+
+def unprotect_policy(
+    policy: PolicyArgument,
+    by: ByOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Allow a version to be deleted again.
+
+    Example:
+      replaylake policies unprotect clone:3
+    """
+    _protect(policy, False, by, lake, as_json)
+
+
+def delete_policy(
+    policy: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME:VERSION", show_default=False, help="The version, by its number."
+        ),
+    ],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it, instead of saying what would be done.")
+    ] = False,
+    note: NoteOption = None,
+    by: ByOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Delete a version that is neither protected nor named by an alias.
+
+    Its lineage stays on record, and its number is not given again. The next vacuum deletes its
+    files.
+
+    Example:
+      replaylake policies delete clone:2
+      replaylake policies delete clone:2 --yes
+    """
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    name, colon, version = policy.partition(":")
+    if not colon or not version.isdecimal():
+        raise typer.BadParameter(
+            f"found {policy!r}, expected a version by its number, such as {name}:2.",
+            param_hint="NAME:VERSION",
+        )
+    ref = registry.resolve(policy)
+    registry.marks.check_deletable(ref.name, ref.version)
+    if yes:
+        registry.marks.delete(ref.name, ref.version, by=by or user_name(), note=note)
+    else:
+        report.say(NOTHING_CHANGED)
+    body = {"policy": ref.name, "version": ref.version, "deleted": yes, "path": ref.folder}
+    done = "deleted" if yes else "would delete"
+    report.answer(body, [f"{done} {ref}; its files in {ref.folder} go with the next vacuum"])
+
+
+def _protect(policy: str, is_on: bool, by: str | None, lake: str, as_json: bool) -> None:
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    ref = registry.resolve(policy)
+    changed = registry.marks.protect(ref.name, ref.version, is_on, by=by or user_name())
+    body = {"policy": ref.name, "version": ref.version, "protected": is_on, "changed": changed}
+    already = "" if changed else " already"
+    state = "protected from deletion" if is_on else "not protected from deletion"
+    report.answer(body, [f"{ref} is {state}{already}"])
+
+
+def _history(
+    name: str, moves: Sequence[Move], served: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    if moves:
+        rows = [_move_row(move) for move in moves]
+        yield from table_lines(rows, list(rows[0]))
+    else:
+        yield f"no alias of {name} was ever set"
+    yield ""
+    if served:
+        columns = ("version", "dataset", "num_decisions", "first_at", "last_at")
+        yield from table_lines(served, columns)
+    else:
+        yield f"no decision of {name} is in this lake"
+
+
+def _move_row(move: Move) -> dict[str, Any]:
+    gate = "" if move.gate is None else ("passed" if move.gate["passed"] else "refused")
+    return {
+        "at": _time(move.at_ms),
+        "alias": move.alias,
+        "from": move.from_version,
+        "to": move.to_version,
+        "by": move.by,
+        "how": move.kind,
+        "gate": f"{gate}, forced" if move.forced else gate,
+        "note": move.note,
+    }
+
+
+def _shown(ref: str, body: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{ref} ({body['selected_by']})"
+    yield f"  aliases  {', '.join(body['aliases']) or 'none'}"
+    yield f"  run      {body['run_id']}"
+    yield f"  created  {body['created_at']}"
+    yield f"  head     {body['manifest']['policy']['head']}"
+    if body["protected"]:
+        yield "  protected from deletion"
+    for note in body["notes"]:
+        yield f"  note     {_time(note['at_ms'])} {note['by'] or ''}: {note['text']}"
+    yield "  lineage"
+    yield from tree_lines(body["lineage"], "    ")
+
+
+def _time(milliseconds: int) -> str:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,87 @@
+"""`replaylake profile`: where the time and the bytes of an online run go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.output.progress import time_left
+from replaylake.cli.output.report import Report, count, table_lines
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.runs.summary import RunSummary
+    from replaylake.online.monitoring.profile import LinkUse, RunProfile
+
+_COLUMNS: Final = ("link", "of", "seconds", "share %", "items", "items/s", "MB", "MB/s")
+
+
+def profile(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", show_default=False, help="Its id, or how only it begins."),
+    ],
+    last: Annotated[
+        bool, typer.Option("--last", help="Of the time between its last two totals alone.")
+    ] = False,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show where an online run's time and bytes go.
+
+    Of each link its seconds, its rate and its bytes, and last what holds the run up. Works while
+    the run goes on.
+
+    Example:
+      replaylake profile 01m7xx
+      replaylake profile 01m7xx --last
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.metrics import read_logged
+    from replaylake.datastore.lake.runs.summary import find_run, summarise
+    from replaylake.online.monitoring.profile import profile_of
+    from replaylake.online.monitoring.timings import PROFILE
+
+    report = Report(as_json)
+    opened = open_lake(lake)
+    record = find_run(opened.registry.runs(), run)
+    logged = read_logged(opened.storage, record["run_id"], f"{PROFILE}/")
+    found = profile_of(record, logged, only_last=last)
+    summary = summarise(opened.storage, record)
+    body = {
+        "run_id": summary.run_id,
+        "status": summary.status,
+        "only_last": last,
+        **found.to_json(),
+    }
+    report.answer(body, _lines(summary, found, only_last=last))
+
+
+def _lines(summary: RunSummary, found: RunProfile, *, only_last: bool) -> Iterator[str]:
+    of = "the last " if only_last else ""
+    who = "one process"
+    if found.num_workers:
+        who = f"the trainer and {count(found.num_workers, 'worker')}"
+    yield (
+        f"run {summary.run_id}  {summary.status}  {of}{time_left(found.wall_s)} of {who}, until "
+        f"update {found.until_update:,}"
+    )
+    yield from table_lines([_row(one) for one in found.links], _COLUMNS)
+    yield f"bottleneck: {found.bottleneck.cause}: {found.bottleneck.reason}"
+
+
+def _row(one: LinkUse) -> dict[str, Any]:
+    rate, mb_rate = one.items_per_s, one.mb_per_s
+    return {
+        "link": one.link,
+        "of": one.place,
+        "seconds": round(one.seconds, 2),
+        "share %": round(100 * one.share, 1),
+        "items": one.items or None,
+        "items/s": None if rate is None else round(rate),
+        "MB": round(one.num_bytes / 1e6, 1) if one.num_bytes else None,
+        "MB/s": None if mb_rate is None else round(mb_rate, 1),
+    }

@@ -1,0 +1,430 @@
+"""`replaylake promote` and `replaylake rollback`: an alias moves, on record and by a gate."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from replaylake.cli.commands.ope import reward_text
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    usage_errors,
+)
+from replaylake.cli.output.report import Report, count, table_lines
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.policies.aliases import Move
+    from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
+    from replaylake.offline.evaluation.ope.promotion import Gate, Unanswered
+    from replaylake.offline.evaluation.ope.question import Question
+
+_NO: Final = 3
+_CHAMPION: Final = "champion"
+_GATE: Final = "Of the gate"
+
+ByOption = Annotated[
+    str | None,
+    typer.Option(
+        "--by", metavar="NAME", help="Who does it, for the record; by default the user's name here."
+    ),
+]
+NoteOption = Annotated[
+    str | None, typer.Option("--note", metavar="TEXT", help="Why, for the record.")
+]
+
+
+def promote(
+    context: typer.Context,
+    policy: Annotated[
+        str,
+        typer.Argument(
+            metavar="POLICY",
+            show_default=False,
+            help="name:version or name@alias; name is its newest version.",
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="ALIAS", show_default=False, help="champion, challenger, or another."
+        ),
+    ],
+    gate: Annotated[
+        bool,
+        typer.Option("--gate", help="Only if it is better than the champion on logged episodes."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if the gate says no; that is recorded.")
+    ] = False,
+    note: NoteOption = None,
+    by: ByOption = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset",
+            metavar="NAME[@VERSION]",
+            rich_help_panel=_GATE,
+            help="Whose episodes tell of both.",
+        ),
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where",
+            metavar="SQL",
+            rich_help_panel=_GATE,
+            help="Whole episodes, by a condition over episodes.",
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            "--reward",
+            metavar="SQL",
+            rich_help_panel=_GATE,
+            help="Reward, as an expression over steps. By default the one that both were trained "
+            "with.",
+        ),
+    ] = None,
+    gamma: Annotated[
+        float, typer.Option("--gamma", metavar="G", rich_help_panel=_GATE, help="Discount.")
+    ] = 1.0,
+    explore: Annotated[
+        str | None,
+        typer.Option(
+            "--explore",
+            metavar="HOW",
+            rich_help_panel=_GATE,
+            help="How both are to act: epsilon=E or temperature=T, as in serve. By default their "
+            "best actions.",
+        ),
+    ] = None,
+    estimator: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--estimator",
+            metavar="NAME",
+            rich_help_panel=_GATE,
+            help="As in ope. Repeatable, and all have to agree; by default snips or wpdis, and dr.",
+        ),
+    ] = None,
+    alpha: Annotated[
+        float,
+        typer.Option(
+            "--alpha",
+            metavar="A",
+            rich_help_panel=_GATE,
+            help="The chance at which one that is no better may pass.",
+        ),
+    ] = 0.025,
+    margin: Annotated[
+        float,
+        typer.Option(
+            "--margin",
+            metavar="M",
+            rich_help_panel=_GATE,
+            help="By how much it has to be better, in units of the return.",
+        ),
+    ] = 0.0,
+    holdout: Annotated[
+        float | None,
+        typer.Option(
+            "--holdout",
+            metavar="SHARE",
+            rich_help_panel=_GATE,
+            help="Evaluate on this share of the episodes, as in ope.",
+        ),
+    ] = None,
+    unseen: Annotated[
+        bool,
+        typer.Option(
+            "--unseen",
+            rich_help_panel=_GATE,
+            help="Your word that neither learned from these episodes, where lineage does not say.",
+        ),
+    ] = False,
+    updates: Annotated[
+        int | None,
+        typer.Option(
+            "--updates",
+            metavar="N",
+            rich_help_panel=_GATE,
+            help="Of fitted Q evaluation, for each fold.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            min=0,
+            rich_help_panel=_GATE,
+            help="Of folds, models and resamples.",
+        ),
+    ] = 0,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Point an alias at a version, if a gate lets it pass.
+
+    The gate compares it with the champion, on the same held-out episodes, by off-policy evaluation.
+    Exit code 3 if the difference does not beat the champion, or the log does not support it.
+
+    Example:
+      replaylake promote clone:3 --to champion --gate --dataset live --explore epsilon=0.05
+      replaylake promote clone:3 --to challenger --note 'ten times the data'
+    """
+    _check_gate_options(context, gate=gate, force=force, dataset=dataset)
+    with usage_errors("--explore"):
+        from replaylake.datastore.lake.policies.exploration import parse_exploration
+
+        exploration = parse_exploration(explore)
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    opened = open_lake(lake)
+    registry = opened.registry
+    ref = _candidate(registry, policy)
+    now_at = registry.alias_version(ref.name, to)
+    champion = registry.alias_version(ref.name, _CHAMPION)
+    if now_at == ref.version:
+        body = {"promoted": False, "policy": ref.name, "version": ref.version, "alias": to}
+        report.answer({**body, "move": None, "gate": None}, [f"{ref.name}@{to} is {ref} already"])
+        return
+    found = None
+    if gate:
+        from replaylake.datastore.lake.holdout import Holdout
+        from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
+        from replaylake.offline.evaluation.ope.question import Question
+
+        with usage_errors("--holdout"):
+            split = None if holdout is None else Holdout(holdout)
+        question = Question(
+            dataset=str(dataset),
+            policy=str(ref),
+            where=where,
+            reward=reward,
+            discount=gamma,
+            holdout=split,
+            exploration=exploration,
+            estimators=tuple(estimator) if estimator else None,
+            unseen=unseen,
+            seed=seed,
+            fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
+        )
+        found = _asked(report, opened, ref, champion, question, alpha, margin)
+    passed = found is None or found.passed
+    move = None
+    if passed or force:
+        move = registry.aliases.move(
+            ref.name,
+            to,
+            ref.version,
+            kind="promote",
+            expected=now_at or 0,
+            # What the gate compared with is the champion still.
+            unmoved={_CHAMPION: champion} if found is not None else None,
+            by=by or user_name(),
+            note=note,
+            forced=not passed,
+            gate=None if found is None else found.record(),
+        )
+    body = {
+        "promoted": move is not None,
+        "policy": ref.name,
+        "version": ref.version,
+        "alias": to,
+        "move": None if move is None else move.to_json(),
+        "gate": None if found is None else found.to_json(),
+    }
+    report.answer(body, _promoted(ref, to, found, move))
+    if move is None:
+        raise typer.Exit(_NO)
+
+
+def rollback(
+    policy: Annotated[
+        str, typer.Argument(metavar="NAME", show_default=False, help="The policy, by its name.")
+    ],
+    alias: Annotated[
+        str, typer.Option("--alias", metavar="ALIAS", help="Which alias goes back.")
+    ] = _CHAMPION,
+    to_version: Annotated[
+        int | None,
+        typer.Option(
+            "--to-version", metavar="N", help="Where to; by default the version before this one."
+        ),
+    ] = None,
+    from_version: Annotated[
+        int | None,
+        typer.Option(
+            "--from-version",
+            metavar="N",
+            help="Only if the alias is at this version: so nobody undoes what another has done.",
+        ),
+    ] = None,
+    note: NoteOption = None,
+    by: ByOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Point an alias back at the version before.
+
+    Rolled back again, it goes to the one before that. Asks no gate.
+
+    Example:
+      replaylake rollback clone --note 'returns fell since noon'
+      replaylake rollback clone --from-version 3 --to-version 1
+    """
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    registry = open_lake(lake).registry
+    move = registry.aliases.rollback(
+        registry.resolve(policy).name,
+        alias,
+        to_version=to_version,
+        expected=from_version,
+        by=by or user_name(),
+        note=note,
+    )
+    report.answer({"move": move.to_json()}, [_moved(move)])
+
+
+def user_name() -> str | None:
+    """Return the name of who runs this; None where the system has none for them."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a container's user without an entry
+        return None
+
+
+def _asked(
+    report: Report,
+    lake: Lake,
+    ref: PolicyRef,
+    champion: int | None,
+    question: Question,
+    alpha: float,
+    margin: float,
+) -> Gate | Unanswered:
+    from replaylake.offline.evaluation.ope.promotion import gate
+    from replaylake.offline.evaluation.ope.question import Listener
+
+    against = None if champion is None else lake.registry.resolve(f"{ref.name}:{champion}")
+    with report.progress("reading the steps", "") as progress:
+        listener = Listener(lambda stage: progress.stage(stage, ""), progress)
+        options = {"alpha": alpha, "margin": margin}
+        return gate(lake, ref, against, question, **options, listener=listener)
+
+
+def _candidate(registry: Registry, text: str) -> PolicyRef:
+    """Return the version that is meant: of a bare name the newest, as its champion is there."""
+    return registry.resolve(text) if set(text) & set(":@") else registry.newest(text)
+
+
+def _check_gate_options(
+    context: typer.Context, *, gate: bool, force: bool, dataset: str | None
+) -> None:
+    """Refuse options that mean nothing together. Raises: typer.BadParameter (exit 2)."""
+    if gate and dataset is None:
+        raise typer.BadParameter(
+            "found none, expected the episodes to compare on.", param_hint="--dataset"
+        )
+    if gate:
+        return
+    if force:
+        raise typer.BadParameter(
+            "found it without --gate, expected a gate to overrule.", param_hint="--force"
+        )
+    for parameter in context.command.params:
+        given = context.get_parameter_source(str(parameter.name))
+        is_given = given is not None and given.name == "COMMANDLINE"
+        if is_given and getattr(parameter, "rich_help_panel", None) == _GATE:
+            raise typer.BadParameter("found it without --gate.", param_hint=parameter.opts[0])
+
+
+def _promoted(
+    ref: PolicyRef, alias: str, gate: Gate | Unanswered | None, move: Move | None
+) -> Iterator[str]:
+    if gate is not None:
+        yield from gate_lines(gate)
+    if move is None:
+        yield f"{ref} is not promoted to {alias}: --force does it all the same, on record"
+    else:
+        yield _moved(move)
+
+
+def _moved(move: Move) -> str:
+    before = "" if move.from_version is None else f", was {move.policy}:{move.from_version}"
+    forced = ", forced against the gate" if move.forced else ""
+    return f"{move.policy}@{move.alias} is {move.policy}:{move.to_version}{before}{forced}"
+
+
+def gate_lines(gate: Gate | Unanswered) -> Iterator[str]:
+    """Yield what a gate found: the two policies, a table of the estimators, the reasons."""
+    from replaylake.offline.evaluation.ope.promotion import Unanswered
+
+    if isinstance(gate, Unanswered):
+        yield f"refused: {gate.reason}"
+        return
+    report = gate.candidate
+    numbers = f"{count(report.num_episodes, 'episode')}, {count(report.num_steps, 'step')}"
+    candidate = f"{report.policy['policy']}:{report.policy['policy_version']}"
+    against = gate.against
+    if gate.champion is None:
+        yield (
+            f"{report.policy['policy']} has no champion to compare with: compared with the mean "
+            "return of the log"
+        )
+    else:
+        against = f"{gate.champion.policy['policy']}:{gate.champion.policy['policy_version']}"
+    yield (
+        f"{candidate} against {against}, acting {report.policy['acts']}, on "
+        f"{report.dataset}@{report.version}, {numbers}"
+    )
+    yield f"  reward: {reward_text(report)}"
+    if gate.champion is not None and gate.champion.reward.training != report.reward.training:
+        yield f"  reward of the champion: {reward_text(gate.champion)}"
+    if report.left_out:
+        said = ", ".join(f"{num:,} {reason}" for reason, num in report.left_out.items())
+        yield f"  left out: {said}"
+    for note in (*report.notes, *(gate.champion.notes if gate.champion is not None else ())):
+        yield f"  note: {note}"
+    is_lacking = any(one.no_interval for one in gate.comparisons)
+    rows = [
+        {
+            "estimator": one.estimator,
+            "candidate": _rounded(one.candidate),
+            "champion" if gate.champion is not None else "log": _rounded(one.against),
+            "difference": _rounded(one.difference),
+            "from": _rounded(one.low),
+            "to": _rounded(one.high),
+            **({"interval": "no interval" if one.no_interval else ""} if is_lacking else {}),
+        }
+        for one in gate.comparisons
+    ]
+    if rows:
+        yield ""
+        yield from table_lines(rows, list(rows[0]))
+    for name, why in gate.refused.items():
+        yield f"no {name}: {why}"
+    for who, one in (("candidate", report), ("champion", gate.champion)):
+        if one is not None:
+            yield f"{who}: {one.verdict}"
+    for reason in gate.reasons:
+        yield f"{'passed' if gate.passed else 'refused'}: {reason}"
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return four significant digits, for a table whose columns align."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,165 @@
+"""`replaylake replay-decisions`: what a candidate would have done where another policy decided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    PolicyArgument,
+    usage_errors,
+)
+from replaylake.cli.output.report import Report, count, number_text, table_lines
+
+if TYPE_CHECKING:
+    from replaylake.offline.evaluation.ope.decision_replay import Replayed
+
+_NUM_GROUPS: Final = 10
+
+
+def replay_decisions(
+    policy: PolicyArgument,
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            show_default=False,
+            help="Whose decisions; its steps where none were served into it.",
+        ),
+    ],
+    explore: Annotated[
+        str | None,
+        typer.Option(
+            "--explore",
+            metavar="HOW",
+            help="How the candidate is to act: epsilon=E or temperature=T, as in serve. By default "
+            "it takes its best action.",
+        ),
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where", metavar="SQL", help="Which decisions, by a condition over their columns."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", min=1, help="So many at most.")
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            "--by", metavar="COLUMN", help="Tell its values apart, those that disagree most first."
+        ),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare a policy with logged decisions, before it gets any traffic.
+
+    Says how often they agree, how far their probabilities lie apart, what it cannot act on, and how
+    long it takes. `ope` says what it would earn.
+
+    Example:
+      replaylake replay-decisions clone:3 live --explore epsilon=0.05
+      replaylake replay-decisions clone:3 live --where 'policy_version = 2' --by action
+    """
+    with usage_errors("--explore"):
+        from replaylake.datastore.lake.policies.exploration import parse_exploration
+
+        exploration = parse_exploration(explore)
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.offline.evaluation.ope.decision_replay import replay_decisions as replay
+
+    report = Report(as_json)
+    with report.progress("replayed", "decisions") as progress:
+        found = replay(
+            open_lake(lake),
+            policy,
+            dataset,
+            exploration=exploration,
+            where=where,
+            limit=limit,
+            by=by,
+            on_progress=progress,
+        )
+    report.answer(found.to_json(), _lines(found))
+
+
+def _lines(found: Replayed) -> Iterator[str]:
+    body = found.to_json()
+    yield (
+        f"policy {body['policy']}:{body['policy_version']} ({body['selected_by']}), acting "
+        f"{body['acts']}, on {count(body['num_decisions'], 'decision')} of "
+        f"{found.dataset}.{found.table}"
+    )
+    rows = list(_numbers(body))
+    width = max(len(name) for name, _ in rows)
+    yield from (f"  {name.ljust(width)}  {text}" for name, text in rows)
+    if found.no_density:
+        yield f"  no probabilities: {found.no_density}"
+    if found.num_errors:
+        yield f"  cannot act on {count(found.num_errors, 'observation')}:"
+        yield from (f"    {error}" for error in found.errors)
+    if found.by is not None and body["groups"]:
+        yield ""
+        yield from _groups(body["groups"], found.by)
+
+
+def _numbers(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    total = body["num_decisions"]
+    if body["agreement"] is not None:
+        yield "agreement of its best action", f"{body['agreement']:.2%}"
+    # Of countable actions the distance is 0 or 1, and its mean only another word for disagreement.
+    if body["mean_distance"] is not None and not math.isclose(
+        body["mean_distance"], 1 - body["agreement"], abs_tol=1e-9
+    ):
+        yield "mean distance of its best action", f"{body['mean_distance']:.4g}"
+    if body["mean_prob"] is not None:
+        yield "mean probability of the logged action", f"{body['mean_prob']:.4g}"
+    if not body["num_known"]:
+        yield "logged probabilities", "none, so nothing is said of ratios"
+    else:
+        yield "logged probabilities", f"of {body['num_known']:,} of {total:,}"
+        ratio, never = body["mean_log_ratio"], body["num_impossible"]
+        said = "none" if ratio is None else f"{ratio:.4g}"
+        yield "mean log ratio", said + (f", without {never:,} it never takes" if never else "")
+        yield (
+            "effective sample size",
+            (
+                f"{number_text(round(body['effective_sample_size'], 1))} of {body['num_known']:,}, "
+                f"largest weight {body['max_weight']:.4g}, mean {body['mean_weight']:.4g}"
+            ),
+        )
+        yield "total variation", f"{body['total_variation']:.4g}"
+        yield "KL(log || policy)", "infinite" if body["kl"] is None else f"{body['kl']:.4g}"
+    if body["latency_ms"] is not None:
+        p50, p99 = body["latency_ms"]["p50"], body["latency_ms"]["p99"]
+        yield "latency of one decision", f"p50 {p50:.3g} ms, p99 {p99:.3g} ms"
+
+
+def _groups(groups: list[dict[str, Any]], by: str) -> Iterator[str]:
+    rows = [
+        {
+            by: one["group"],
+            "decisions": one["num_decisions"],
+            "agreement": _rounded(one["agreement"]),
+            "mean prob": _rounded(one["mean_prob"]),
+            "total variation": _rounded(one["total_variation"]),
+        }
+        for one in groups[:_NUM_GROUPS]
+    ]
+    yield from table_lines(rows, list(rows[0]))
+    if len(groups) > _NUM_GROUPS:
+        yield f"and {count(len(groups) - _NUM_GROUPS, 'group')} more, which agree no less: --json"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,131 @@
+"""`replaylake retention`: what a dataset keeps, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    parse_duration,
+    parse_size,
+    usage_errors,
+)
+from replaylake.cli.output.report import Report, duration, size
+
+if TYPE_CHECKING:
+    from replaylake.datastore.maintenance.retention import Retention
+
+
+def retention(
+    dataset: Annotated[
+        str, typer.Argument(metavar="DATASET", show_default=False, help="The dataset.")
+    ],
+    max_steps: Annotated[
+        str | None,
+        typer.Option(
+            "--max-steps",
+            metavar="N",
+            show_default=False,
+            help="The oldest whole episodes go beyond it.",
+        ),
+    ] = None,
+    max_age: Annotated[
+        str | None,
+        typer.Option(
+            "--max-age", metavar="AGE", show_default=False, help="Episodes that are older go."
+        ),
+    ] = None,
+    keep_versions: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-versions",
+            metavar="AGE",
+            show_default=False,
+            help="How long a replaced version stays readable; at least 1h, 7d by default.",
+        ),
+    ] = None,
+    target_shard: Annotated[
+        str | None,
+        typer.Option(
+            "--target-shard",
+            metavar="SIZE",
+            show_default=False,
+            help="What small shards become, 64MiB to 256MiB; 128MiB by default.",
+        ),
+    ] = None,
+    cache_max: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-max",
+            metavar="SIZE",
+            show_default=False,
+            help="Cap of this machine's copies of remote shards.",
+        ),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show or set what `maintain` applies to a dataset.
+
+    `none` as a value goes back to the default. The setting is kept with the dataset.
+
+    Example:
+      replaylake retention play --max-steps 1000000 --keep-versions 2d
+      replaylake retention play
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.retention import (
+        check_field,
+        retention_of,
+        set_retention,
+    )
+
+    stated: dict[str, int | float | None] = {}
+    for field, option, text, parse in (
+        ("max_steps", "--max-steps", max_steps, _number),
+        ("max_age_s", "--max-age", max_age, parse_duration),
+        ("keep_versions_s", "--keep-versions", keep_versions, parse_duration),
+        ("target_shard_bytes", "--target-shard", target_shard, parse_size),
+        ("cache_max_bytes", "--cache-max", cache_max, parse_size),
+    ):
+        if text is None:
+            continue
+        stated[field] = value = _value(text, option, parse)
+        with usage_errors(option):
+            check_field(field, value)
+    report = Report(as_json)
+    opened = open_lake(lake)
+    now = retention_of(opened.dataset(dataset).snapshot().table)
+    if stated:
+        now = set_retention(opened, dataset, stated)
+    report.answer({"dataset": dataset, **now.to_json()}, _lines(dataset, now))
+
+
+def _value(text: str, option: str, parse: Callable[[str, str], int | float]) -> int | float | None:
+    return None if text.strip().lower() == "none" else parse(text, option)
+
+
+def _number(text: str, option: str) -> int:
+    digits = text.strip().replace("_", "").replace(",", "")
+    if not (digits.isascii() and digits.isdecimal()):
+        raise typer.BadParameter(f"found {text!r}, expected a number, or none.", param_hint=option)
+    return int(digits)
+
+
+def _lines(dataset: str, now: Retention) -> Iterator[str]:
+    def said(value: Any, text: Callable[[Any], str]) -> str:
+        return "no limit" if value is None else text(value)
+
+    yield dataset
+    yield f"  max steps      {said(now.max_steps, '{:,}'.format)}"
+    yield f"  max age        {said(now.max_age_s, duration)}"
+    yield f"  keep versions  {duration(now.keep_versions_s)}"
+    yield f"  target shard   {now.target_shard_bytes / (1 << 20):g} MiB"
+    yield f"  cache max      {said(now.cache_max_bytes, size)}"

@@ -1,0 +1,177 @@
+"""`replaylake rollout`: episodes from an environment, written into the lake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    EnvArgsOption,
+    JsonOption,
+    LakeOption,
+    parse_env_args,
+    parse_pairs,
+    usage_errors,
+)
+from replaylake.cli.output.report import Report, count, number_text, size
+from replaylake.cli.run_options import EnvRunner
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.online.rollout import RolloutReceipt
+
+_RANDOM = "random"
+
+
+def rollout(
+    env: Annotated[
+        str,
+        typer.Option(
+            "--env", metavar="ID", help="Gymnasium id, or module:function.", show_default=False
+        ),
+    ],
+    dataset: Annotated[
+        str,
+        typer.Option(
+            "--dataset", metavar="NAME", help="Made where it does not exist.", show_default=False
+        ),
+    ],
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy", metavar="POLICY", help="random, name, name:version or name@alias."
+        ),
+    ] = _RANDOM,
+    agent_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--agent-policy",
+            metavar="AGENT=POLICY",
+            help="Of one of several agents, in place of --policy. Repeatable.",
+        ),
+    ] = None,
+    episodes: Annotated[
+        int, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes to collect.")
+    ] = 100,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", metavar="N", min=0, help="Ray workers; 0 collects in this process."
+        ),
+    ] = 0,
+    envs_per_worker: Annotated[
+        int, typer.Option("--envs-per-worker", metavar="K", min=1, help="Stepped together.")
+    ] = 8,
+    worker_cpus: Annotated[
+        float,
+        typer.Option("--worker-cpus", metavar="C", help="CPUs of each worker, as Ray counts them."),
+    ] = 1.0,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="RAY",
+            help="A Ray that runs already; without it one is started here.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            min=0,
+            help="Episode i resets with seed + i; without it a new one, named in the answer.",
+        ),
+    ] = None,
+    explore: Annotated[
+        str | None,
+        typer.Option(
+            "--explore",
+            metavar="epsilon=E|temperature=T",
+            help="Act at random with probability E and else greedily, or sample at temperature T.",
+            show_default="temperature=1",
+        ),
+    ] = None,
+    env_args: EnvArgsOption = None,
+    env_runner: Annotated[
+        EnvRunner,
+        typer.Option("--env-runner", help="local: in this process without Ray, as --workers 0."),
+    ] = EnvRunner.ray,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Collect episodes with a policy.
+
+    Each step is kept with who acted and its log-probability. The episodes follow from the seed,
+    however many workers collect them. Makes the lake where there is none.
+
+    Example:
+      replaylake rollout --env CartPole-v1 --policy random --episodes 1000 --dataset cartpole
+      replaylake rollout --env CartPole-v1 --policy clone --workers 2 --seed 0 --dataset cartpole
+    """
+    from replaylake.datastore.lake.policies.exploration import parse_exploration
+    from replaylake.online.collecting.worker import RolloutConfig
+    from replaylake.online.rollout import fresh_seed
+    from replaylake.online.rollout import rollout as run
+
+    report = Report(as_json)
+    with usage_errors("--explore"):
+        exploration = parse_exploration("temperature=1" if explore is None else explore)
+    config = RolloutConfig(
+        env,
+        num_envs=envs_per_worker,
+        seed=fresh_seed() if seed is None else seed,
+        env_args=parse_env_args(env_args),
+    )
+    agent_policies = parse_pairs(agent_policy or [], "--agent-policy", "AGENT=POLICY")
+    with report.progress("collected", "episodes") as progress:
+        receipt = run(
+            _lake(lake, [policy, *agent_policies.values()]),
+            dataset,
+            policy,
+            config,
+            num_episodes=episodes,
+            agent_policies=agent_policies,
+            num_workers=0 if env_runner is EnvRunner.local else workers,
+            worker_cpus=worker_cpus,
+            address=address,
+            temperature=exploration.temperature or 0.0,
+            epsilon=exploration.epsilon,
+            on_progress=progress,
+            on_remark=lambda remark: report.say(f"note: {remark}"),
+        )
+    report.answer(receipt.to_json(), _summary(receipt))
+
+
+def _lake(url: str, policies: Sequence[str]) -> Lake:
+    """Open the lake; for `random` it may be one that the rollout makes once it can begin."""
+    from replaylake.datastore.lake.lake import Lake, open_lake
+    from replaylake.datastore.storage.locations import open_storage
+
+    lake = Lake(open_storage(url))
+    is_free = all(policy == _RANDOM for policy in policies)
+    return lake if is_free and not lake.registry.exists() else open_lake(url)
+
+
+def _summary(receipt: RolloutReceipt) -> Iterator[str]:
+    yield (
+        f"{receipt.dataset}@{receipt.version}: {count(receipt.num_episodes, 'episode')}, "
+        f"{count(receipt.num_steps, 'step')} committed in {count(receipt.num_shards, 'shard')}, "
+        f"{size(receipt.num_bytes)}"
+    )
+    has_version = receipt.policy != _RANDOM and receipt.policy_version is not None
+    acted = receipt.policy + (f":{receipt.policy_version}" if has_version else "")
+    by = count(receipt.num_workers, "worker") if receipt.num_workers else "this process"
+    yield (
+        f"  {acted} in {receipt.env_id}: mean return {number_text(receipt.mean_return)}; "
+        f"{receipt.steps_per_s:,.0f} steps/s by {by}; seed {receipt.seed}"
+    )
+    if receipt.agent_returns:
+        returns = [f"{a} {number_text(value)}" for a, value in receipt.agent_returns.items()]
+        yield f"  {count(receipt.num_games, 'game')}; mean returns: {', '.join(returns)}"

@@ -1,0 +1,231 @@
+"""`replaylake runs`: training runs, their learning curves, and what sets them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.output.report import Report, table_lines
+from replaylake.cli.output.run_lines import (
+    Curves,
+    about,
+    chosen_update,
+    comparison_lines,
+    run_lines,
+    run_row,
+    shown_columns,
+    time_text,
+)
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.runs.metrics import Curve
+    from replaylake.datastore.lake.runs.summary import RunSummary
+
+MetricOption = Annotated[
+    list[str] | None,
+    typer.Option("--metric", metavar="NAME", help="Only this one. Repeatable."),
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw the curves: a .png, .svg or .pdf."),
+]
+
+
+def list_runs(
+    status: Annotated[
+        str | None,
+        typer.Option(
+            "--status", metavar="STATUS", help="running, killed, interrupted, failed or done."
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", metavar="NAME", help="Learning from it, at any version."),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List training runs, oldest first.
+
+    Example:
+      replaylake runs list
+      replaylake runs list --status done --dataset cartpole
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.summary import STATUSES, dataset_texts, summarise
+
+    if status is not None and status not in STATUSES:
+        raise typer.BadParameter(
+            f"found {status!r}, expected one of {', '.join(STATUSES)}.", param_hint="--status"
+        )
+    report = Report(as_json)
+    opened = open_lake(lake)
+    records = [
+        record
+        for record in opened.registry.runs()
+        if dataset is None or dataset in [text.partition("@")[0] for text in dataset_texts(record)]
+    ]
+    rows = [summarise(opened.storage, record) for record in records]
+    rows = [row for row in rows if status in (None, row.status)]
+    if not rows:
+        report.say(f"no such runs in {lake}: `replaylake train` makes them")
+    shown = [run_row(row) for row in rows]
+    report.answer(
+        {"runs": [_json(row) for row in rows]},
+        table_lines(shown, shown_columns(shown)) if rows else [],
+    )
+
+
+def show_run(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", show_default=False, help="Its id, or how only it begins."),
+    ],
+    metrics: MetricOption = None,
+    plot: PlotOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show a run: its options, results and learning curves.
+
+    Learning curves are drawn in the terminal: the measure that the policy is chosen by, or what
+    --metric names; of the others each is a line.
+
+    Example:
+      replaylake runs show 01m7xx
+      replaylake runs show 01m7xx --metric critic_loss --plot curves.png
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+    from replaylake.datastore.lake.runs.metrics import read_curves
+    from replaylake.datastore.lake.runs.summary import find_run, summarise
+
+    report = Report(as_json)
+    _check_plot(plot)
+    opened = open_lake(lake)
+    record = find_run(opened.registry.runs(), run)
+    summary = summarise(opened.storage, record)
+    curves = read_curves(opened.storage, summary.run_id)
+    names = _chosen_names([curves], metrics)
+    _draw(report, plot, {summary.run_id: curves}, names, {summary.run_id: chosen_update(record)})
+    body = {
+        **_json(summary),
+        "record": dict(record),
+        "checkpoints": Checkpoints(opened.storage, summary.run_id).updates(),
+        "metrics": {name: _points(curves[name]) for name in names},
+    }
+    report.answer(body, run_lines(summary, body, curves, names, drawn=bool(metrics)))
+
+
+def compare_runs(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN", show_default=False, help="Ids, or how they begin."),
+    ],
+    metrics: MetricOption = None,
+    plot: PlotOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare runs: their options, results and learning curves.
+
+    Of the options those that differ, of each metric its last and its best value.
+
+    Example:
+      replaylake runs compare 01m7xx 01m8ab
+      replaylake runs compare 01m7xx 01m8ab --metric selection/environment --plot both.png
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.metrics import read_curves
+    from replaylake.datastore.lake.runs.summary import differing, find_run, summarise
+
+    report = Report(as_json)
+    _check_plot(plot)
+    opened = open_lake(lake)
+    known = opened.registry.runs()
+    records = {record["run_id"]: record for record in (find_run(known, text) for text in runs)}
+    if len(records) < 2:
+        raise typer.BadParameter(
+            f"found {len(records)} run, expected two or more.", param_hint="RUN"
+        )
+    summaries = [summarise(opened.storage, record) for record in records.values()]
+    curves = {run_id: read_curves(opened.storage, run_id) for run_id in records}
+    names = _chosen_names(list(curves.values()), metrics)
+    chosen = {run_id: chosen_update(record) for run_id, record in records.items()}
+    _draw(report, plot, curves, names, chosen)
+    options = differing(list(records.values()))
+    found = {name: [about(one.get(name), name) for one in curves.values()] for name in names}
+    body = {
+        "runs": [_json(summary) for summary in summaries],
+        "options": options,
+        "metrics": found,
+    }
+    lines = comparison_lines(summaries, options, found, list(curves.values()), bool(metrics))
+    report.answer(body, lines)
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is not None:
+        from replaylake.cli.output.curves import check_picture
+
+        check_picture(plot)
+
+
+def _draw(
+    report: Report,
+    plot: Path | None,
+    curves: Mapping[str, Curves],
+    names: Sequence[str],
+    chosen: Mapping[str, int | None],
+) -> None:
+    if plot is None:
+        return
+    from replaylake.cli.output.curves import draw_learning_curves
+    from replaylake.datastore.errors import NotFound
+
+    if not names:
+        raise NotFound(
+            f"--plot {plot}: found no metrics of {', '.join(curves)} yet, expected some. Wait for "
+            "the first ones: a run logs them every `log_updates` updates."
+        )
+    draw_learning_curves(plot, curves, names, chosen)
+    report.say(f"wrote {plot}")
+
+
+def _chosen_names(curves: Sequence[Curves], wanted: list[str] | None) -> list[str]:
+    """Return the metrics to show: those that were asked for, else all, measures first.
+
+    What the links of an online run took is shown by `replaylake profile`, unless it is asked for.
+
+    Raises: NotFound for one that none of the runs has, with the near ones.
+    """
+    from difflib import get_close_matches
+
+    from replaylake.datastore.errors import NotFound
+
+    names = list(dict.fromkeys(name for one in curves for name in one))
+    for name in wanted or ():
+        if name not in names:
+            near = get_close_matches(name, names, n=3, cutoff=0.5) or names
+            raise NotFound(
+                f"--metric {name}: found no such metric, expected {' or '.join(near) or 'none'}."
+            )
+    ranks = ("selection/", "evaluation/", "holdout/", "return")
+    ordered = sorted(names, key=lambda name: [not name.startswith(rank) for rank in ranks])
+    return wanted or [name for name in ordered if not name.startswith("profile/")]
+
+
+def _json(summary: RunSummary) -> dict[str, Any]:
+    body = summary.to_json()
+    return {**body, "started_at": time_text(body.pop("started_ms"))}
+
+
+def _points(curve: Curve) -> dict[str, Any]:
+    return {"updates": curve.updates.tolist(), "values": curve.values.tolist()}

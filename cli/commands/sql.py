@@ -1,0 +1,208 @@
+"""`replaylake sql`: one SELECT over the lake."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replaylake.cli.config import parse_literal
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    parse_pairs,
+)
+from replaylake.cli.output.report import Report, answer_stream, count, fitting, table_lines
+from replaylake.datastore.errors import NotFound
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.lake import Lake
+
+
+class OutputFormat(StrEnum):
+    """How the rows are written."""
+
+    table = "table"
+    csv = "csv"
+    json = "json"
+    jsonl = "jsonl"
+    parquet = "parquet"
+
+
+def sql(
+    query: Annotated[
+        str | None, typer.Argument(metavar="QUERY", show_default=False, help="One SELECT.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="F", help="Read the query from a file; - is stdin."),
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--param",
+            metavar="K=V",
+            help="The value of $K in the query, as a TOML value or a bare word. Repeatable.",
+        ),
+    ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--at",
+            metavar="DATASET=VERSION",
+            help="Read a dataset at a version or tag; NAME=DATASET@VERSION under a further name. "
+            "Repeatable.",
+        ),
+    ] = None,
+    form: Annotated[
+        OutputFormat | None,
+        typer.Option(
+            "--format", help="How to write the rows; table unless --json.", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Write to a file, whole or not at all."),
+    ] = None,
+    untrusted: Annotated[
+        bool,
+        typer.Option(
+            "--untrusted",
+            help="Somebody else wrote it: run it in a process of its own, with limits.",
+        ),
+    ] = False,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Run one SELECT over the lake.
+
+    Each dataset has NAME.steps, NAME.episodes, NAME.games and NAME.transitions; what was served
+    into it has NAME.decisions and NAME.rewards; the lake has datasets, shards, commits, policies
+    and runs.
+
+    Example:
+      replaylake sql "select count(*) as n, avg(num_steps) as steps from cartpole.episodes"
+      replaylake sql "select * from cartpole.steps where step < $n" --param n=3 --format csv
+      replaylake sql "select count(*) as n from cartpole.steps" --at cartpole=12
+    """
+    from replaylake.datastore.lake.lake import open_lake
+
+    report = Report(as_json)
+    text = _query_text(query, file)
+    parameters = {
+        key: parse_literal(value, "--param", key)
+        for key, value in parse_pairs(param or [], "--param").items()
+    }
+    versions = parse_pairs(at or [], "--at", "DATASET=VERSION, such as cartpole=12")
+    chosen = _format(form, as_json, output)
+    with report.waiting("running the query"):
+        rows, also = _rows(open_lake(lake), text, parameters, versions, untrusted)
+    if output is not None:
+        _save(report, rows, chosen, output, also)
+    else:
+        _print(report, rows, chosen, also)
+    if cut_by := also.get("truncated"):
+        report.say(f"cut short: the whole result has more {cut_by} than --untrusted allows")
+
+
+def _rows(
+    lake: Lake,
+    text: str,
+    parameters: Mapping[str, object],
+    versions: Mapping[str, str],
+    untrusted: bool,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the rows, and what else there is to say of them."""
+    if not untrusted:
+        return lake.sql(text, parameters, at=versions), {}
+    result = lake.sql_untrusted(text, parameters, at=versions)
+    return result.rows, {"truncated": result.truncated}
+
+
+def _query_text(query: str | None, file: Path | None) -> str:
+    if (query is None) == (file is None):
+        raise typer.BadParameter("expected a query or --file, one of the two.", param_hint="QUERY")
+    if query is not None:
+        return query
+    try:
+        return sys.stdin.read() if str(file) == "-" else Path(str(file)).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotFound(
+            f"--file {file}: could not be read ({error}), expected a text file with one SELECT."
+        ) from error
+
+
+def _format(form: OutputFormat | None, as_json: bool, output: Path | None) -> str:
+    """Settle --format and --json. Raises: typer.BadParameter where they contradict each other."""
+    if output is None and as_json and form not in (None, OutputFormat.json):
+        raise typer.BadParameter(
+            f"found {form} with --json, which prints JSON: leave one out, or add --output FILE.",
+            param_hint="--format",
+        )
+    if form is None:
+        suffix = "" if output is None else output.suffix.lstrip(".")
+        names = {known.value for known in OutputFormat} - {"table"}
+        return "json" if as_json and output is None else suffix if suffix in names else "table"
+    return form.value
+
+
+def _save(report: Report, rows: Any, form: str, output: Path, also: Mapping[str, Any]) -> None:
+    from replaylake.datastore.query.results import write_result
+
+    if form == "table":
+        raise typer.BadParameter(
+            f"expected --format csv, json, jsonl or parquet for {output.name}, or one of these as "
+            "its suffix: a table is for people.",
+            param_hint="--output",
+        )
+    write_result(rows, form, output, also)
+    body = {
+        "output": str(output),
+        "format": form,
+        "num_rows": rows.num_rows,
+        "columns": rows.column_names,
+        **also,
+    }
+    report.answer(body, [f"wrote {count(rows.num_rows, 'row')} to {output}"])
+
+
+def _print(report: Report, rows: Any, form: str, also: Mapping[str, Any]) -> None:
+    from replaylake.datastore.query.results import write_result
+
+    if form == "table":
+        _print_table(report, rows)
+        return
+    stream = answer_stream()
+    if form == "parquet" and stream.isatty():
+        raise typer.BadParameter(
+            "a terminal cannot show Parquet: add --output FILE, or pipe it on.",
+            param_hint="--format",
+        )
+    stream.flush()
+    write_result(rows, form, stream.buffer, also)
+    stream.buffer.flush()
+
+
+def _print_table(report: Report, rows: Any) -> None:
+    """Print the columns that fit on the terminal, and name the others; off a terminal, all."""
+    from replaylake.datastore.query.results import python_rows
+
+    values, columns = list(python_rows(rows)), rows.column_names
+    if answer_stream().isatty():
+        width = shutil.get_terminal_size().columns
+        columns = fitting(values, columns, width)
+    report.answer({}, table_lines(values, columns))
+    report.say(count(rows.num_rows, "row"))
+    left_out = [name for name in rows.column_names if name not in columns]
+    if left_out:
+        report.say(
+            f"not shown for want of width: {', '.join(left_out)} (select them, or --format csv)"
+        )

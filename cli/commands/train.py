@@ -1,0 +1,344 @@
+"""`replaylake train`: a policy from the lake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from replaylake.cli.config import read_options
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    EnvArgsOption,
+    JsonOption,
+    LakeOption,
+    parse_env_args,
+)
+from replaylake.cli.output.progress import time_left
+from replaylake.cli.output.report import Report, count, interval_text, number_text
+from replaylake.cli.run_options import (
+    AssignmentsOption,
+    ConfigOption,
+    ResumeOption,
+    check_alone,
+    check_project,
+    how_it_goes_on,
+    tell_start,
+)
+
+if TYPE_CHECKING:
+    from replaylake.cli.output.watch import Watchers
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.offline.running.train import TrainResult
+    from replaylake.offline.running.training.callbacks import RunStart
+    from replaylake.offline.running.training.config import TrainConfig
+    from replaylake.offline.running.training.trainer import Progress
+
+_METRICS_SHOWN: Final = 4
+
+
+def offline(
+    datasets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME[@VERSION]...",
+            show_default=False,
+            help="Datasets of the same spaces; required but with --resume.",
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help="Registered as its next version; required but with --resume.",
+            show_default=False,
+        ),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            "--algorithm",
+            metavar="NAME",
+            help="Required, here or in --config. bc, cql, iql, ...; d3rlpy:bc for d3rlpy's where "
+            "we have our own; module:function for one of yours.",
+        ),
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            "--where", metavar="SQL", help="Whole episodes, by a condition over episodes."
+        ),
+    ] = None,
+    where_steps: Annotated[
+        str | None,
+        typer.Option(
+            "--where-steps", metavar="SQL", help="Which of their steps, by a condition over steps."
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option("--reward", metavar="SQL", help="Reward, as an expression over steps."),
+    ] = None,
+    weight: Annotated[
+        str | None,
+        typer.Option(
+            "--weight",
+            metavar="SQL",
+            help="Draw steps in proportion to this expression over a step and its episode.",
+        ),
+    ] = None,
+    holdout: Annotated[
+        float | None,
+        typer.Option(
+            "--holdout",
+            metavar="SHARE",
+            help="Keep this share of the episodes, by a hash of their ids, to evaluate on.",
+        ),
+    ] = None,
+    holdout_after: Annotated[
+        str | None,
+        typer.Option(
+            "--holdout-after", metavar="TIME", help="Keep the episodes that began then or later."
+        ),
+    ] = None,
+    updates: Annotated[
+        int | None, typer.Option("--updates", metavar="N", help="Gradient steps.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="Of weights and batches.")
+    ] = None,
+    learners: Annotated[
+        int | None,
+        typer.Option(
+            "--learners",
+            metavar="N",
+            help="Processes that make each update together, each on its part of the batch.",
+        ),
+    ] = None,
+    env: Annotated[
+        str | None,
+        typer.Option(
+            "--env",
+            metavar="ID",
+            help="Choose and evaluate the policy here: a Gymnasium id or module:function.",
+        ),
+    ] = None,
+    env_arg: EnvArgsOption = None,
+    resume: ResumeOption = None,
+    config: ConfigOption = None,
+    assignments: AssignmentsOption = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option("--wandb", metavar="PROJECT", help="Report the metrics to W&B too."),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Learn a policy from datasets at rest.
+
+    Registers it as a new version: the best of the run by its measure, else the last. Options in
+    --config and --set are the training's (batch_size, discount, patience, ...) or the algorithm's
+    own.
+
+    Example:
+      replaylake train offline cartpole --algorithm bc --policy clone --env CartPole-v1
+      replaylake train offline cartpole@1 live --algorithm cql --policy cql --set alpha=2.0
+      replaylake train offline pendulum --algorithm iql --policy iql --holdout 0.2
+      replaylake train offline --resume 01m7xx37q2a1tjwqb8trpt4zek
+    """
+    given = {
+        "algorithm": algorithm,
+        "updates": updates,
+        "seed": seed,
+        "learners": learners,
+        "holdout": holdout,
+        "holdout_after": holdout_after,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    asked: dict[str, Any] = {
+        "where": where,
+        "where_steps": where_steps,
+        "reward": reward,
+        "weight": weight,
+        "env_id": env,
+        "env_args": parse_env_args(env_arg, has_env=env is not None) or None,
+    }
+    if resume is not None:
+        check_alone(datasets, policy, config, assignments, *given.values(), *asked.values())
+    else:
+        _check_given(datasets, policy)
+    check_project(wandb)
+    options = read_options(config, assignments or []) | given
+
+    # After the options are parsed: torch takes a second to import.
+    from replaylake.cli.output.watch import watchers
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.summary import find_run
+    from replaylake.offline.running import train as training
+    from replaylake.offline.running.local_ray import quiet_at_exit
+
+    report = Report(as_json)
+    opened = open_lake(lake)
+
+    def run(**callbacks: Any) -> TrainResult:
+        if resume is not None:
+            run_id = find_run(opened.registry.runs(), resume)["run_id"]
+            return training.resume(opened, run_id, **callbacks)
+        settings = _settings(options)
+        pinned = [_pinned(report, opened, text) for text in datasets or []]
+        return training.train(
+            opened, pinned, settings, policy_name=policy or "", **asked, **callbacks
+        )
+
+    with watchers(report, opened, wandb_project=wandb) as watch:
+        try:
+            with how_it_goes_on(report, "train offline", without="from the beginning"):
+                result = _with_progress(report, watch, run)
+        finally:
+            if "ray" in sys.modules:
+                quiet_at_exit()
+    report.answer(_body(result), _summary(result))
+
+
+def _check_given(datasets: Sequence[str] | None, policy: str | None) -> None:
+    if not datasets:
+        raise typer.BadParameter(
+            "found none, expected at least one dataset, or --resume RUN.",
+            param_hint="NAME[@VERSION]...",
+        )
+    if policy is None:
+        raise typer.BadParameter("found none, expected a name.", param_hint="--policy")
+
+
+def _with_progress(report: Report, watch: Watchers, run: Callable[..., TrainResult]) -> TrainResult:
+    with (
+        report.waiting("reading the episodes") as waiting,
+        report.progress("read", "shards") as reading,
+        report.progress("update", "") as progress,
+    ):
+
+        def tell_read(done: int, total: int) -> None:
+            waiting.end()
+            reading(done, total)
+
+        def tell_begin(start: RunStart) -> None:
+            waiting.end()
+            tell_start(report, watch, start)
+
+        def tell(done: Progress) -> None:
+            left = f"  {time_left(done.left_s)} left" if done.update < done.updates else ""
+            rate = f"{done.updates_per_s:,.0f} updates/s"
+            progress(done.update, done.updates, f"{_metrics(done.metrics)}  {rate}{left}")
+
+        return run(on_reading=tell_read, on_start=tell_begin, on_progress=tell, on_metrics=watch)
+
+
+def _settings(options: Mapping[str, Any]) -> TrainConfig:
+    """Sort options into the training's own and the algorithm's.
+
+    Raises: ConfigInvalid; typer.BadParameter (exit 2) where none is the algorithm.
+    """
+    from replaylake.offline.running.training.config import train_config
+
+    if "algorithm" not in options:
+        raise typer.BadParameter(
+            "found none, expected one such as bc, cql or iql, here or as `algorithm = ...` in "
+            "--config.",
+            param_hint="--algorithm",
+        )
+    return train_config(options)
+
+
+def _pinned(report: Report, lake: Lake, text: str) -> str:
+    """Say what a dataset holds; return it with that version, so that it is what is trained on.
+
+    What has a version or a tag already stays as it is: the run's record keeps the tag's name.
+    """
+    snapshot = lake.snapshot(text)
+    row = snapshot.sql(
+        "SELECT count(*) AS n FROM (SELECT DISTINCT policy, policy_version FROM steps "
+        "WHERE policy IS NOT NULL)"
+    ).to_pylist()[0]
+    policies = "behavior policy unknown"
+    if row["n"]:
+        policies = f"{row['n']:,} behavior " + ("policy" if row["n"] == 1 else "policies")
+    report.say(
+        f"snapshot {snapshot.dataset}@{snapshot.version}  {count(len(snapshot.files), 'shard')}  "
+        f"{count(snapshot.num_steps, 'step')}  {policies}"
+    )
+    return text if "@" in text else f"{snapshot.dataset}@{snapshot.version}"
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    """Return the losses, and of the rest the values of actions first."""
+    names = sorted(metrics, key=lambda name: (not name.endswith("loss"), not name.startswith("q")))
+    # The sum makes 0 of -0, which says nothing more.
+    return "  ".join(f"{name} {metrics[name] + 0.0:.4g}" for name in names[:_METRICS_SHOWN])
+
+
+def _body(result: TrainResult) -> dict[str, Any]:
+    return {
+        "policy": result.policy.name,
+        "version": result.policy.version,
+        "run_id": result.run_id,
+        "algorithm": result.config.algorithm,
+        "datasets": result.datasets,
+        "num_episodes": result.num_episodes,
+        "num_steps": result.num_steps,
+        "updates": result.config.updates,
+        "update": result.update,
+        "seed": result.config.seed,
+        "metrics": result.metrics,
+        "updates_per_s": result.updates_per_s,
+        "selection": result.selection,
+        "evaluation": None if result.evaluation is None else result.evaluation.to_json(),
+        "was_done": result.was_done,
+    }
+
+
+def _summary(result: TrainResult) -> Iterator[str]:
+    if result.was_done:
+        yield f"run {result.run_id} is done already: nothing was changed"
+    yield f"trained on {count(result.num_episodes, 'episode')}, {count(result.num_steps, 'step')}"
+    selection, num_updates = result.selection, result.selection["history"][-1]["update"]
+    early = f" of {result.config.updates:,}, stopped early" if selection["stopped_early"] else ""
+    is_last = result.update == num_updates
+    ours = f"  {_metrics(result.metrics)}" if is_last else ""
+    yield f"{count(num_updates, 'update')}{early}{ours}  {result.updates_per_s:,.0f} updates/s"
+    if selection["measure"] != "last":
+        yield (
+            f"took the policy of update {result.update:,}, the best of "
+            f"{len(selection['history'])} by {_MEASURES[selection['measure']]}: "
+            f"{number_text(selection['value'])}"
+        )
+    if not is_last:
+        # They are of the policy that was taken, and not of the end.
+        yield f"metrics there: {_metrics(result.metrics)}"
+    if result.evaluation is not None:
+        done = result.evaluation
+        yield (
+            f"evaluated in {done.env_id}, on other seeds: mean return "
+            f"{number_text(done.mean_return)} over {count(len(done.returns), 'episode')}"
+            f"{interval_text(done.ci_low, done.ci_high)}{_of_reward(result)}"
+        )
+    yield f"saved policy {result.policy}"
+
+
+def _of_reward(result: TrainResult) -> str:
+    """Say of returns in an environment that they are not of what was learned from."""
+    learned = {str(one["reward"]) for one in result.datasets} - {"None", "reward"}
+    if not learned:
+        return ""
+    return f", of the environment's own reward: trained with {', '.join(sorted(learned))}"
+
+
+_MEASURES: Final = {
+    "environment": "mean return in the environment",
+    "fqe": "value on the held-out episodes (fitted Q evaluation)",
+    "loss": "loss on the held-out episodes",
+}

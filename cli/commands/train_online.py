@@ -1,0 +1,396 @@
+"""`replaylake train online`: a policy from an environment, through the lake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from replaylake.cli.config import read_options
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    EnvArgsOption,
+    JsonOption,
+    LakeOption,
+    parse_env_args,
+)
+from replaylake.cli.output.online_report import answer_of, progress_text, summary_of
+from replaylake.cli.output.report import Report
+from replaylake.cli.run_options import (
+    AssignmentsOption,
+    ConfigOption,
+    EnvRunner,
+    ResumeOption,
+    check_alone,
+    check_project,
+    how_it_goes_on,
+    tell_start,
+)
+
+if TYPE_CHECKING:
+    from replaylake.cli.output.watch import Watchers
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.offline.running.training.callbacks import RunStart
+    from replaylake.online.monitoring.prometheus import MetricsServer
+    from replaylake.online.training.config import OnlineRequest
+    from replaylake.online.training.progress import OnlineProgress
+    from replaylake.online.training.result import OnlineResult
+
+_COLLECTING: Final = "Collecting"
+_LEARNING: Final = "Learning"
+_WATCHING: Final = "Watching"
+
+
+class Agents(StrEnum):
+    """Whose policy is learned, of several agents."""
+
+    shared = "shared"
+    each = "each"
+
+
+def online(
+    env: Annotated[
+        str | None,
+        typer.Option(
+            "--env",
+            metavar="ID",
+            help="Gymnasium id or module:function; required but with --resume.",
+            show_default=False,
+        ),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            "--algorithm",
+            metavar="NAME",
+            help="dqn, sac, td3, impala, ppo, ...; module:function for one of yours. Required, "
+            "here or in --config, but with --start-from.",
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset",
+            metavar="NAME",
+            help="Where the steps go; made where it does not exist. Required but with --resume.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help="Registered as its next version; required but with --resume.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="N", help="Steps to collect.", rich_help_panel=_COLLECTING),
+    ] = None,
+    until_return: Annotated[
+        float | None,
+        typer.Option(
+            "--until-return",
+            metavar="R",
+            help="End once an evaluation of the policy returns this much on average.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", help="Ray workers.", rich_help_panel=_COLLECTING),
+    ] = None,
+    envs_per_worker: Annotated[
+        int | None,
+        typer.Option(
+            "--envs-per-worker",
+            metavar="K",
+            help="Stepped together.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = None,
+    env_args: EnvArgsOption = None,
+    env_runner: Annotated[
+        EnvRunner | None,
+        typer.Option(
+            "--env-runner",
+            help="local: in this process without Ray, between updates.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = None,
+    agents: Annotated[
+        Agents | None,
+        typer.Option(
+            "--agents",
+            help="Of several agents: one policy for all, or each has its own.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    worker_cpus: Annotated[
+        float | None,
+        typer.Option(
+            "--worker-cpus",
+            metavar="C",
+            help="CPUs of each worker, as Ray counts them.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="RAY",
+            help="A Ray that runs already; without it one is started here.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = None,
+    sync: Annotated[
+        bool,
+        typer.Option(
+            "--sync",
+            help="Collect and learn in turns, instead of both at once.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = False,
+    no_record: Annotated[
+        bool,
+        typer.Option(
+            "--no-record",
+            help="Write no steps into the lake: to measure what recording costs.",
+            rich_help_panel=_COLLECTING,
+        ),
+    ] = False,
+    samples_per_insert: Annotated[
+        float | None,
+        typer.Option(
+            "--samples-per-insert",
+            metavar="S",
+            help="Steps sampled for each that came; without it an update a step.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    max_staleness: Annotated[
+        int | None,
+        typer.Option(
+            "--max-staleness",
+            metavar="V",
+            help="Policy versions that a step may be behind, of impala and ppo.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--start-from",
+            metavar="POLICY",
+            help="Go on from what a registered policy learned: name, name:version or name@alias.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    mix: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mix",
+            metavar="DATASET:SHARE",
+            help="Draw this share of each batch from another dataset, or an earlier version of "
+            "this one. Repeatable.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    learner_gpus: Annotated[
+        float | None,
+        typer.Option(
+            "--learner-gpus",
+            metavar="G",
+            help="Learn on a GPU of the Ray cluster.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", help="Of weights, batches and episodes."),
+    ] = None,
+    resume: ResumeOption = None,
+    config: ConfigOption = None,
+    assignments: AssignmentsOption = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            metavar="PORT",
+            help="Serve the metrics to Prometheus on this port of 127.0.0.1; 0 takes a free one.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option(
+            "--wandb",
+            metavar="PROJECT",
+            help="Report the metrics to W&B too.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Learn a policy while it collects.
+
+    Workers write every step into the dataset, the learner follows that, and the best policy is
+    registered. Options in --config and --set are the run's (batch_size, min_size, patience, ...) or
+    the algorithm's own. Makes the lake where there is none.
+
+    Example:
+      replaylake train online --env CartPole-v1 --algorithm dqn --dataset cartpole --policy dqn
+      replaylake train online --env Pendulum-v1 --algorithm sac --dataset pendulum --policy sac
+      replaylake train online --resume 01m7xx37q2a1tjwqb8trpt4zek
+    """
+    check_project(wandb)
+    flags: dict[str, Any] = {
+        "algorithm": algorithm,
+        "steps": steps,
+        "until_return": until_return,
+        "workers": workers,
+        "envs_per_worker": envs_per_worker,
+        "env_runner": None if env_runner is None else env_runner.value,
+        "agents": None if agents is None else agents.value,
+        "worker_cpus": worker_cpus,
+        "mode": "sync" if sync else None,
+        "record": False if no_record else None,
+        "samples_per_insert": samples_per_insert,
+        "max_staleness": max_staleness,
+        "start_from": start_from,
+        "learner_gpus": learner_gpus,
+        "seed": seed,
+        "mix": _shares(mix) if mix else None,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    if resume is not None:
+        check_alone(env, dataset, policy, env_args, config, assignments, address, *given.values())
+    else:
+        _check_given({"--env": env, "--dataset": dataset, "--policy": policy})
+    made_with = parse_env_args(env_args)
+    options = read_options(config, assignments or []) | given
+
+    # After the options are parsed: torch takes a second to import.
+    from replaylake.cli.output.watch import watchers
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.summary import find_run
+    from replaylake.offline.running.local_ray import quiet_at_exit
+    from replaylake.online import train as training
+    from replaylake.online.training.config import OnlineRequest, online_config
+
+    report = Report(as_json)
+    opened = open_lake(lake, create=resume is None)
+    request: OnlineRequest | None = None
+    if resume is None:
+        if "algorithm" not in options and options.get("start_from"):
+            options["algorithm"] = _algorithm_of(opened, options["start_from"])
+        _check_algorithm(options)
+        request = OnlineRequest(
+            env or "", dataset or "", policy or "", online_config(options), made_with, address
+        )
+
+    def run(**callbacks: Any) -> OnlineResult:
+        if request is None:
+            run_id = find_run(opened.registry.runs(), resume or "")["run_id"]
+            return training.resume_online(opened, run_id, **callbacks)
+        return training.train_online(opened, request, **callbacks)
+
+    with ExitStack() as stack:
+        watch = stack.enter_context(watchers(report, opened, wandb_project=wandb))
+        server = _metrics_server(report, stack, metrics_port)
+        try:
+            with how_it_goes_on(report, "train online", without="from what was collected"):
+                result = _with_progress(report, opened, watch, server, run)
+        finally:
+            if "ray" in sys.modules:
+                quiet_at_exit()
+    report.answer(answer_of(result), summary_of(result))
+
+
+def _shares(texts: Sequence[str]) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for text in texts:
+        name, _, share = text.rpartition(":")
+        try:
+            shares[name] = float(share)
+        except ValueError:
+            name = ""
+        if not name:
+            raise typer.BadParameter(
+                f"found {text!r}, expected DATASET:SHARE such as pendulum@3:0.5.",
+                param_hint="--mix",
+            )
+    return shares
+
+
+def _check_given(required: Mapping[str, str | None]) -> None:
+    for option, value in required.items():
+        if value is None:
+            raise typer.BadParameter("found none, or --resume RUN.", param_hint=option)
+
+
+def _check_algorithm(options: Mapping[str, Any]) -> None:
+    if "algorithm" not in options:
+        raise typer.BadParameter(
+            "found none, expected one such as dqn, sac, impala or ppo, here or as `algorithm = "
+            "...` in --config.",
+            param_hint="--algorithm",
+        )
+
+
+def _algorithm_of(lake: Lake, policy: str) -> str:
+    from replaylake.datastore.lake.policies.package import check_package
+
+    return str(check_package(lake.registry.resolve(policy).path).body.get("algorithm"))
+
+
+def _metrics_server(report: Report, stack: ExitStack, port: int | None) -> MetricsServer | None:
+    if port is None:
+        return None
+    from replaylake.online.monitoring.prometheus import MetricsServer
+
+    server = stack.enter_context(MetricsServer(port))
+    report.say(f"metrics at {server.url}")
+    return server
+
+
+def _with_progress(
+    report: Report,
+    lake: Lake,
+    watch: Watchers,
+    server: MetricsServer | None,
+    run: Callable[..., OnlineResult],
+) -> OnlineResult:
+    with report.waiting("starting") as waiting, report.progress("step", "") as progress:
+
+        def tell_begin(start: RunStart) -> None:
+            waiting.end()
+            tell_start(report, watch, start)
+            if server is not None:
+                row = next(r for r in lake.registry.runs() if r["run_id"] == start.run_id)
+                server.begin(start.run_id, policy=row["policy"], env=row["env_id"])
+
+        def tell(done: OnlineProgress) -> None:
+            progress(done.num_steps, done.steps, progress_text(done))
+
+        def tell_metrics(update: int, values: Mapping[str, float]) -> None:
+            watch(update, values)
+            if server is not None:
+                server.set(update, values)
+
+        return run(
+            on_start=tell_begin,
+            on_progress=tell,
+            on_metrics=tell_metrics,
+            on_remark=lambda text: report.say(f"note: {text}"),
+        )

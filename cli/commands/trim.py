@@ -1,0 +1,97 @@
+"""`replaylake trim`: the oldest whole episodes go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    NOTHING_CHANGED,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    parse_duration,
+)
+from replaylake.cli.output.report import Report, count
+
+if TYPE_CHECKING:
+    from replaylake.datastore.maintenance.trim import Trimmed
+
+
+def trim(
+    dataset: Annotated[
+        str, typer.Argument(metavar="DATASET", show_default=False, help="The dataset.")
+    ],
+    max_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--max-steps", metavar="N", min=0, show_default=False, help="Steps that may be left."
+        ),
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--older-than",
+            metavar="AGE",
+            show_default=False,
+            help="Episodes go whose newest row is older: 30s, 15m, 1h, 7d.",
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; else only say what would go.")] = False,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Remove the oldest whole episodes.
+
+    Open episodes stay. Earlier versions keep what they had until vacuum.
+
+    Example:
+      replaylake trim play --max-steps 1000000
+      replaylake trim live --older-than 30d --yes
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.trim import trim as run
+
+    if max_steps is None and older_than is None:
+        raise typer.BadParameter(
+            "found neither, expected one or both.", param_hint="--max-steps / --older-than"
+        )
+    report = Report(as_json)
+    age_s = None if older_than is None else parse_duration(older_than, "--older-than")
+    with report.waiting(f"trimming {dataset}" if yes else f"looking through {dataset}"):
+        done = run(
+            open_lake(lake), dataset, max_steps=max_steps, older_than_s=age_s, dry_run=not yes
+        )
+    report.answer(done.to_json(), _lines(done))
+
+
+def _lines(done: Trimmed) -> Iterator[str]:
+    what = f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')}"
+    left = f"{count(done.steps_left, 'step')} left"
+    if not done.num_episodes:
+        yield f"{done.dataset}@{done.version}: nothing to trim; {left}"
+    elif done.dry_run:
+        yield f"{done.dataset}: would remove {what}; {left}"
+    else:
+        yield f"{done.dataset}@{done.version}: {what} removed; {left}"
+        yield (
+            f"  {count(done.shards_dropped, 'shard')} dropped whole, {done.shards_rewritten:,} "
+            "rewritten"
+        )
+    if done.num_decisions or done.num_rewards:
+        yield (
+            f"  {count(done.num_decisions, 'decision')} and {count(done.num_rewards, 'reward')} "
+            f"{'go' if done.dry_run else 'removed'} with them"
+        )
+    if done.num_received:
+        gone = "go" if done.dry_run else "removed"
+        yield f"  {count(done.num_received, 'received step')} {gone} with them"
+    if done.num_rejected:
+        gone = "would leave" if done.dry_run else "left"
+        yield f"  {count(done.num_rejected, 'row')} {gone} the quarantine"
+    if done.dry_run and (done.num_episodes or done.num_rejected):
+        yield f"  {NOTHING_CHANGED}"

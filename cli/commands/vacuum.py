@@ -1,0 +1,93 @@
+"""`replaylake vacuum`: files that nobody can need any more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    NOTHING_CHANGED,
+    DatasetsArgument,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    parse_duration,
+    usage_errors,
+)
+from replaylake.cli.output.report import Report, count, size
+
+if TYPE_CHECKING:
+    from replaylake.datastore.maintenance.vacuum import Vacuumed
+
+_MAX_SHOWN = 20
+
+
+def vacuum(
+    datasets: DatasetsArgument = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--older-than",
+            metavar="AGE",
+            show_default=False,
+            help="At least 1h; else as each dataset's retention says, 7d by default.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Take an age below 1h: only while nothing writes or reads."),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete them; else only list them.")] = False,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List or delete files that no kept version needs.
+
+    Kept are the newest version, tagged ones, those that policies were trained on, and those
+    replaced less than the age ago.
+
+    Example:
+      replaylake vacuum
+      replaylake vacuum cartpole --older-than 2d --yes
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.maintenance.vacuum import vacuum as run
+
+    report = Report(as_json)
+    age_s = None if older_than is None else parse_duration(older_than, "--older-than")
+    opened = open_lake(lake)
+    with report.progress("deleted", "files") as progress, usage_errors("--older-than"):
+        found = run(
+            opened,
+            datasets or (),
+            older_than_s=age_s,
+            delete=yes,
+            force=force,
+            on_progress=progress,
+        )
+    for text in found.skipped:
+        report.say(f"skipped {text}")
+    report.answer(found.to_json(), _lines(found))
+
+
+def _lines(found: Vacuumed) -> Iterator[str]:
+    for file in found.garbage[:_MAX_SHOWN]:
+        yield f"{file.path}  {size(file.size_bytes)}"
+    if len(found.garbage) > _MAX_SHOWN:
+        yield f"... and {len(found.garbage) - _MAX_SHOWN:,} more"
+    kinds = Counter(file.kind for file in found.garbage)
+    of = ", ".join(f"{kind} {num:,}" for kind, num in sorted(kinds.items()))
+    what = count(len(found.garbage), "file") + (f" ({of})" if of else "")
+    if found.deleted:
+        yield f"deleted {what}, {size(found.num_bytes)}"
+    else:
+        yield f"{what}, {size(found.num_bytes)} to delete"
+        if kinds:
+            yield f"  {NOTHING_CHANGED}"
+    for pin in found.pinned:
+        yield f"  kept {pin}"

@@ -1,0 +1,1 @@
+"""Output of the commands: tables, progress, plots and pages."""

@@ -1,0 +1,133 @@
+"""`replaylake ingest --follow`: JSON lines that keep arriving, until they end or it is told to."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+
+from replaylake.cli.output.receipt import rename_lines, shortened
+from replaylake.cli.output.report import Report, count
+
+if TYPE_CHECKING:
+    from replaylake.datastore.episodes.spaces import Space
+    from replaylake.datastore.interchange.formats.checks import Finding
+    from replaylake.datastore.interchange.formats.format import ReadOptions
+    from replaylake.datastore.interchange.ingest.stream.lines import LineReader
+    from replaylake.datastore.interchange.ingest.stream.receipt import Progress, StreamReceipt
+    from replaylake.datastore.lake.lake import Lake
+
+_STDIN: Final = "-"
+_FORMATS: Final = ("auto", "jsonl")
+# Rejected lines that are said as they come; the receipt counts all.
+_MAX_SAID: Final = 20
+
+
+def follow_lines(
+    report: Report,
+    lake: Lake,
+    sources: Sequence[Path],
+    dataset: str,
+    *,
+    format: str,
+    options: ReadOptions,
+    spaces: tuple[Space, Space] | None,
+    flush_every_s: float,
+    stream: str | None,
+) -> None:
+    """Follow one source, and print the receipt. SIGINT and SIGTERM end it as its end would."""
+    from replaylake.datastore.interchange.ingest.stream.stream import follow
+
+    if len(sources) != 1:
+        raise typer.BadParameter(
+            f"found {len(sources)} sources, expected one with --follow: - or a growing file.",
+            param_hint="SOURCE",
+        )
+    if format not in _FORMATS:
+        raise typer.BadParameter(
+            f"found {format!r}, expected jsonl with --follow.", param_hint="--format"
+        )
+    num_said = 0
+
+    def say(finding: Finding) -> None:
+        nonlocal num_said
+        num_said += 1
+        if num_said <= _MAX_SAID:
+            report.say(f"rejected: {finding.check}: {finding.message}")
+        elif num_said == _MAX_SAID + 1:
+            report.say("rejected: further lines; the receipt counts them")
+
+    with report.progress("committed", "steps") as progress, _until_told() as stop:
+
+        def tell(done: Progress) -> None:
+            waiting = f"{done.num_waiting:,} waiting" if done.num_waiting else ""
+            progress(done.num_committed, None, waiting)
+
+        with _reader(sources[0]) as lines:
+            receipt = follow(
+                lake,
+                lines,
+                dataset,
+                stream=stream,
+                options=options,
+                spaces=spaces,
+                flush_every_s=flush_every_s,
+                stop=stop,
+                on_progress=tell,
+                on_rejected=say,
+            )
+    report.answer(receipt.to_json(), _summary(receipt))
+
+
+def _reader(source: Path) -> LineReader:
+    from replaylake.datastore.interchange.ingest.stream.lines import LineReader
+
+    if str(source) == _STDIN:
+        return LineReader(sys.stdin.fileno(), "<stdin>")
+    return LineReader.of_file(source)
+
+
+@contextmanager
+def _until_told() -> Iterator[threading.Event]:
+    """Return an event that SIGINT and SIGTERM set; a second one ends the process as usual."""
+    stop = threading.Event()
+    before: dict[int, Any] = {}
+
+    def told(number: int, frame: object) -> None:
+        stop.set()
+        signal.signal(number, before[number])
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, told)
+    try:
+        yield stop
+    finally:
+        for told_by, handler in before.items():
+            signal.signal(told_by, handler)
+
+
+def _summary(receipt: StreamReceipt) -> Iterator[str]:
+    lines = receipt.lines
+    if receipt.version is None:
+        yield f"{receipt.dataset}: nothing added"
+    else:
+        yield (
+            f"{receipt.dataset}@{receipt.version}: {count(lines.committed, 'step')} committed in "
+            f"{count(receipt.num_commits, 'version')}"
+        )
+    yield (
+        f"  read {count(lines.read, 'line')} of stream {receipt.stream}: rejected "
+        f"{lines.rejected:,}; already present {lines.already_present:,}"
+    )
+    for reason in receipt.reasons:
+        said = count(reason.num_lines, "line")
+        yield f"  rejected {said} for {reason.check}, such as {shortened(reason.example)}"
+    yield from rename_lines(receipt.renames)
+    for note in receipt.notes:
+        yield f"  note: {shortened(note)}"

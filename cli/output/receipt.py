@@ -1,0 +1,99 @@
+"""Receipt: what `replaylake ingest` answers to a person."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from replaylake.cli.output.report import count, size, table_lines
+
+if TYPE_CHECKING:
+    from replaylake.datastore.interchange.formats.checks import Check
+    from replaylake.datastore.interchange.ingest.receipt import Receipt
+
+_CHECK_COLUMNS: Final = ("check", "outcome", "episodes", "rows")
+# A note may list names without end, and a word of one (a path, a JSON object) may be as long.
+_MAX_NOTE: Final = 240
+_MAX_WORD: Final = 60
+_MAX_RENAMES: Final = 3
+
+
+def receipt_lines(receipt: Receipt) -> Iterator[str]:
+    """Return the receipt, what matters most first; what --json has in full is shortened."""
+    episodes, steps = receipt.episodes, receipt.steps
+    if receipt.version is None:
+        yield f"{receipt.dataset}: nothing added"
+    else:
+        yield (
+            f"{receipt.dataset}@{receipt.version}: {count(episodes.committed, 'episode')}, "
+            f"{count(steps.committed, 'step')} committed in {count(receipt.num_shards, 'shard')}, "
+            f"{size(receipt.num_bytes)}"
+        )
+    yield (
+        f"  read {count(receipt.num_files, 'file')} ({receipt.format}): "
+        f"{count(episodes.read, 'episode')}, {count(steps.read, 'step')}; rejected "
+        f"{episodes.rejected:,} and {steps.rejected:,}; already present "
+        f"{episodes.already_present:,} and {steps.already_present:,}"
+    )
+    yield from check_lines(receipt.checks)
+    if episodes.rejected:
+        was = "was" if episodes.rejected == 1 else "were"
+        yield (
+            f"  {count(episodes.rejected, 'episode')} {was} quarantined: "
+            f"SELECT file, file_row, reasons, row FROM {receipt.dataset}.quarantine"
+        )
+    yield from rename_lines(receipt.renames)
+    for note in receipt.notes:
+        yield f"  note: {shortened(note)}"
+    if receipt.alignment is not None:
+        yield from (f"  alignment: {line}" for line in receipt.alignment.lines())
+
+
+def check_lines(checks: Sequence[Check]) -> Iterator[str]:
+    """Say what the door found, as a table, and under each check an example and what may be done."""
+    if not checks:
+        return
+    rows = [
+        {
+            "check": check.name,
+            "outcome": check.outcome,
+            "episodes": check.num_episodes,
+            "rows": check.num_rows,
+        }
+        for check in checks
+    ]
+    header, *lines = table_lines(rows, _CHECK_COLUMNS)
+    yield f"  {header}"
+    for line, check in zip(lines, checks, strict=True):
+        yield f"  {line}"
+        yield f"    such as {shortened(check.example)}"
+        if check.advice:
+            yield f"    {check.advice}"
+
+
+def rename_lines(renames: Mapping[str, str]) -> Iterator[str]:
+    """Name the columns that got another name; of many only the first, and their number."""
+    if len(renames) > _MAX_RENAMES:
+        theirs, ours = next(pair for pair in renames.items() if pair[0])
+        yield (
+            f"  {len(renames):,} columns renamed, such as {shortened(repr(theirs))} -> {ours}; "
+            "--json lists all"
+        )
+        return
+    for theirs, ours in renames.items():
+        yield f"  column {shortened(repr(theirs))} is now {ours}"
+
+
+def shortened(text: str) -> str:
+    """Return one line of at most 240 characters; long words lose their middle, as in `part...7`."""
+    words = (_without_middle(word) for word in re.split(r"\s+", text))
+    line = " ".join(words)
+    return line if len(line) <= _MAX_NOTE else f"{line[:_MAX_NOTE]}... (--json has all)"
+
+
+def _without_middle(word: str) -> str:
+    if len(word) <= _MAX_WORD:
+        return word
+    half = _MAX_WORD // 2 - 2
+    return f"{word[:half]}...{word[-half:]}"

@@ -1,0 +1,1 @@
+"""Evaluation of policies: in an environment, and off-policy from logged episodes."""

@@ -1,0 +1,315 @@
+"""Evaluate: the return that a policy collects in an environment, with its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from replaylake.datastore.episodes.compatibility import compatible
+from replaylake.datastore.episodes.spaces import (
+    Array,
+    Discrete,
+    Space,
+    as_batch,
+    concatenate,
+    describe,
+)
+from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
+from replaylake.datastore.lake.policies.policy import Policy
+from replaylake.datastore.lake.policies.streams import EpisodeStreams
+from replaylake.offline.environments.games import Game
+from replaylake.offline.environments.ids import make_any, spaces_of
+from replaylake.offline.environments.pictures import make_rendering, rendered
+from replaylake.offline.environments.spaces import Environment, action_mask, from_gymnasium
+from replaylake.offline.evaluation.intervals import student_t_interval
+from replaylake.offline.evaluation.self_play import AgentPolicies, PlayedGame, SelfPlay
+
+# Called with (episode, frame uint8 [height, width, 3]) after its reset and each of its steps.
+OnFrame = Callable[[int, Array], None]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Undiscounted returns of whole episodes.
+
+    ci_low and ci_high bound the mean return at 95% (Student t over episodes); None for one episode.
+    seeds: what each episode's environment was reset with. env_args: what it was made with.
+    agent_returns: each agent's mean return where there are several; returns are their sums, lengths
+    how often the game was stepped.
+    """
+
+    env_id: str
+    deterministic: bool
+    mean_return: float
+    ci_low: float | None
+    ci_high: float | None
+    returns: tuple[float, ...]
+    lengths: tuple[int, ...]
+    seeds: tuple[int, ...]
+    env_args: Mapping[str, Any] = field(default_factory=dict)
+    agent_returns: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items()}
+
+
+@dataclass
+class _Slot:
+    """One environment, and its episode; state [1, S] is what the policy remembers of that."""
+
+    env: Environment
+    episode: int
+    observation: Any
+    mask: Array | None
+    rng: np.random.Generator
+    state: Array | None
+    reward: float = 0.0
+    total: float = 0.0
+    length: int = 0
+    ended: bool = False
+
+
+def evaluate(
+    policy: AgentPolicies,
+    env_id: str,
+    *,
+    env_args: Mapping[str, Any] | None = None,
+    episodes: int = 20,
+    seed: int = 0,
+    deterministic: bool = True,
+    num_envs: int = 32,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_frame: OnFrame | None = None,
+    filmed_episodes: int = 1,
+) -> Evaluation:
+    """Run whole episodes, acting on up to `num_envs` environments in one call.
+
+    Episode i resets its environment with seed + i and draws from its own generator, so the result
+    does not depend on num_envs. (A network's outputs may differ in the last bit between batch
+    sizes.) Masks in info["action_mask"] are honoured.
+
+    Args:
+        policy: whose spec has to fit the environment; or one for each agent, by its name.
+        env_id: Gymnasium id, or `module:function`; see docs/ENVIRONMENTS.md.
+        env_args: what the environment is made with.
+        episodes: how many.
+        seed: of the first episode.
+        deterministic: take the mode; otherwise sample.
+        num_envs: environments stepped together.
+        on_progress: called with (episodes done, episodes) after each.
+        on_frame: called with each frame of the first `filmed_episodes`; those of several episodes
+            come mixed.
+        filmed_episodes: how many are drawn, which may cost more than they do.
+
+    In an environment of several agents one policy acts for all of them, and the return of an
+    episode is the sum of theirs.
+
+    Raises: NotFound for the environment, SchemaMismatch if its spaces are not the policy's;
+    ConfigInvalid where policies are named by agent and are not one for each. With
+    `on_frame`: ConfigInvalid if the environment cannot draw itself or is one of several agents,
+    ExtraMissing without the library that it draws with.
+    """
+    if episodes < 1 or num_envs < 1:
+        raise ConfigInvalid(
+            f"evaluate: found {episodes} episodes in {num_envs} environments, expected 1 or more."
+        )
+    given = dict(env_args or {})
+    env = make_any(env_id, given)
+    agents = env.agents if isinstance(env, Game) else ()
+    theirs = from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
+    env.close()
+    policies = _by_agent(env_id, agents, policy)
+    for one in policies.values():
+        check_these_spaces(env_id, theirs, one.spec.observation_space, one.spec.action_space)
+    num_filmed = 0 if on_frame is None else min(filmed_episodes, episodes)
+    envs: list[Any] = []
+    try:
+        for number in range(min(max(num_envs, num_filmed), episodes)):
+            is_filmed = number < num_filmed
+            envs.append(make_rendering(env_id, given) if is_filmed else make_any(env_id, given))
+        if agents:
+            play = SelfPlay(policies, seed, deterministic=deterministic)
+            games = play.all_of(envs, episodes, on_progress)
+            outcome = _of_games(games)
+        else:
+            run = _Run(policies[""], seed, deterministic, on_frame, num_filmed)
+            done = run.all_of(envs, episodes, on_progress)
+            outcome = _Returns([slot.total for slot in done], [slot.length for slot in done], {})
+    finally:
+        for env in envs:
+            env.close()
+    mean, low, high = student_t_interval(outcome.returns)
+    return Evaluation(
+        env_id=env_id,
+        deterministic=deterministic,
+        mean_return=mean,
+        ci_low=low,
+        ci_high=high,
+        returns=tuple(outcome.returns),
+        lengths=tuple(outcome.lengths),
+        seeds=tuple(range(seed, seed + episodes)),
+        env_args=given,
+        agent_returns=outcome.by_agent,
+    )
+
+
+def _by_agent(env_id: str, agents: Sequence[str], policy: AgentPolicies) -> Mapping[str, Policy]:
+    """Return who acts for each agent; of an environment of one agent, for the one without a name.
+
+    Raises: ConfigInvalid.
+    """
+    names = agents or ("",)
+    if not isinstance(policy, Mapping):
+        return dict.fromkeys(names, policy)
+    if set(policy) != set(names):
+        raise ConfigInvalid(
+            f"evaluate: {env_id}: found policies for {', '.join(policy) or 'nobody'}, expected "
+            f"{'one for each of ' + ', '.join(agents) if agents else 'one policy'}."
+        )
+    return policy
+
+
+class _Returns(NamedTuple):
+    """Of each episode its return and length; of each of several agents its mean return."""
+
+    returns: list[float]
+    lengths: list[int]
+    by_agent: dict[str, float]
+
+
+def _of_games(games: Sequence[PlayedGame]) -> _Returns:
+    """Sum over the agents, as the view `games` does."""
+    by_agent: dict[str, list[float]] = {}
+    for game in games:
+        for agent, value in game.returns.items():
+            by_agent.setdefault(agent, []).append(value)
+    return _Returns(
+        [sum(game.returns.values()) for game in games],
+        [game.num_ticks for game in games],
+        {agent: float(np.mean(values)) for agent, values in sorted(by_agent.items())},
+    )
+
+
+def check_spaces(
+    env_id: str,
+    observation_space: Space,
+    action_space: Space,
+    env_args: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse an environment whose spaces differ in kind, shape or number of actions.
+
+    Bounds and float widths may differ: a log seldom states the environment's.
+    Raises: NotFound, SchemaMismatch.
+    """
+    check_these_spaces(env_id, spaces_of(env_id, env_args), observation_space, action_space)
+
+
+def check_these_spaces(
+    env_id: str, theirs: tuple[Space, Space], observation_space: Space, action_space: Space
+) -> None:
+    """Do the same for spaces that are known. Raises: SchemaMismatch."""
+    for what, our, their in zip(
+        ("observation", "action"), (observation_space, action_space), theirs, strict=True
+    ):
+        if not compatible(our, their, any_width=True):
+            raise SchemaMismatch(
+                f"environment {env_id}: its {what} space is {describe(their)}, expected "
+                f"{describe(our)} as the data and its policy have. Name the environment that "
+                "they are of."
+            )
+
+
+class _Run:
+    """Slots that a policy steps until all episodes have ended."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        seed: int,
+        deterministic: bool,
+        on_frame: OnFrame | None,
+        num_filmed: int,
+    ) -> None:
+        self._policy = policy
+        self._seed = seed
+        self._deterministic = deterministic
+        self._on_frame = on_frame
+        self._num_filmed = num_filmed
+        # Python ints, which the step of an environment handles several times faster.
+        self._is_discrete = isinstance(policy.spec.action_space, Discrete)
+
+    def all_of(
+        self,
+        envs: Sequence[Environment],
+        episodes: int,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> list[_Slot]:
+        """Return the slots of all episodes, in their order."""
+        waiting = iter(range(episodes))
+        running = [self._start(env, next(waiting)) for env in envs]
+        done: list[_Slot] = []
+        while running:
+            for group in _groups(running):
+                self._step(group)
+            for slot in [slot for slot in running if slot.ended]:
+                running.remove(slot)
+                done.append(slot)
+                if on_progress is not None:
+                    on_progress(len(done), episodes)
+                if (episode := next(waiting, None)) is not None:
+                    running.append(self._start(slot.env, episode))
+        return sorted(done, key=lambda slot: slot.episode)
+
+    def _start(self, env: Environment, episode: int) -> _Slot:
+        observation, info = env.reset(seed=self._seed + episode)
+        rng = np.random.default_rng([self._seed, episode])
+        state = self._policy.initial_state(1)
+        slot = _Slot(env, episode, observation, action_mask(info), rng, state)
+        self._film(slot)
+        return slot
+
+    def _step(self, slots: Sequence[_Slot]) -> None:
+        """Act once for all slots, and step each."""
+        masks = [slot.mask for slot in slots if slot.mask is not None]
+        states = [slot.state for slot in slots if slot.state is not None]
+        act = self._policy.act(
+            concatenate([as_batch(slot.observation) for slot in slots]),
+            np.concatenate(states) if states else None,
+            rng=cast(np.random.Generator, EpisodeStreams([slot.rng for slot in slots])),
+            deterministic=self._deterministic,
+            action_mask=np.stack(masks) if masks else None,
+        )
+        actions = act.actions.tolist() if self._is_discrete else act.actions
+        for slot, action in zip(slots, actions, strict=True):
+            _advance(slot, action)
+            self._film(slot)
+        rewards = np.array([slot.reward for slot in slots])
+        if (state := self._policy.observe(act.state, rewards)) is not None:
+            for row, slot in enumerate(slots):
+                slot.state = state[row : row + 1]
+
+    def _film(self, slot: _Slot) -> None:
+        if self._on_frame is not None and slot.episode < self._num_filmed:
+            self._on_frame(slot.episode, rendered(slot.env))
+
+
+def _groups(slots: Sequence[_Slot]) -> list[Sequence[_Slot]]:
+    """Return which slots are acted for together: none that is masked beside one that is not."""
+    masked = [slot for slot in slots if slot.mask is not None]
+    if not masked or len(masked) == len(slots):
+        return [slots]
+    return [masked, [slot for slot in slots if slot.mask is None]]
+
+
+def _advance(slot: _Slot, action: Any) -> None:
+    observation, reward, terminated, truncated, info = slot.env.step(action)
+    slot.observation, slot.mask = observation, action_mask(info)
+    # Some environments return rewards as arrays of one element.
+    slot.reward = reward if type(reward) is float else float(np.asarray(reward).item())
+    slot.total += slot.reward
+    slot.length += 1
+    slot.ended = bool(terminated or truncated)

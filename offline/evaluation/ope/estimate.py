@@ -1,0 +1,288 @@
+"""estimate: what every estimator that suits a log says, with intervals, and why others do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
+from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, Estimator, for_logs
+from replaylake.offline.evaluation.ope.intervals import (
+    METHODS,
+    Interval,
+    all_intervals,
+    widen_to_rounding,
+)
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
+from replaylake.offline.evaluation.ope.refusal import NotEstimable
+from replaylake.offline.evaluation.ope.statistic import (
+    Bounds,
+    Statistic,
+    clustered,
+    difference_of,
+    mean_of,
+)
+from replaylake.offline.evaluation.ope.weights import Inputs
+from replaylake.offline.learning.options import near_matches
+
+_FITTED: Final = (
+    "behavior probabilities were fitted, not logged, and the interval takes them as right; "
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one estimator says the policy is worth, in units of the discounted return.
+
+    value has the interval ci_low .. ci_high by the method `interval`; difference is value minus the
+    log's own mean return, paired by episode. All ends and the method are None where there is no
+    interval, and no_interval says why. effective_sample_size is Kish's, of the weights as
+    applied (per-step ones: at the worst step), and the number of episodes where there are none;
+    max_weight is the largest applied, None where there are none. intervals and differences hold
+    every method's interval, by method. propensities: `logged` or `fitted` ones made its weights,
+    None where it has none.
+    """
+
+    estimator: str
+    value: float
+    ci_low: float | None
+    ci_high: float | None
+    difference: float
+    difference_low: float | None
+    difference_high: float | None
+    effective_sample_size: float
+    max_weight: float | None
+    assumptions: str
+    paper: str
+    interval: str | None
+    propensities: str | None
+    no_interval: str = ""
+    intervals: Mapping[str, Interval] = field(default_factory=dict, repr=False)
+    differences: Mapping[str, Interval] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """The estimates, by name why others are not there, and the log's own mean with its interval."""
+
+    estimates: tuple[Estimate, ...]
+    refused: Mapping[str, str]
+    log_mean: float
+    log_interval: Interval
+
+
+def estimate(
+    episodes: LoggedEpisodes,
+    names: Sequence[str] | None = None,
+    *,
+    level: float = 0.95,
+    seed: int = 0,
+    clip: float | None = None,
+    interval: str | None = None,
+) -> Estimates:
+    """Estimate the target policy's value by each estimator named; None: all that suit the log.
+
+    clip is the largest weight that clipped estimators apply; by default sqrt(E), at which what is
+    clipped off vanishes as the log grows (Ionides 2008). interval: a method of intervals.METHODS
+    for ci_low .. ci_high; by default the studentised bootstrap, and empirical Bernstein where that
+    has no finite limit. A model alone has none.
+    Cost: a few passes over the steps, and 2,000 resamples of the episodes.
+    Raises: ConfigInvalid on a name, level, clip or interval that there is not; EmptyReplay for a
+    single episode.
+    """
+    _check_options(names, level, clip, interval)
+    chosen = for_logs(episodes.is_one_step) if names is None else list(dict.fromkeys(names))
+    statistics, refused = _statistics(episodes, chosen, clip or math.sqrt(episodes.num_episodes))
+    log = _log_statistic(episodes)
+    differences = [difference_of(statistic, log) for statistic in statistics.values()]
+    split = 1 + len(statistics)
+    found = all_intervals([log, *statistics.values(), *differences], level, seed)
+    of_log, of_values, of_differences = found[0], found[1:split], found[split:]
+    estimates = tuple(
+        _estimate(ESTIMATORS[name], episodes, statistic, values, paired, intervals, interval, level)
+        for (name, statistic), values, paired, intervals in zip(
+            statistics.items(), of_values, differences, of_differences, strict=True
+        )
+    )
+    return Estimates(estimates, refused, log.value, _choose(of_log, "bootstrap"))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one estimator says two policies are worth, and their difference with its interval.
+
+    difference is first - second, paired by episode: low .. high by the method `interval`; all three
+    None where there is no interval, and no_interval says why.
+    """
+
+    estimator: str
+    first: float
+    second: float
+    difference: float
+    low: float | None
+    high: float | None
+    interval: str | None
+    no_interval: str = ""
+
+
+def compare(
+    first: LoggedEpisodes,
+    second: LoggedEpisodes,
+    names: Sequence[str],
+    *,
+    level: float = 0.95,
+    seed: int = 0,
+    clip: float | None = None,
+) -> tuple[tuple[Difference, ...], dict[str, str]]:
+    """Compare two policies on the same episodes by each estimator named; and why not by others.
+
+    As `estimate` compares one with the log: the same resamples of the episodes serve both
+    policies, so what they have in common falls out. Cost: as estimate's. Raises: ConfigInvalid as
+    estimate does, and where the episodes are not the same.
+    """
+    _check_options(names, level, clip, None)
+    if not np.array_equal(first.offsets, second.offsets) or not np.array_equal(
+        first.rewards, second.rewards
+    ):
+        raise ConfigInvalid(
+            f"comparison of two policies: found {first.num_episodes:,} and {second.num_episodes:,} "
+            "episodes that differ, expected the same ones. Evaluate both on the same."
+        )
+    chosen = list(dict.fromkeys(names))
+    clip = clip or math.sqrt(first.num_episodes)
+    of_first, refused = _statistics(first, chosen, clip)
+    of_second, also_refused = _statistics(second, chosen, clip)
+    both = [name for name in chosen if name in of_first and name in of_second]
+    paired = [difference_of(of_first[name], of_second[name]) for name in both]
+    found = all_intervals(paired, level, seed) if paired else []
+    differences = []
+    for name, statistic, intervals in zip(both, paired, found, strict=True):
+        values = of_first[name].value, of_second[name].value, statistic.value
+        if why := ESTIMATORS[name].no_interval:
+            differences.append(Difference(name, *values, None, None, None, why))
+            continue
+        interval = _choose(intervals, "bootstrap")
+        if interval.low == interval.high != 0 and np.ptp(first.returns) > 0:
+            interval = intervals["empirical_bernstein"]
+        interval = widen_to_rounding(intervals, statistic, level)[interval.method]
+        differences.append(Difference(name, *values, interval.low, interval.high, interval.method))
+    return tuple(differences), {**also_refused, **refused}
+
+
+def _log_statistic(episodes: LoggedEpisodes) -> Statistic:
+    returns = episodes.returns
+    seen = Bounds(float(returns.min()), float(returns.max()), known=False)
+    try:
+        return clustered(mean_of(returns, None, seen), episodes.clusters)
+    except NotEstimable as error:
+        raise EmptyReplay(
+            "off-policy evaluation: found 1 episode, expected 2 or more: a single one does not "
+            "tell how far its return is from the mean. Evaluate more episodes."
+        ) from error
+
+
+def _check_options(
+    names: Sequence[str] | None, level: float, clip: float | None, interval: str | None
+) -> None:
+    for name in names or ():
+        if name not in ESTIMATORS:
+            raise ConfigInvalid(
+                f"estimator: found {name!r}, expected {near_matches(name, ESTIMATORS)}."
+            )
+    if names is not None and not names:
+        raise ConfigInvalid(f"estimator: found none, expected some of {list(ESTIMATORS)}.")
+    if not 0.5 <= level < 1:
+        raise ConfigInvalid(f"level: found {level}, expected a number in [0.5, 1), such as 0.95.")
+    if clip is not None and not 0 < clip < math.inf:
+        raise ConfigInvalid(f"clip: found {clip}, expected a finite weight above 0.")
+    if interval is not None and interval not in METHODS:
+        raise ConfigInvalid(f"interval: found {interval!r}, expected one of {list(METHODS)}.")
+
+
+def _statistics(
+    episodes: LoggedEpisodes, names: Sequence[str], clip: float
+) -> tuple[dict[str, Statistic], dict[str, str]]:
+    """Return what each estimator found, and for those that could not, why."""
+    inputs = Inputs(episodes, clip)
+    statistics: dict[str, Statistic] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        estimator = ESTIMATORS[name]
+        try:
+            if estimator.one_step not in (None, episodes.is_one_step):
+                raise NotEstimable(_other_log(estimator))
+            statistics[name] = clustered(estimator.function(inputs), episodes.clusters)
+        except NotEstimable as error:
+            refused[name] = str(error)
+    return statistics, refused
+
+
+def _other_log(estimator: Estimator) -> str:
+    kinds = ("one-step logs", "episodes of several steps")
+    expected, found = kinds if estimator.one_step else kinds[::-1]
+    instead = f": use {estimator.twin!r}" if estimator.twin else ""
+    return f"for {expected}, found {found}{instead}"
+
+
+def _estimate(
+    estimator: Estimator,
+    episodes: LoggedEpisodes,
+    statistic: Statistic,
+    intervals: Mapping[str, Interval],
+    difference: Statistic,
+    differences: Mapping[str, Interval],
+    method: str | None,
+    level: float,
+) -> Estimate:
+    headline = paired = None
+    if estimator.no_interval:
+        intervals, differences = {}, {}
+    else:
+        wanted = method or "bootstrap"
+        headline, paired = _choose(intervals, wanted), _choose(differences, wanted)
+        if headline.low == headline.high and np.ptp(episodes.returns) > 0:
+            # Not one episode that counts has a reward, though some in the log have: no certainty.
+            headline, paired = (some["empirical_bernstein"] for some in (intervals, differences))
+        intervals = widen_to_rounding(intervals, statistic, level)
+        differences = widen_to_rounding(differences, difference, level)
+        headline, paired = intervals[headline.method], differences[paired.method]
+    size, largest = float(episodes.num_episodes), None
+    if statistic.spread is not None:
+        size, largest = statistic.spread.effective_sample_size, statistic.spread.max_weight
+    fitted = _FITTED if estimator.uses_weights and episodes.behavior_fitted else ""
+    return Estimate(
+        estimator=estimator.name,
+        value=statistic.value,
+        ci_low=None if headline is None else headline.low,
+        ci_high=None if headline is None else headline.high,
+        difference=difference.value,
+        difference_low=None if paired is None else paired.low,
+        difference_high=None if paired is None else paired.high,
+        effective_sample_size=size,
+        max_weight=largest,
+        assumptions=fitted + estimator.assumptions,
+        paper=estimator.paper,
+        interval=None if headline is None else headline.method,
+        propensities=_propensities(estimator, episodes),
+        no_interval=estimator.no_interval,
+        intervals=intervals,
+        differences=differences,
+    )
+
+
+def _propensities(estimator: Estimator, episodes: LoggedEpisodes) -> str | None:
+    if not estimator.uses_weights:
+        return None
+    return "fitted" if episodes.behavior_fitted else "logged"
+
+
+def _choose(intervals: Mapping[str, Interval], method: str) -> Interval:
+    """The method's interval; the empirical Bernstein one where that is not finite."""
+    interval = intervals[method]
+    if math.isfinite(interval.low) and math.isfinite(interval.high):
+        return interval
+    return intervals["empirical_bernstein"]

@@ -1,0 +1,107 @@
+"""Every estimator, by name: which logs it is for, what it assumes, who wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from replaylake.offline.evaluation.ope import doubly_robust, importance
+from replaylake.offline.evaluation.ope.statistic import Statistic
+from replaylake.offline.evaluation.ope.weights import Inputs
+
+OURS: Final = "ours"
+D3RLPY: Final = "d3rlpy"
+_RATIOS: Final = (
+    "behavior probabilities are right, and above 0 wherever the policy's are; nothing unlogged "
+    "drove both action and reward"
+)
+_MODEL: Final = "the model of values is right"
+# Resampling v(s_0) tells how first observations vary, not how far the model is off: at a nominal
+# 95% it held the truth in 41% of 500 simulated logs.
+_MODEL_ALONE: Final = (
+    "no interval: resampling the episodes does not tell how far their model is off"
+)
+_EITHER: Final = (
+    "behavior probabilities are right (then any model will do), or the model is; and above 0 "
+    "wherever the policy's are"
+)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How to estimate one way.
+
+    one_step: for one-step logs (True), for longer episodes (False), for both (None). twin: its name
+    on the other kind of log. is_offered: asked for by name only, where False. model: the one that
+    it needs, of `ours` and `d3rlpy`. no_interval: why its value has none; empty where it has one.
+    function raises NotEstimable where it has nothing to say.
+    """
+
+    name: str
+    function: Callable[[Inputs], Statistic]
+    one_step: bool | None
+    assumptions: str
+    paper: str
+    twin: str = ""
+    uses_weights: bool = True
+    is_offered: bool = True
+    model: str = ""
+    no_interval: str = ""
+
+
+_OneStep = partial(Estimator, one_step=True)
+_Longer = partial(Estimator, one_step=False)
+_Both = partial(Estimator, one_step=None)
+_FQE_PAPER: Final = "Le, Voloshin & Yue 2019"
+
+_TRUNCATED = f"{_RATIOS}; weights above the clip (sqrt of the number of episodes) matter little"
+_SN = f"{_RATIOS}; episodes enough that a bias of about 1 / effective size does not matter"
+
+ESTIMATORS: Final[dict[str, Estimator]] = {
+    estimator.name: estimator
+    for estimator in (
+        _OneStep("ips", assumptions=_RATIOS, paper="Horvitz & Thompson 1952",
+                 function=importance.whole_episode, twin="is"),
+        _OneStep("snips", assumptions=_SN, paper="Swaminathan & Joachims 2015",
+                 function=importance.weighted, twin="wis"),
+        _OneStep("clipped_ips", assumptions=_TRUNCATED, paper="Ionides 2008",
+                 function=importance.clipped, twin="clipped_is"),
+        _OneStep("switch_dr", assumptions=f"{_EITHER}; {_MODEL} where weights pass the clip",
+                 paper="Wang, Agarwal & Dudik 2017", function=doubly_robust.switch,
+                 model=OURS),
+        _OneStep("dr_os", assumptions=f"{_EITHER}; shrinking weights near the clip matters little",
+                 paper="Su et al. 2020", function=doubly_robust.shrunk, model=OURS),
+        _OneStep("sndr", assumptions=_EITHER, paper="Dudik, Langford & Li 2011, self-normalised",
+                 function=doubly_robust.weighted_doubly_robust, twin="wdr", model=OURS),
+        _Longer("is", assumptions=_RATIOS, paper="Precup, Sutton & Singh 2000",
+                function=importance.whole_episode, twin="ips"),
+        _Longer("wis", assumptions=_SN, paper="Precup, Sutton & Singh 2000",
+                function=importance.weighted, twin="snips"),
+        _Longer("clipped_is", assumptions=_TRUNCATED, paper="Ionides 2008",
+                function=importance.clipped, twin="clipped_ips"),
+        _Longer("pdis", assumptions=_RATIOS, paper="Precup, Sutton & Singh 2000",
+                function=importance.per_decision, twin="ips"),
+        _Longer("wpdis", assumptions=_SN, paper="Thomas 2015",
+                function=importance.weighted_per_decision, twin="snips"),
+        _Longer("wdr", assumptions=_EITHER, paper="Thomas & Brunskill 2016",
+                function=doubly_robust.weighted_doubly_robust, twin="sndr", model=OURS),
+        _Both("dr", assumptions=_EITHER, paper="Dudik, Langford & Li 2011; Jiang & Li 2016",
+              function=doubly_robust.doubly_robust, model=OURS),
+        _OneStep("dm", assumptions=_MODEL, paper="Dudik, Langford & Li 2011", twin="fqe",
+                 function=doubly_robust.direct_method, uses_weights=False, model=OURS,
+                 no_interval=_MODEL_ALONE),
+        _Longer("fqe", assumptions=_MODEL, paper=_FQE_PAPER, twin="dm",
+                function=doubly_robust.direct_method, uses_weights=False, model=OURS,
+                no_interval=_MODEL_ALONE),
+        _Longer("fqe_d3rlpy", assumptions=_MODEL, paper=_FQE_PAPER, twin="dm",
+                function=doubly_robust.direct_method_d3rlpy, uses_weights=False, model=D3RLPY,
+                is_offered=False, no_interval=_MODEL_ALONE),
+    )
+}  # fmt: skip
+
+
+def for_logs(one_step: bool) -> list[str]:
+    """Return the names for one-step logs, or for longer episodes, of those that are offered."""
+    return [e.name for e in ESTIMATORS.values() if e.is_offered and e.one_step in (None, one_step)]

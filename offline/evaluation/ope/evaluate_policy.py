@@ -1,0 +1,386 @@
+"""Evaluate a policy on episodes that others made: from the lake to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore.episodes.spaces import Array, Discrete
+from replaylake.datastore.errors import (
+    EmptyReplay,
+    SpaceUnsupported,
+    TrainingFailed,
+)
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.logged_steps import LoggedSteps
+from replaylake.offline.evaluation.ope.asked_policy import AskedPolicy, ask_for, evaluated_reward
+from replaylake.offline.evaluation.ope.chosen_episodes import (
+    Chosen,
+    choose_episodes,
+    with_first_steps,
+)
+from replaylake.offline.evaluation.ope.diagnostics import diagnose
+from replaylake.offline.evaluation.ope.direct import (
+    PredictedValues,
+    predict_rewards,
+    predict_values,
+    predict_values_by_d3rlpy,
+)
+from replaylake.offline.evaluation.ope.estimate import Estimate, Estimates, estimate
+from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, OURS
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
+from replaylake.offline.evaluation.ope.probabilities import (
+    BehaviorProbabilities,
+    Probabilities,
+    behavior_probabilities,
+    target_probabilities,
+    with_known_target,
+)
+from replaylake.offline.evaluation.ope.question import Listener, PolicyReport, Question
+from replaylake.offline.evaluation.ope.refusal import NotEstimable
+from replaylake.offline.evaluation.ope.training_set import learned_from
+from replaylake.offline.evaluation.ope.value_table import has_table
+from replaylake.offline.evaluation.ope.verdict import SUPPORTED, WEAK, Verdict
+from replaylake.offline.evaluation.ope.verdict import verdict as judge
+from replaylake.offline.evaluation.ope.weights import importance_weights
+
+_USE_OURS: Final = frozenset(e.name for e in ESTIMATORS.values() if e.model == OURS)
+_FQE_D3RLPY: Final = "fqe_d3rlpy"
+
+_ELSEWHERE: Final = "what the policy does is known at logged observations alone"
+_REMEMBERS: Final = "the policy remembers, and its value is no function of one observation"
+_FITTED_WITHOUT_MEMORY: Final = (
+    "The policy remembers, and the log's propensities are fitted to single observations: where who "
+    "wrote it remembered too, they are wrong. Log the probabilities of actions."
+)
+_NO_BOUND: Final = (
+    "with gamma 1 and episodes that were cut off (truncated), values have no bound; give "
+    "--gamma 0.99 or so"
+)
+# Below this share of a first reward, what comes behind a cut changes no value by much.
+_SMALL_SHARE: Final = 0.01
+_LIMIT_IGNORED: Final = (
+    "dr, wdr: their model values what would have come after the cut, too, and cannot stand in for "
+    "wrong propensities; where those are right, dr and wdr value what was logged"
+)
+_MODEL_GOES_ON: Final = "of episodes that were cut off the model is not right, however well fitted"
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """A report, and what it rests on.
+
+    steps: of the episodes that were evaluated; episodes: what is known of those and of the policy.
+    doubts: why the verdict is `weak` at best, of what the policy learned from.
+    """
+
+    report: PolicyReport
+    steps: LoggedSteps
+    episodes: LoggedEpisodes
+    doubts: tuple[str, ...]
+
+
+def evaluate_policy(
+    lake: Lake, question: Question, listener: Listener | None = None
+) -> PolicyReport:
+    """Evaluate a policy on a log.
+
+    Episodes that were not seen to end, lack a reward or a step are left out and counted, and, where
+    the policy remembers, those that lack their beginning. So are those that the policy was trained
+    on, unless nothing else is left: then they are evaluated, and the verdict is `not supported`.
+    Where behavior probabilities are missing they are fitted. The reward is the question's, else
+    that of the policy's training, else the stored one; the report says which. Deterministic on the
+    CPU: the same question gives the same answer.
+
+    Raises: NotFound, NameRefused, QueryRefused, QueryFailed, ConfigInvalid; EmptyReplay where no
+    episode is left, or one; SchemaMismatch for a policy of other spaces, or a holdout by a time
+    that the episodes do not have; SpaceUnsupported for observations or actions that the policy's
+    head does not take; ShardCorrupt.
+    Memory: the snapshot's steps, and the probabilities of all Discrete actions of those evaluated.
+    """
+    listener = listener or Listener()
+    snapshot = lake.snapshot(question.dataset)
+    asked = ask_for(lake, question, snapshot.spec)
+    holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
+    reward = evaluated_reward(asked, question, snapshot)
+    chosen = choose_episodes(snapshot, question, reward, holdout, listener)
+    if asked.remembers:
+        chosen = with_first_steps(chosen)
+    return evaluate_on(lake, asked, question, chosen, listener).report
+
+
+def evaluate_on(
+    lake: Lake,
+    asked: AskedPolicy,
+    question: Question,
+    chosen: Chosen,
+    listener: Listener,
+    doubts: Sequence[str] = (),
+) -> Evaluation:
+    """Evaluate a policy that was found on episodes that were read. Raises: as evaluate_policy.
+
+    chosen: of a policy that remembers each with its first step (with_first_steps).
+    doubts: those of an evaluation on more episodes, from which these were taken.
+    """
+    snapshot, steps, left_out = chosen.snapshot, chosen.steps, dict(chosen.left_out)
+    listener.stage("looking up what the policy was trained on")
+    found = learned_from(lake, asked.training, snapshot, steps)
+    seen, notes = found.episodes, asked.notes
+    is_seen = bool(seen.all())
+    doubts = list(doubts)
+    if found.unknown:
+        notes = (*notes, found.unknown)
+        if not question.unseen:
+            doubts.append(_not_known(found.unknown))
+    if seen.any() and not is_seen:
+        steps = steps.only(~seen)
+        left_out["in the policy's training set"] = int(seen.sum())
+        doubts += _selection_bias(asked)
+    listener.stage("asking the policy")
+    target = target_probabilities(asked, steps)
+    steps, target = with_known_target(steps, target, left_out)
+    behavior = behavior_probabilities(steps, target, question, listener)
+    if asked.remembers and behavior.is_fitted and steps.num_steps > steps.num_episodes:
+        doubts.append(_FITTED_WITHOUT_MEMORY)
+    trained_on = steps.num_episodes if is_seen else 0
+    values, model = _values(asked, steps, target, question, listener)
+    by_d3rlpy, why_not = _values_by_d3rlpy(asked, steps, question, listener)
+    episodes = _logged_episodes(steps, question, target, behavior, values, by_d3rlpy)
+    listener.stage("estimating")
+    cut_off = _CutOff(steps, question.discount)
+    estimates = _estimates(episodes, question, values, why_not, cut_off)
+    if not episodes.is_one_step:
+        # What follows a single decision is in no estimate: its model is one of the reward.
+        notes = (*notes, *cut_off.notes(_names(estimates)))
+    without = [one for one in estimates.estimates if one.no_interval]
+    if without:
+        names = ", ".join(one.estimator for one in without)
+        notes = (*notes, f"{names}: {without[0].no_interval}")
+    diagnostics = diagnose(episodes)
+    judged = judge(estimates, diagnostics, trained_on=trained_on)
+    if doubts and judged.verdict == SUPPORTED:
+        judged = Verdict(WEAK, doubts[0])
+    report = PolicyReport(
+        dataset=snapshot.dataset,
+        version=snapshot.version,
+        policy=asked.named,
+        question=question,
+        reward=chosen.reward,
+        training_discount=asked.discount,
+        holdout=None if chosen.holdout is None else chosen.holdout.to_json(),
+        num_episodes=steps.num_episodes,
+        num_steps=steps.num_steps,
+        left_out=left_out,
+        trained_on=trained_on,
+        propensities=behavior.about,
+        model=model,
+        notes=notes,
+        estimates=estimates,
+        diagnostics=diagnostics,
+        judged=judged,
+        weights=_weights(episodes),
+    )
+    return Evaluation(report, steps, episodes, tuple(doubts))
+
+
+def _not_known(unknown: str) -> str:
+    return (
+        f"It is not known whether the policy learned from the evaluated episodes ({unknown}): "
+        "it may know them by heart. --unseen gives your word that it did not."
+    )
+
+
+def _selection_bias(asked: AskedPolicy) -> list[str]:
+    """Say why the episodes that the policy was not trained on may not be like the others."""
+    return [
+        f"The policy was trained on the episodes where {where}; what is left for its evaluation "
+        "was chosen by that too, and is like the rest only if the condition has nothing to do with "
+        "outcomes. Train with --holdout."
+        for where in asked.training.choices()
+    ]
+
+
+def _values(
+    asked: AskedPolicy,
+    steps: LoggedSteps,
+    target: Probabilities,
+    question: Question,
+    listener: Listener,
+) -> tuple[PredictedValues | None, str]:
+    """Fit a model of values where an estimator needs one; returns what it is, or why not."""
+    names = question.estimators
+    if names is not None and not _USE_OURS & set(names):
+        return None, "none: no estimator that was asked for uses one"
+    policy = target.every if asked.target is None or asked.remembers else asked.target
+    if policy is None and asked.remembers:
+        return None, f"none: {_REMEMBERS}"
+    if policy is None:
+        return None, "none: of the policy only the probability of the logged action is known"
+    given: dict[str, Any] = {"seed": question.seed, "on_progress": listener.progress}
+    is_listed = has_table(steps.spec, question.fqe)
+    try:
+        if steps.num_steps == steps.num_episodes:
+            listener.stage("fitting a model of the reward")
+            found = predict_rewards(
+                asked.translated(steps), policy, config=question.reward_model, **given
+            )
+        elif asked.target is None:
+            return None, f"none: {_ELSEWHERE}"
+        elif asked.remembers:
+            return None, f"none: {_REMEMBERS}"
+        elif _CutOff(steps, question.discount).is_whole and not is_listed:
+            return None, f"none: {_NO_BOUND}"
+        else:
+            listener.stage("fitted Q evaluation")
+            found = predict_values(
+                asked.translated(steps), asked.target, question.discount, config=question.fqe,
+                **given,
+            )  # fmt: skip
+    except (SpaceUnsupported, TrainingFailed, EmptyReplay) as error:
+        return None, f"none: {error}"
+    return found, found.model
+
+
+class _CutOff:
+    """Episodes that did not end by themselves: by a time limit, mostly.
+
+    What is logged of them is all that importance sampling values, and doubly robust estimators
+    with it: whatever their model says, its expectations cancel step by step up to the last one. A
+    model fitted by bootstrapping does not know the limit, which observations do not tell: it values
+    a world that goes on.
+    """
+
+    def __init__(self, steps: LoggedSteps, discount: float) -> None:
+        cut = ~steps.terminated
+        self._num, self._num_episodes, self._discount = int(cut.sum()), len(cut), discount
+        # How much of a reward behind the cut counts, on average over all episodes.
+        self._share = float((discount ** steps.lengths[cut]).sum()) / len(cut)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what would have come after counts in full."""
+        return self._num > 0 and self._discount == 1
+
+    def why_no_fqe(self) -> str:
+        return (
+            f"{self._number} and with gamma 1 fitted Q evaluation values a world without that "
+            "limit, not what was logged; dr and wpdis value the latter, and --gamma 0.99 or so "
+            "bounds what comes after"
+        )
+
+    def notes(self, names: set[str]) -> Iterator[str]:
+        """Yield what a reader of these estimators has to know."""
+        if self._share < _SMALL_SHARE:
+            return
+        if alone := sorted({"fqe", _FQE_D3RLPY} & names):
+            yield (
+                f"{', '.join(alone)}: {self._number} and rewards after the cut would count "
+                f"{self._share:.2g} of a first one, averaged over all episodes: these are the "
+                "value without the limit, where importance sampling values what was logged"
+            )
+        if {"dr", "wdr"} & names:
+            yield _LIMIT_IGNORED
+
+    def qualify(self, one: Estimate) -> Estimate:
+        """Return the estimate with what is assumed where episodes were cut off."""
+        if self._share < _SMALL_SHARE or one.estimator not in ("dr", "wdr"):
+            return one
+        return replace(one, assumptions=f"{one.assumptions}; {_MODEL_GOES_ON}")
+
+    @property
+    def _number(self) -> str:
+        return f"{self._num:,} of {self._num_episodes:,} episodes were cut off (truncated),"
+
+
+def _values_by_d3rlpy(
+    asked: AskedPolicy, steps: LoggedSteps, question: Question, listener: Listener
+) -> tuple[NDArray[np.float64] | None, str]:
+    """Fit d3rlpy's model where it is asked for by name; returns its values, or why not."""
+    if _FQE_D3RLPY not in (question.estimators or ()) or steps.num_steps == steps.num_episodes:
+        return None, ""
+    if asked.target is None:
+        return None, _ELSEWHERE
+    if asked.remembers:
+        return None, _REMEMBERS
+    cut_off = _CutOff(steps, question.discount)
+    if cut_off.is_whole:
+        return None, cut_off.why_no_fqe()
+    listener.stage("fitted Q evaluation by d3rlpy")
+    try:
+        found = predict_values_by_d3rlpy(
+            asked.translated(steps), asked.target, question.discount, config=question.fqe,
+            seed=question.seed, on_progress=listener.progress,
+        )  # fmt: skip
+    except (SpaceUnsupported, TrainingFailed, EmptyReplay) as error:
+        return None, str(error)
+    return found, ""
+
+
+def _logged_episodes(
+    steps: LoggedSteps,
+    question: Question,
+    target: Probabilities,
+    behavior: BehaviorProbabilities,
+    values: PredictedValues | None,
+    values_by_d3rlpy: NDArray[np.float64] | None,
+) -> LoggedEpisodes:
+    is_discrete = isinstance(steps.spec.action_space, Discrete)
+    return LoggedEpisodes(
+        offsets=steps.offsets,
+        rewards=steps.rewards,
+        discount=question.discount,
+        behavior_probs=behavior.logged,
+        target_probs=target.logged,
+        q_logged=None if values is None else values.q_logged,
+        v_target=None if values is None else values.v_target,
+        v_d3rlpy=values_by_d3rlpy,
+        actions=steps.action_numbers if is_discrete else None,
+        behavior_distribution=behavior.every,
+        target_distribution=target.every,
+        clusters=steps.shared_episodes(),
+        behavior_fitted=behavior.is_fitted,
+        no_density=target.why_none,
+    )
+
+
+def _estimates(
+    episodes: LoggedEpisodes,
+    question: Question,
+    values: PredictedValues | None,
+    why_not_d3rlpy: str,
+    cut_off: _CutOff,
+) -> Estimates:
+    """Estimate, but for the direct method where its model does not value the policy on this log.
+
+    It would say the log's mean of any policy, or values a world without the log's time limit.
+    Doubly robust estimators lose nothing by such a model.
+    """
+    found = estimate(
+        episodes, question.estimators, level=question.level, seed=question.seed, clip=question.clip
+    )
+    if why_not_d3rlpy:
+        found = replace(found, refused={**found.refused, _FQE_D3RLPY: why_not_d3rlpy})
+    refused = {}
+    if values is not None and values.is_empty and "dm" in _names(found):
+        refused["dm"] = "its model found nothing that tells one action from another"
+    if not episodes.is_one_step and cut_off.is_whole and "fqe" in _names(found):
+        refused["fqe"] = cut_off.why_no_fqe()
+    kept = [one for one in found.estimates if one.estimator not in refused]
+    if not episodes.is_one_step:
+        kept = [cut_off.qualify(one) for one in kept]
+    return replace(found, estimates=tuple(kept), refused={**found.refused, **refused})
+
+
+def _names(found: Estimates) -> set[str]:
+    return {one.estimator for one in found.estimates}
+
+
+def _weights(episodes: LoggedEpisodes) -> Array | None:
+    try:
+        return importance_weights(episodes).final
+    except NotEstimable:
+        return None

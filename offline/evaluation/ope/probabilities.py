@@ -1,0 +1,162 @@
+"""What the behavior policy and the target policy gave to each logged action."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.errors import EmptyReplay, QueryRefused, SpaceUnsupported
+from replaylake.datastore.lake.logged_steps import LoggedSteps
+from replaylake.offline.evaluation.ope.asked_policy import AskedPolicy
+from replaylake.offline.evaluation.ope.behavior import fit_behavior
+from replaylake.offline.evaluation.ope.question import Listener, Question
+
+# What `read_logged_steps` calls what the question's SQL gave.
+TARGET: Final = "target-prob"
+BEHAVIOR: Final = "behavior-prob"
+# A softmax in float32 may pass 1 by this.
+_SLACK: Final = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Probabilities:
+    """Of the logged actions float64 [M], and of all Discrete ones [M, A]; None where unknown.
+
+    A logged action's is NaN where it alone is not known. why_none: why none is known.
+    """
+
+    logged: NDArray[np.float64] | None
+    every: NDArray[np.float64] | None = None
+    why_none: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class BehaviorProbabilities(Probabilities):
+    """Those of the policy that wrote the log. about: where they are from, as a report says it."""
+
+    about: Mapping[str, Any] = field(default_factory=dict)
+    is_fitted: bool = False
+
+
+def target_probabilities(asked: AskedPolicy, steps: LoggedSteps) -> Probabilities:
+    """Ask the target policy, or take what SQL gave.
+
+    One that remembers is followed along each episode, whose first step has to be there (see
+    chosen_episodes.with_first_steps). Raises: QueryRefused, SpaceUnsupported.
+    """
+    if asked.target is None:
+        return _from_sql(steps, TARGET)
+    target, masks = asked.target, steps.action_masks
+    observations = asked.seen_by(steps)
+    if target.is_discrete:
+        if target.remembers:
+            every = target.action_probs_along(steps.offsets, observations, masks)
+        else:
+            every = target.action_probs(observations, masks)
+        return Probabilities(_of_logged(steps, every), every)
+    if target.no_density:
+        return Probabilities(None, None, target.no_density)
+    if target.remembers:
+        along = target.log_probs_along(steps.offsets, observations, steps.actions, masks)
+        return Probabilities(np.exp(along))
+    return Probabilities(np.exp(target.log_probs(observations, steps.actions, masks)))
+
+
+def _from_sql(steps: LoggedSteps, name: str) -> Probabilities:
+    """Return what an expression gave: a probability a step, or a list of all actions'."""
+    values = steps.columns[name]
+    space = steps.spec.action_space
+    most = np.inf if isinstance(space, Box) else 1 + _SLACK
+    wrong = values[(values < 0) | (values > most) | np.isinf(values)]
+    if len(wrong):
+        kind = "densities of 0 or more" if isinstance(space, Box) else "probabilities from 0 to 1"
+        raise QueryRefused(
+            f"--{name}: found {wrong[0]:g} among {values.size} values, expected {kind}. Mend the "
+            "expression; NULL says that one is not known."
+        )
+    if values.ndim == 1:
+        return Probabilities(values)
+    if not isinstance(space, Discrete) or values.shape[1] != space.n:
+        found = f"{space.n} actions" if isinstance(space, Discrete) else "other actions"
+        raise QueryRefused(
+            f"--{name}: found lists of {values.shape[1]} numbers, but the dataset has {found}, "
+            "expected a probability for each. Give that of the logged action alone."
+        )
+    return Probabilities(_of_logged(steps, values), values)
+
+
+def _of_logged(steps: LoggedSteps, every: NDArray[np.float64]) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = every[np.arange(len(every)), steps.action_numbers]
+    return found
+
+
+def with_known_target(
+    steps: LoggedSteps, target: Probabilities, left_out: dict[str, int]
+) -> tuple[LoggedSteps, Probabilities]:
+    """Leave out episodes with an action whose probability under the policy is not known.
+
+    Where that is each of them, a continuous policy goes without weights. Raises: EmptyReplay where
+    SQL said nothing.
+    """
+    if target.logged is None:
+        return steps, target
+    unknown = steps.any_step(np.isnan(target.logged))
+    if not unknown.any():
+        return steps, target
+    if unknown.all() and TARGET in steps.columns:
+        raise EmptyReplay(
+            f"off-policy evaluation: each of {steps.num_episodes:,} episodes has an action of "
+            "which the policy's probability is not known: SQL gave NULL, expected a value in each "
+            "row. Mend --target-prob."
+        )
+    if unknown.all():
+        why = "each episode has an action on a bound, where a clipped gaussian has no density"
+        return steps, Probabilities(None, None, why)
+    left_out["with an action of unknown target probability"] = int(unknown.sum())
+    rows = np.repeat(~unknown, steps.lengths)
+    every = None if target.every is None else target.every[rows]
+    return steps.only(~unknown), Probabilities(target.logged[rows], every)
+
+
+def behavior_probabilities(
+    steps: LoggedSteps, target: Probabilities, question: Question, listener: Listener
+) -> BehaviorProbabilities:
+    """Return what the log says of its own probabilities, fitted where it says nothing."""
+    said = "logged"
+    if BEHAVIOR in steps.columns:
+        given = _from_sql(steps, BEHAVIOR)
+        logged, every, said = given.logged, given.every, "given in SQL"
+        assert logged is not None
+    else:
+        logged, every = np.exp(steps.behavior_log_probs), None
+    unknown = np.isnan(logged)
+    about: dict[str, Any] = {"source": said, "fitted_steps": 0}
+    if target.logged is None:
+        # No weight can be made, with or without them.
+        return BehaviorProbabilities(None if unknown.any() else logged, every, about=about)
+    if not unknown.any():
+        return BehaviorProbabilities(logged, every, about=about)
+    listener.stage("fitting the behavior policy")
+    try:
+        fitted = fit_behavior(
+            steps, question.behavior, seed=question.seed, on_progress=listener.progress
+        )
+    except SpaceUnsupported as error:
+        return BehaviorProbabilities(None, about={**about, "source": "unknown", "why": str(error)})
+    is_all = bool(unknown.all())
+    about = {
+        "source": "fitted" if is_all else f"{said}, and fitted where missing",
+        "fitted_steps": int(unknown.sum()),
+        **fitted.to_json(),
+    }
+    return BehaviorProbabilities(
+        np.where(unknown, fitted.probs, logged),
+        fitted.distribution if is_all else None,
+        about=about,
+        is_fitted=True,
+    )

@@ -1,0 +1,203 @@
+"""Question: what off-policy evaluation is asked, who listens, and the report that answers it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.spaces import Array
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.offline.evaluation.ope.behavior import BehaviorConfig
+from replaylake.offline.evaluation.ope.diagnostics import Diagnostics
+from replaylake.offline.evaluation.ope.direct import REWARD_CONFIG
+from replaylake.offline.evaluation.ope.estimate import Estimate, Estimates
+from replaylake.offline.evaluation.ope.estimators import ESTIMATORS
+from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
+from replaylake.offline.evaluation.ope.verdict import Verdict
+from replaylake.offline.learning.options import near_matches
+
+OnProgress = Callable[[int, int], None]
+
+ASKED: Final = "asked"
+TRAINING: Final = "training"
+STORED: Final = "stored"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which policy is to be evaluated on which episodes, and how.
+
+    dataset: `NAME`, `NAME@VERSION` or `NAME@TAG`. policy: a registered one, or `random`; or
+    target_prob: SQL over `steps` for the target policy's probability of the logged action, or for a
+    list of the probabilities of all Discrete actions. behavior_prob: SQL of the same kind for the
+    behavior policy, in place of exp(behavior_log_prob). where: condition over `episodes`. reward:
+    SQL over `steps`; None: the one that the policy was trained with, or else the stored one
+    (`reward` asks for that). discount: gamma; at 1 the value is the mean return, as `evaluate` has
+    it, whatever the policy was trained with.
+    holdout: which episodes to evaluate on; by default those that the policy's training held out,
+    or else those that it was not trained on. exploration: how the policy acts; by default it takes
+    its mode, as `serve` and `evaluate` do. estimators: by name; None takes all that suit. clip: the
+    largest weight of clipped estimators. with_incomplete: also episodes that were not seen to end.
+    unseen: the asker's word that the policy learned from none of these episodes, for where lineage
+    does not say: without it such an answer is `weak` at best; what lineage does say stands.
+    fqe, reward_model, behavior: how models are fitted where they are needed.
+    """
+
+    dataset: str
+    policy: str | None = None
+    target_prob: str | None = None
+    behavior_prob: str | None = None
+    where: str | None = None
+    reward: str | None = None
+    discount: float = 1.0
+    holdout: Holdout | None = None
+    exploration: Exploration = field(default_factory=Exploration)
+    estimators: tuple[str, ...] | None = None
+    clip: float | None = None
+    with_incomplete: bool = False
+    unseen: bool = False
+    level: float = 0.95
+    seed: int = 0
+    fqe: FQEConfig = field(default_factory=FQEConfig)
+    reward_model: FQEConfig = REWARD_CONFIG
+    behavior: BehaviorConfig = field(default_factory=BehaviorConfig)
+
+    def __post_init__(self) -> None:
+        if (self.policy is None) == (self.target_prob is None):
+            both = "both" if self.policy is not None else "neither"
+            raise ConfigInvalid(
+                f"off-policy evaluation: found {both} of a policy and an SQL expression of its "
+                "probabilities, expected one of them. Name the policy, or give --target-prob."
+            )
+        if self.target_prob is not None and self.exploration.is_on:
+            raise ConfigInvalid(
+                "off-policy evaluation: found exploration beside an SQL expression of the policy's "
+                "probabilities, expected it in that expression. Leave it out."
+            )
+        if not 0 < self.discount <= 1:
+            raise ConfigInvalid(
+                f"off-policy evaluation: found discount {self.discount}, expected more than 0 and "
+                "at most 1."
+            )
+        if self.seed < 0:
+            raise ConfigInvalid(
+                f"off-policy evaluation: found seed {self.seed}, expected 0 or more."
+            )
+        for name in self.estimators or ():
+            if name not in ESTIMATORS:
+                raise ConfigInvalid(
+                    f"estimator: found {name!r}, expected {near_matches(name, ESTIMATORS)}."
+                )
+
+
+@dataclass(frozen=True)
+class EvaluatedReward:
+    """Which reward the returns of an evaluation are of, and why that one.
+
+    expression: SQL over `steps`, `reward` being the stored one. source: the question, the policy's
+    training, or neither of them. training: what the policy was trained with, None where that is
+    not known.
+    """
+
+    expression: str
+    source: Literal["asked", "training", "stored"]
+    training: str | None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is the column `reward` as it is."""
+        return self.expression == schema.REWARD
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told how far it is: of each stage by its name, and of what is counted in it."""
+
+    stage: Callable[[str], None] = lambda what: None
+    progress: OnProgress = lambda done, total: None
+
+
+@dataclass(frozen=True)
+class PolicyReport:
+    """What a log says of a policy.
+
+    policy: name, version, what chose it and how it acts; or the SQL of its probabilities. reward:
+    what its returns are of. training_discount: gamma of its training, None if unknown. It was
+    evaluated on num_episodes episodes and num_steps steps; left_out: how many more were selected,
+    by the reason why they do not count. trained_on: how many of those evaluated were in its
+    training set.
+    propensities: where behavior probabilities are from, and of fitted ones how well they fit.
+    model: what predicted values, or why nothing did. weights float64 [num_episodes], or None.
+    """
+
+    dataset: str
+    version: int
+    policy: Mapping[str, Any]
+    question: Question
+    reward: EvaluatedReward
+    training_discount: float | None
+    holdout: Mapping[str, Any] | None
+    num_episodes: int
+    num_steps: int
+    left_out: Mapping[str, int]
+    trained_on: int
+    propensities: Mapping[str, Any]
+    model: str
+    notes: tuple[str, ...]
+    estimates: Estimates
+    diagnostics: Diagnostics
+    judged: Verdict
+    weights: Array | None = field(default=None, repr=False)
+
+    @property
+    def verdict(self) -> str:
+        """`supported`, `weak` or `not supported`."""
+        return self.judged.verdict.replace("_", " ")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        log = self.estimates.log_interval
+        asked = self.question
+        return {
+            "dataset": self.dataset,
+            "version": self.version,
+            **self.policy,
+            "where": asked.where,
+            "reward": self.reward.expression,
+            "reward_source": self.reward.source,
+            "training_reward": self.reward.training,
+            "gamma": asked.discount,
+            "training_gamma": self.training_discount,
+            "holdout": self.holdout,
+            "seed": asked.seed,
+            "num_episodes": self.num_episodes,
+            "num_steps": self.num_steps,
+            "left_out": dict(self.left_out),
+            "trained_on": self.trained_on,
+            "unseen": asked.unseen,
+            "log_mean": self.estimates.log_mean,
+            "log_mean_low": log.low,
+            "log_mean_high": log.high,
+            "verdict": self.verdict,
+            "reason": self.judged.reason,
+            "estimates": [_estimate(found) for found in self.estimates.estimates],
+            "refused": dict(self.estimates.refused),
+            "propensities": dict(self.propensities),
+            "model": self.model,
+            "diagnostics": asdict(self.diagnostics),
+            "notes": list(self.notes),
+        }
+
+
+def _estimate(found: Estimate) -> dict[str, Any]:
+    body = asdict(found)
+    return {key: None if _is_unbounded(value) else value for key, value in body.items()}
+
+
+def _is_unbounded(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

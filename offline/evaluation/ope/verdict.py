@@ -1,0 +1,221 @@
+"""The verdict: may a log's answer be believed, and the one reason that matters most."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from replaylake.offline.evaluation.ope.diagnostics import Diagnostics
+from replaylake.offline.evaluation.ope.estimate import Estimate, Estimates
+from replaylake.offline.evaluation.ope.estimators import ESTIMATORS
+from replaylake.offline.evaluation.ope.intervals import Interval
+
+SUPPORTED: Final = "supported"
+WEAK: Final = "weak"
+NOT_SUPPORTED: Final = "not_supported"
+
+# Effective episodes. Below 30 neither resampling nor a normal approximation knows an estimate's
+# spread (intervals of wis with 50 effective of 100 episodes covered 91% at a nominal 95%, with 120
+# of 300 but twenty steps 90%); from 100 on no single weight is more than a tenth of all, as
+# share^2 <= 1 / size.
+FEWEST_EFFECTIVE: Final = 30.0
+FEW_EFFECTIVE: Final = 100.0
+# Effective episodes that bring the value: with 15 clicks a t interval covered 89.5% and a
+# studentised bootstrap 93.9%; below about 4 the latter has no finite limit.
+FEW_CARRYING: Final = 10.0
+# The target policy's probability of what was never done: importance sampling leaves it out of the
+# value altogether, so its share of the answer is a guess.
+MUCH_UNSUPPORTED: Final = 0.1
+SOME_UNSUPPORTED: Final = 0.01
+# The mean weight is off by chance in 3 of 1,000 right logs.
+MEAN_WEIGHT_Z: Final = 3.0
+# Propensities disagree with the actions by chance in 1 of 1,000 right logs.
+CALIBRATION_P: Final = 0.001
+# An interval wider than one standard deviation of the log's own returns tells little more than that
+# the policy's episodes are like some of the log's.
+WIDEST_IN_STDS: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`supported`, `weak` or `not_supported`, and a sentence with the numbers that decided it."""
+
+    verdict: str
+    reason: str
+
+
+def verdict(estimates: Estimates, diagnostics: Diagnostics, *, trained_on: int = 0) -> Verdict:
+    """Judge what a log says of a policy.
+
+    trained_on: how many of the evaluated episodes were in the policy's training set. The first
+    reason that applies is given, the gravest first.
+    """
+    if trained_on > 0:
+        return Verdict(
+            NOT_SUPPORTED,
+            f"{trained_on:,} of the {diagnostics.num_episodes:,} evaluated episodes were in the "
+            "policy's training set: it may know them by heart.",
+        )
+    for check in _REFUSALS:
+        reason = check(estimates, diagnostics)
+        if reason:
+            return Verdict(NOT_SUPPORTED, reason)
+    for check in _DOUBTS:
+        reason = check(estimates, diagnostics)
+        if reason:
+            return Verdict(WEAK, reason)
+    return Verdict(SUPPORTED, _support(estimates, diagnostics))
+
+
+def _nothing(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    if estimates.estimates:
+        return ""
+    reasons = "; ".join(dict.fromkeys(why.rstrip(".") for why in estimates.refused.values()))
+    return f"No estimator has anything to say: {reasons}."
+
+
+def _no_support(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    mass = diagnostics.unsupported_mass or 0.0
+    return _unsupported_text(mass) if mass > MUCH_UNSUPPORTED else ""
+
+
+def _unsupported_text(mass: float) -> str:
+    return (
+        f"The policy puts {mass:.1%} of its probability on actions that the log never shows where "
+        "it would take them."
+    )
+
+
+def _too_few(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    weights = diagnostics.weights
+    if weights is None or weights.worst_step_size >= FEWEST_EFFECTIVE:
+        return ""
+    return _size_text(diagnostics, FEWEST_EFFECTIVE)
+
+
+def _size_text(diagnostics: Diagnostics, bar: float) -> str:
+    weights = diagnostics.weights
+    assert weights is not None, "callers have looked"
+    at = f" at step {weights.worst_step}" if diagnostics.horizon > 1 else ""
+    return (
+        f"Importance weights leave an effective {weights.worst_step_size:,.1f} of "
+        f"{diagnostics.num_episodes:,} episodes{at} ({bar:.0f} needed); the log takes the policy's "
+        f"action in {weights.matching:.1%} of its steps."
+    )
+
+
+def _unchecked(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    if any(ESTIMATORS[e.estimator].uses_weights for e in estimates.estimates):
+        return ""
+    why = diagnostics.no_weights or "no estimator with importance weights was asked for"
+    why = why.rstrip(".")
+    return f"Only a model of values speaks for the policy, and nothing in the log checks it: {why}."
+
+
+def _few(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    weights = diagnostics.weights
+    # Of 100 episodes whose weights are 1 but for rounding, 99.9999999 are effective.
+    if weights is None or round(weights.worst_step_size, 1) >= FEW_EFFECTIVE:
+        return ""
+    return _size_text(diagnostics, FEW_EFFECTIVE)
+
+
+def _some_unsupported(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    mass = diagnostics.unsupported_mass or 0.0
+    return _unsupported_text(mass) if mass > SOME_UNSUPPORTED else ""
+
+
+def _few_carry(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    weights = diagnostics.weights
+    if weights is None or weights.carrying >= FEW_CARRYING:
+        return ""
+    return (
+        f"The value rests on an effective {weights.carrying:.1f} episodes with a return other than "
+        f"0 ({FEW_CARRYING:.0f} needed)."
+    )
+
+
+def _mean_weight(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    weights = diagnostics.weights
+    if weights is None or abs(weights.mean_weight_z) <= MEAN_WEIGHT_Z:
+        return ""
+    return (
+        f"The mean importance weight is {weights.mean_weight:.6g}, "
+        f"{abs(weights.mean_weight_z):.1f} standard errors from 1: propensities are wrong, or the "
+        "policy does what the log lacks."
+    )
+
+
+def _calibration(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    found = diagnostics.calibration
+    if found is None or found.p_value >= CALIBRATION_P:
+        return ""
+    return (
+        f"The log's propensities do not fit its actions (p = {found.p_value:.1g}): action "
+        f"{found.worst_action} was logged {found.observed:,.0f} times where they say "
+        f"{found.expected:,.0f}."
+    )
+
+
+def _wide(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    widths = {one.estimator: end.high - end.low for one, end in _with_intervals(estimates)}
+    narrowest = min(widths, key=widths.__getitem__, default=None)
+    if narrowest is None or widths[narrowest] <= WIDEST_IN_STDS * diagnostics.log_std:
+        return ""
+    return (
+        f"The narrowest interval, {narrowest}'s, is {widths[narrowest]:.4g} wide; returns in the "
+        f"log have a standard deviation of {diagnostics.log_std:.4g}."
+    )
+
+
+def _disagreement(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    for (first, one), (second, other) in itertools.combinations(_with_intervals(estimates), 2):
+        gap = max(one.low - other.high, other.low - one.high)
+        # Intervals are as wide as float32 log-probs make them; sums of float64 are off by less.
+        if gap > 1e-12 * max(abs(first.value), abs(second.value)):
+            return (
+                f"Estimators disagree: {first.estimator} says {_range(first, one)}, "
+                f"{second.estimator} {_range(second, other)}."
+            )
+    return ""
+
+
+def _range(estimate: Estimate, interval: Interval) -> str:
+    return f"{estimate.value:.4g} ({interval.low:.4g} to {interval.high:.4g})"
+
+
+def _with_intervals(estimates: Estimates) -> list[tuple[Estimate, Interval]]:
+    """Return the estimates that have an interval, with it; a model alone has none to compare."""
+    return [
+        (one, one.intervals[one.interval])
+        for one in estimates.estimates
+        if one.interval is not None
+    ]
+
+
+def _support(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    weights = diagnostics.weights
+    assert weights is not None, "without weights nothing checks the model: weak"
+    fitted = " Propensities were fitted, not logged." if diagnostics.behavior_fitted else ""
+    agree = ", and the estimators agree" if len(_with_intervals(estimates)) > 1 else ""
+    return (
+        f"An effective {weights.worst_step_size:,.0f} of {diagnostics.num_episodes:,} episodes "
+        f"count, the largest weight is {weights.max_weight_share:.1%} of all, the mean weight "
+        f"{weights.mean_weight:.3f}{agree}.{fitted}"
+    )
+
+
+_Check = Callable[[Estimates, Diagnostics], str]
+_REFUSALS: Final[tuple[_Check, ...]] = (_no_support, _too_few, _nothing)
+_DOUBTS: Final[tuple[_Check, ...]] = (
+    _unchecked,
+    _few,
+    _some_unsupported,
+    _few_carry,
+    _mean_weight,
+    _calibration,
+    _disagreement,
+    _wide,
+)

@@ -1,0 +1,1 @@
+"""Algorithm and Learner: losses, optimizers and the export of a learned policy."""

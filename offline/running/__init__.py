@@ -1,0 +1,1 @@
+"""Training and tuning runs, in one process or several."""

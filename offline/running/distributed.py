@@ -1,0 +1,318 @@
+"""Distributed: learners of a team as processes of Ray Train, which exchange gradients by gloo.
+
+On GPUs each has its own, and nccl carries them. The first learner leads: it has the run's lease,
+and what it tells goes through a mailbox to the process that asked for the run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from replaylake.datastore import errors
+from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, TrainingFailed
+from replaylake.offline.running.local_ray import START_TIMEOUT_S, check_room, running_ray
+from replaylake.offline.running.training.callbacks import Callbacks
+from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
+from replaylake.offline.running.training.team import Team
+
+# Called in each learner's process as work(team, callbacks, *arguments).
+Work = Callable[..., None]
+# Learners wait for the one that measures. One that died is noticed by its connections, at once.
+_EXCHANGE_TIMEOUT_S: Final = 24 * 3600
+_POLL_S: Final = 0.1
+# What the leader gets to write down why it ended, before the death of another ends it.
+_LEADER_S: Final = 10.0
+_NEEDS: Final = "--learners 2 or more: found no ray, expected it to start their processes"
+
+
+class LearnerLost(TrainingFailed):
+    """An exchange with another learner, whose process is gone or failed."""
+
+
+class ConnectedLearners:
+    """A Team over torch.distributed, in one of its processes."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._device = torch.device(device)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Put the sum over all learners in place of each value. Raises: LearnerLost."""
+        try:
+            dist.all_reduce(values)
+        except RuntimeError as error:
+            raise LearnerLost(
+                f"learner {self.rank} of {self.size}: found another one gone "
+                f"({str(error).splitlines()[0]}), expected its gradients. Look at what that one "
+                "failed of, and go on with --resume."
+            ) from error
+
+    def told(self, value: float) -> float:
+        """Return the leader's value. Raises: LearnerLost."""
+        values = torch.tensor([0.0 if self.rank else value], dtype=torch.float64)
+        values = values.to(self._device)
+        self.add(values)
+        return float(values)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error as it crosses processes: by name, as not every one can be pickled."""
+
+    kind: str
+    message: str
+    details: Mapping[str, Any] | None
+    is_lost: bool
+    interrupted: tuple[str, int | None] | None = None
+
+    @staticmethod
+    def of(error: BaseException) -> _Failure:
+        names = [one.__name__ for one in type(error).__mro__]
+        kind = next((name for name in names if hasattr(errors, name)), type(error).__name__)
+        ended = (error.run_id, error.update) if isinstance(error, RunInterrupted) else None
+        details = getattr(error, "details", None)
+        return _Failure(kind, str(error), details, isinstance(error, LearnerLost), ended)
+
+    def error(self, rank: int, size: int) -> BaseException:
+        if self.interrupted is not None:
+            return RunInterrupted(*self.interrupted)
+        kind = getattr(errors, self.kind, None)
+        if kind is None:
+            return TrainingFailed(
+                f"learner {rank} of {size}: found {self.kind}: {self.message}, expected updates. "
+                "Train with one learner for the traceback."
+            )
+        error: ReplayLakeError = kind(self.message)
+        if self.details is not None:
+            vars(error)["details"] = self.details
+        return error
+
+
+@dataclass
+class Mailbox:
+    """A Ray actor: what the learners tell whoever waits for them, and what that asks of them."""
+
+    _events: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    _failures: dict[int, _Failure] = field(default_factory=dict)
+    _is_asked_to_end: bool = False
+    _has_leader_ended: bool = False
+    _has_started: bool = False
+
+    def started(self) -> None:
+        """Take that a learner's process runs."""
+        self._has_started = True
+
+    def has_started(self) -> bool:
+        """Whether there is a learner that can be asked to end."""
+        return self._has_started
+
+    def tell(self, name: str, arguments: tuple[Any, ...]) -> bool:
+        """Take a call of the callback of this name; return whether the run is to end."""
+        self._events.append((name, arguments))
+        return self._is_asked_to_end
+
+    def ended(self, rank: int, failure: _Failure | None) -> None:
+        """Take how a learner ended."""
+        self._has_leader_ended |= rank == 0
+        if failure is not None:
+            self._failures[rank] = failure
+
+    def has_leader_ended(self) -> bool:
+        """Whether there is nothing more to come from it."""
+        return self._has_leader_ended
+
+    def ask_to_end(self) -> None:
+        """Have the leader save and end."""
+        self._is_asked_to_end = True
+
+    def take(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """Return what was told since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    def failures(self) -> dict[int, _Failure]:
+        """Return what learners failed of, by number."""
+        return self._failures
+
+
+def run_team(
+    work: Work,
+    arguments: tuple[Any, ...],
+    num_learners: int,
+    device: str,
+    callbacks: Callbacks,
+) -> None:
+    """Do some work in processes that make a team, and call back here what its leader tells.
+
+    work: importable in another process, as are its arguments; called there as work(team, callbacks,
+    *arguments). Ctrl-C and SIGTERM ask the leader to end.
+    Raises: ExtraMissing without ray; ConfigInvalid for fewer GPUs or CPUs than learners; what the
+    leader raised, RunInterrupted too; TrainingFailed naming a learner that died, or where none
+    starts in five minutes; KeyboardInterrupt where it is interrupted before.
+    """
+    is_cuda = torch.device(device).type == "cuda"
+    if is_cuda and torch.cuda.device_count() < num_learners:
+        raise ConfigInvalid(
+            f"training: learners: found {num_learners} on {torch.cuda.device_count()} GPUs, "
+            "expected one for each. Train with fewer, or with device cpu."
+        )
+    interruption = Interruption()
+    with (
+        running_ray(_NEEDS, num_learners, num_learners if is_cuda else 0) as ray,
+        tempfile.TemporaryDirectory(prefix="replaylake-learners-") as folder,
+        interruption.awaited(),
+    ):
+        check_room(ray, num_learners, 1, int(is_cuda), "learners")
+        mailbox = ray.remote(num_cpus=0)(Mailbox).remote()
+        options = {"work": work, "arguments": arguments, "device": device, "mailbox": mailbox}
+        fitting = _Fitting(ray, options, num_learners, is_cuda, folder)
+        try:
+            _wait_for_start(ray, mailbox, fitting, interruption, callbacks)
+            while fitting.is_alive():
+                fitting.join(_POLL_S)
+                _call_back(callbacks, ray.get(mailbox.take.remote()))
+                if interruption.is_requested or callbacks.is_asked_to_end:
+                    mailbox.ask_to_end.remote()
+            _call_back(callbacks, ray.get(mailbox.take.remote()))
+            failures = ray.get(mailbox.failures.remote())
+        finally:
+            # The leader notices, should it be alive: nobody waits for it any more.
+            ray.kill(mailbox)
+        fitting.check(failures)
+
+
+def _wait_for_start(
+    ray: Any, mailbox: Any, fitting: _Fitting, interruption: Interruption, callbacks: Callbacks
+) -> None:
+    """Wait until a learner runs, or all failed. Raises: KeyboardInterrupt, TrainingFailed."""
+    until, asked = time.monotonic() + START_TIMEOUT_S, mailbox.has_started.remote()
+    while fitting.is_alive():
+        if ray.wait([asked], timeout=_POLL_S)[0]:
+            if ray.get(asked):
+                return
+            asked = mailbox.has_started.remote()
+            fitting.join(_POLL_S)
+        # There is no run yet that could save anything.
+        if interruption.is_requested or callbacks.is_asked_to_end:
+            raise KeyboardInterrupt
+        if time.monotonic() > until:
+            raise TrainingFailed(
+                f"learners: found no process of theirs in {START_TIMEOUT_S:g} s, expected one "
+                "each. Look at what else takes this machine's CPUs and memory, or train with one "
+                "learner."
+            )
+
+
+class _Fitting(threading.Thread):
+    """Ray Train at work, in a thread: it leaves signals alone there, which are ours."""
+
+    def __init__(
+        self, ray: Any, options: Mapping[str, Any], num: int, is_cuda: bool, folder: str
+    ) -> None:
+        super().__init__(name="learners", daemon=True)
+        import ray.train.torch as ray_torch
+
+        self._num = num
+        self._error: BaseException | None = None
+        self._trainer = ray_torch.TorchTrainer(
+            _learner,
+            train_loop_config=dict(options),
+            scaling_config=ray.train.ScalingConfig(num_workers=num, use_gpu=is_cuda),
+            torch_config=ray_torch.TorchConfig(
+                backend="nccl" if is_cuda else "gloo", timeout_s=_EXCHANGE_TIMEOUT_S
+            ),
+            run_config=ray.train.RunConfig(name="learners", storage_path=folder),
+        )
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._trainer.fit()
+        except BaseException as error:
+            self._error = error
+
+    def check(self, failures: Mapping[int, _Failure]) -> None:
+        """Raise what ended the learners, if anything did: what one failed of before its echo."""
+        told = sorted((failure.is_lost, rank) for rank, failure in failures.items())
+        if told and not told[0][0]:
+            rank = told[0][1]
+            raise failures[rank].error(rank, self._num) from self._error
+        if self._error is None and not told:
+            return
+        of_ranks = getattr(self._error, "worker_failures", {})
+        dead = sorted(rank for rank in of_ranks if rank not in failures)
+        if not dead:
+            raise TrainingFailed(
+                f"learners: found {self._error or failures}, expected their updates. Train with "
+                "one learner for the traceback."
+            ) from self._error
+        raise TrainingFailed(
+            f"learner {dead[0]} of {self._num}: its process is gone, expected its gradients. It "
+            "was killed or crashed: look at memory, and go on with --resume."
+        ) from self._error
+
+
+def _learner(options: Mapping[str, Any]) -> None:
+    """Run in each learner's process."""
+    import ray
+
+    mailbox = options["mailbox"]
+    ray.get(mailbox.started.remote())
+    team = ConnectedLearners(options["device"])
+    callbacks = _relayed(ray, mailbox) if team.rank == 0 else Callbacks()
+    try:
+        options["work"](team, callbacks, *options["arguments"])
+    except RunInterrupted as error:
+        # No failure of this process, which Ray Train would take it for.
+        ray.get(mailbox.ended.remote(team.rank, _Failure.of(error)))
+    except BaseException as error:
+        ray.get(mailbox.ended.remote(team.rank, _Failure.of(error)))
+        _wait_for_leader(ray, mailbox, team)
+        raise
+    else:
+        ray.get(mailbox.ended.remote(team.rank, None))
+
+
+def _wait_for_leader(ray: Any, mailbox: Any, team: Team) -> None:
+    """Let it write down what it failed of: of this failure Ray Train ends all learners."""
+    deadline = time.monotonic() + _LEADER_S
+    while team.rank and time.monotonic() < deadline:
+        if ray.get(mailbox.has_leader_ended.remote()):
+            return
+        time.sleep(_POLL_S)
+
+
+def _relayed(ray: Any, mailbox: Any) -> Callbacks:
+    """Return callbacks that tell the mailbox, and ask it a few times a second."""
+    is_asked = False
+
+    def teller(name: str) -> Callable[..., None]:
+        return lambda *arguments: mailbox.tell.remote(name, arguments)
+
+    def on_progress(*arguments: Any) -> None:
+        nonlocal is_asked
+        is_asked = ray.get(mailbox.tell.remote("on_progress", arguments))
+
+    return Callbacks(
+        on_reading=teller("on_reading"),
+        on_start=teller("on_start"),
+        on_progress=on_progress,
+        on_metrics=teller("on_metrics"),
+        should_end=lambda: is_asked,
+    )
+
+
+def _call_back(callbacks: Callbacks, events: list[tuple[str, tuple[Any, ...]]]) -> None:
+    for name, arguments in events:
+        callback = getattr(callbacks, name)
+        if callback is not None:
+            callback(*arguments)

@@ -1,0 +1,387 @@
+"""Train offline: datasets of the lake to a policy in its registry, in runs that survive.
+
+`train` begins a run and `resume` goes on with one. Both make a TrainingJob ready (data, learner,
+sampler), let a Trainer step it, and register the policy that the run's measure chose.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replaylake.datastore.errors import CommitConflict, NotFound, SchemaMismatch
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.registry import PolicyRef
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.summary import EVALUATION
+from replaylake.datastore.names import new_ulid
+from replaylake.offline.algorithms.catalog import check_gradients
+from replaylake.offline.evaluation.evaluate import Evaluation
+from replaylake.offline.learning.learner import torch_threads
+from replaylake.offline.running.distributed import run_team
+from replaylake.offline.running.training.callbacks import Callbacks, RunStart
+from replaylake.offline.running.training.config import TrainConfig, TrainRequest
+from replaylake.offline.running.training.data import OnReading, check_same_data
+from replaylake.offline.running.training.following import NOTHING_LEFT, follow
+from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
+from replaylake.offline.running.training.job import TrainingJob, closing_evaluation, prepare
+from replaylake.offline.running.training.lake_run import LakeRun, OnMetrics
+from replaylake.offline.running.training.packaging import packaged
+from replaylake.offline.running.training.run_record import RunRecord, find_run
+from replaylake.offline.running.training.team import ALONE, Team, deciding
+from replaylake.offline.running.training.trainer import Progress, Trainer
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run made.
+
+    update: that of the policy that was registered. metrics: their means since the measurement
+    before it. selection: how it was chosen; see Selection.to_json. evaluation: the closing one,
+    in the environment that was named. was_done: the run had ended already, and nothing was done.
+    """
+
+    policy: PolicyRef
+    run_id: str
+    config: TrainConfig
+    datasets: tuple[Mapping[str, Any], ...]
+    num_steps: int
+    num_episodes: int
+    update: int
+    metrics: Mapping[str, float]
+    updates_per_s: float
+    selection: Mapping[str, Any]
+    evaluation: Evaluation | None
+    was_done: bool = False
+
+
+def train(
+    lake: Lake,
+    datasets: Sequence[str],
+    config: TrainConfig,
+    *,
+    policy_name: str,
+    where: str | None = None,
+    where_steps: str | None = None,
+    reward: str | None = None,
+    weight: str | None = None,
+    env_id: str | None = None,
+    env_args: Mapping[str, Any] | None = None,
+    on_reading: OnReading | None = None,
+    on_start: Callable[[RunStart], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_metrics: OnMetrics | None = None,
+    should_end: Callable[[], bool] | None = None,
+    sweep: Mapping[str, Any] | None = None,
+) -> TrainResult:
+    """Learn a policy from the lake and register it as a new version.
+
+    Args:
+        lake: where the datasets are and the policy goes.
+        datasets: `NAME` or `NAME@VERSION`, whose spaces are compatible.
+        config: algorithm, its options, updates, seed, what is held out, how the policy is chosen.
+        policy_name: what to register it as.
+        where: SQL condition over `episodes`: which whole episodes to learn from.
+        where_steps: SQL condition over `steps`: which of their steps.
+        reward: SQL expression over `steps` in place of the logged reward.
+        weight: SQL expression over the columns of a step and its episode: steps are drawn in
+            proportion to it, instead of all alike.
+        env_id: environment to choose and evaluate the policy in, kept in the package: a Gymnasium
+            id or `module:function`, see docs/ENVIRONMENTS.md.
+        env_args: what it is made with; JSON values.
+        on_reading: called with (shards decoded, shards) as the episodes are read.
+        on_start: called once before the first update.
+        on_progress: called about four times a second, and after the last update.
+        on_metrics: called with (update, values) for each point of the run's metrics.
+        should_end: asked after each update; true saves a checkpoint and raises RunInterrupted.
+        sweep: what the run's record says of the sweep that it is a trial of; see tune.py.
+
+    Deterministic on the CPU: the same data, config and seed give the same weights, however often
+    the run was killed and resumed in between. Ctrl-C and SIGTERM save a checkpoint first. With
+    `config.learners` more processes are started, and make each update together with the first.
+    The run's record says `running` from the first update on, then `done`, `failed` or
+    `interrupted`.
+    Raises: NotFound, NameRefused, SchemaMismatch, EmptyReplay, SpaceUnsupported, ConfigInvalid
+    before anything is learned or recorded; TrainingFailed naming the update where a loss is not
+    finite; StorageFailed where a checkpoint cannot be saved; RunInterrupted. No policy is
+    registered then.
+    """
+    request = TrainRequest(
+        datasets=tuple(datasets),
+        policy_name=policy_name,
+        config=config,
+        where=where,
+        where_steps=where_steps,
+        reward=reward,
+        weight=weight,
+        env_id=env_id,
+        env_args=dict(env_args or {}),
+    )
+    callbacks = Callbacks(on_reading, on_start, on_progress, on_metrics, should_end)
+    work = _Work(new_ulid(), request.pinned(lake), sweep=sweep)
+    if config.learners > 1:
+        return _by_team(lake, work, callbacks)
+    return _begun(lake, work, callbacks)
+
+
+def resume(
+    lake: Lake,
+    run_id: str,
+    *,
+    on_reading: OnReading | None = None,
+    on_start: Callable[[RunStart], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_metrics: OnMetrics | None = None,
+    should_end: Callable[[], bool] | None = None,
+) -> TrainResult:
+    """Go on with a run that was killed, interrupted or failed, from its newest whole checkpoint.
+
+    What it does is in its record: the same versions of the datasets, the same options. On the CPU
+    it ends with the weights of a run that was never interrupted, bit for bit. A run that is done
+    stays as it is, and its result is returned. For the callbacks see `train`.
+
+    Raises: NotFound if there is no such run, or a version of a dataset is gone; CommitConflict
+    while another process is at work on it; SchemaMismatch if the steps are not those that it began
+    with; else as `train`.
+    """
+    record = find_run(lake.registry, run_id)
+    if record["status"] == "done":
+        return _result_of_done(lake, record)
+    callbacks = Callbacks(on_reading, on_start, on_progress, on_metrics, should_end)
+    work = _Work(run_id, TrainRequest.from_json(record.get("request", {})), goes_on=True)
+    if work.request.config.learners > 1:
+        return _by_team(lake, work, callbacks)
+    return _gone_on(lake, work, callbacks)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a run is: enough for another process to do it. request: pinned."""
+
+    run_id: str
+    request: TrainRequest
+    goes_on: bool = False
+    sweep: Mapping[str, Any] | None = None
+
+
+def _begun(lake: Lake, work: _Work, callbacks: Callbacks, team: Team = ALONE) -> TrainResult:
+    run_id = work.run_id
+    job = prepare(lake, work.request, on_reading=callbacks.on_reading, team=team)
+    with RunLease(lake.storage, run_id) as lease:
+        record = RunRecord(lake.registry, run_id, _first_record(job, work))
+        record.begin()
+        with record.watched():
+            return _run(lake, job, record, lease, callbacks, team)
+
+
+def _gone_on(lake: Lake, work: _Work, callbacks: Callbacks, team: Team = ALONE) -> TrainResult:
+    run_id = work.run_id
+    with RunLease(lake.storage, run_id) as lease:
+        # Read again: whoever had the lease before may have ended it in between.
+        record = find_run(lake.registry, run_id)
+        if record["status"] == "done":
+            team.told(NOTHING_LEFT)
+            return _result_of_done(lake, record)
+        job = prepare(lake, work.request, on_reading=callbacks.on_reading, team=team)
+        _check_same(job, record)
+        running = RunRecord(lake.registry, run_id, record)
+        with running.watched():
+            return _run(lake, job, running, lease, callbacks, team, goes_on=True)
+
+
+def _by_team(lake: Lake, work: _Work, callbacks: Callbacks) -> TrainResult:
+    """Let several processes do a run together, and wait for them."""
+    config = work.request.config
+    action_space = lake.snapshot(work.request.datasets[0]).spec.action_space
+    check_gradients(config.algorithm, action_space)
+    try:
+        run_team(_learn, (lake.url, work), config.learners, config.device, callbacks)
+    except BaseException as error:
+        # Of a leader that was killed the record still says that it runs.
+        with suppress(NotFound, CommitConflict), RunLease(lake.storage, work.run_id):
+            record = find_run(lake.registry, work.run_id)
+            if record["status"] == "running":
+                RunRecord(lake.registry, work.run_id, record).end_with(error)
+        raise
+    record = find_run(lake.registry, work.run_id)
+    ref = lake.registry.resolve(f"{record['policy']}:{record['policy_version']}")
+    return _result(ref, record)
+
+
+def _learn(team: Team, callbacks: Callbacks, url: str, work: _Work) -> None:
+    """Do what each process of a team does: the first has the run, the others follow it."""
+    lake = open_lake(url)
+    if team.rank:
+        follow(lake, work.request, work.run_id, team)
+    elif work.goes_on:
+        _gone_on(lake, work, callbacks, team)
+    else:
+        _begun(lake, work, callbacks, team)
+
+
+def _run(
+    lake: Lake,
+    job: TrainingJob,
+    record: RunRecord,
+    lease: RunLease,
+    callbacks: Callbacks,
+    team: Team,
+    *,
+    goes_on: bool = False,
+) -> TrainResult:
+    """Make the updates that are left, and register the policy that was chosen."""
+    config, interruption = job.request.config, Interruption()
+    with ExitStack() as stack:
+        run = LakeRun(
+            lake.storage,
+            lease,
+            record.run_id,
+            job.learner,
+            keep=config.keep_checkpoints,
+            on_metrics=callbacks.on_metrics,
+        )
+        stack.enter_context(closing(run))
+        stack.enter_context(torch_threads(config.threads))
+        trainer = Trainer(
+            job.learner,
+            job.sampler,
+            config,
+            observer=run,
+            selection=job.selection(),
+            measure=job.measure,
+            on_progress=callbacks.on_progress,
+            should_end=deciding(
+                job.learner, lambda: interruption.is_requested or callbacks.is_asked_to_end
+            ),
+        )
+        if goes_on:
+            if (checkpoint := run.newest()) is not None:
+                job.learner.load_state_dict(checkpoint.arrays)
+                trainer.load_state_dict(checkpoint.update, checkpoint.state)
+            record.go_on(trainer.update)
+        team.told(trainer.update)
+        if callbacks.on_start is not None:
+            callbacks.on_start(RunStart(record.run_id, trainer.update, goes_on, job.data.remarks))
+        try:
+            with interruption.awaited():
+                is_complete = trainer.run()
+        except KeyboardInterrupt as error:
+            raise RunInterrupted(record.run_id, run.last_saved) from error
+        if not is_complete:
+            raise RunInterrupted(record.run_id, trainer.update)
+        return _registered(lake, job, record, lease, trainer, run)
+
+
+def _registered(
+    lake: Lake,
+    job: TrainingJob,
+    record: RunRecord,
+    lease: RunLease,
+    trainer: Trainer,
+    run: LakeRun,
+) -> TrainResult:
+    """Package, evaluate and register the policy that was chosen; the checkpoints go."""
+    chosen = trainer.selection.chosen
+    if chosen.update != trainer.update:
+        job.learner.load_state_dict(run.checkpoints.load(chosen.update).arrays)
+    manifest = job.manifest(record.run_id) | {
+        "selection": trainer.selection.to_json(),
+        "metrics": dict(chosen.metrics),
+        "observation_statistics": job.observation_statistics(),
+    }
+    with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
+        package, evaluation = packaged(
+            Path(scratch),
+            job.learner,
+            manifest,
+            encoding=job.data.view.spec.encoding,
+            evaluated=closing_evaluation(job.request),
+        )
+        if evaluation is not None:
+            run.measured(chosen.update, {EVALUATION: evaluation.mean_return})
+        run.close()
+        found = {
+            "update": chosen.update,
+            "metrics": manifest["metrics"],
+            "updates_per_s": trainer.updates_per_s,
+            "selection": manifest["selection"],
+            "evaluation": None if evaluation is None else evaluation.to_json(),
+        }
+        lease.confirm()
+        # The policy and the end of its run are one commit: neither is there without the other.
+        keys = ("datasets", "holdout", "algorithm", "seed", "run_id")
+        ref = lake.registry.register(
+            job.request.policy_name,
+            package,
+            run_id=record.run_id,
+            lineage={key: manifest[key] for key in keys},
+            run=record.done(found),
+            # Whoever took the run over has changed its record.
+            replaces=record.body,
+        )
+    run.checkpoints.remove()
+    return _result(ref, {**record.done(found), "run_id": record.run_id})
+
+
+def _first_record(job: TrainingJob, work: _Work) -> dict[str, Any]:
+    manifest = job.manifest(work.run_id)
+    keys = ("algorithm", "seed", "config", "normalisation", "datasets", "holdout")
+    return {
+        "policy": job.request.policy_name,
+        "num_steps": job.data.view.num_steps,
+        "num_episodes": job.data.view.num_episodes,
+        **{key: manifest[key] for key in keys},
+        "request": job.request.to_json(),
+        **({} if work.sweep is None else {"sweep": dict(work.sweep)}),
+    }
+
+
+def _check_same(job: TrainingJob, record: Mapping[str, Any]) -> None:
+    """Refuse to go on where the data, or what they are scaled by, are not what they were."""
+    run_id = record["run_id"]
+    check_same_data(run_id, record["datasets"], job.data.lineage(job.request))
+    # As JSON has it, which is how the record was kept.
+    found = json.loads(json.dumps(dict(job.learner.normalisation)))
+    if found != record["normalisation"]:
+        raise SchemaMismatch(
+            f"run {run_id}: found other numbers to normalise by than it began with, of the same "
+            "steps. Another version of ReplayLake or DuckDB began it: go on with that, or train "
+            "again."
+        )
+
+
+def _result_of_done(lake: Lake, record: Mapping[str, Any]) -> TrainResult:
+    """Return what a run made that ended before; checkpoints that a crash left behind go."""
+    Checkpoints(lake.storage, record["run_id"]).remove()
+    ref = lake.registry.resolve(f"{record['policy']}:{record['policy_version']}")
+    return _result(ref, record, was_done=True)
+
+
+def _result(ref: PolicyRef, record: Mapping[str, Any], *, was_done: bool = False) -> TrainResult:
+    evaluation = None
+    if (told := record["evaluation"]) is not None:
+        # As JSON has it: lists.
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in told.items()
+        }
+        evaluation = Evaluation(**fields)
+    return TrainResult(
+        policy=ref,
+        run_id=record["run_id"],
+        config=TrainRequest.from_json(record["request"]).config,
+        datasets=tuple(record["datasets"]),
+        num_steps=record["num_steps"],
+        num_episodes=record["num_episodes"],
+        update=record["update"],
+        metrics=record["metrics"],
+        updates_per_s=record["updates_per_s"],
+        selection=record["selection"],
+        evaluation=evaluation,
+        was_done=was_done,
+    )

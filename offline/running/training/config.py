@@ -1,0 +1,219 @@
+"""What a training run is asked for: on which data, how, and under which name it is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, date, datetime
+from typing import Any, Final, Literal, get_args
+
+from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.lake import Lake
+from replaylake.offline.learning.normalisation import REWARD_NORMALISATIONS, RewardNormalisation
+from replaylake.offline.learning.options import expect, from_options
+
+Select = Literal["auto", "environment", "fqe", "loss", "last"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train; what to train on is an argument of `train`."""
+
+    algorithm: str = "bc"
+    # Enough for cloning: RLlib's CartPole log of 4,137 steps gives 477 to 497 after 1,000 updates
+    # and 477 to 490 after 2,000 (5 seeds each, 20 episodes, 2026-11), in seconds. Value learning on
+    # larger logs wants more.
+    updates: int = 2000
+    batch_size: int = 256
+    seed: int = 0
+    discount: float = 0.99
+    device: str = "cpu"
+    # More than one pays on networks wider than 256 and an idle machine; beside other work threads
+    # wait for each other: BC at 256x256 made 382 updates/s with one and 37 with two on 2 busy cores
+    # (2026-11).
+    threads: int = 1
+    # Processes that make each update together, each on its part of the batch; `threads` is of each.
+    learners: int = 1
+    # How many consecutive observations are learned from as one; the policy still acts on single
+    # ones, and remembers the others.
+    frame_stack: int = 1
+    # Fitted on the training steps and kept in the package; see normalisation.py.
+    normalise_observations: bool = False
+    normalise_rewards: RewardNormalisation = "none"
+    # Draw what surprised the learner more often (Schaul et al. 2016): the priorities' exponent, and
+    # how much of the bias the weights correct at first; it rises to 1 over the run.
+    prioritized: bool = False
+    priority_alpha: float = 0.6
+    priority_beta: float = 0.4
+    # Episodes that are not learned from: this share of them, or those that began at an ISO time or
+    # later.
+    holdout: float | None = None
+    holdout_after: str | None = None
+    # Updates that one point of the metrics is the mean of.
+    log_updates: int = 100
+    # None: as often as the policy is measured.
+    checkpoint_updates: int | None = None
+    # The newest so many stay, and the best one.
+    keep_checkpoints: int = 2
+    # By which measure the policy that is registered is chosen; see selection.py.
+    select: Select = "auto"
+    # None: ten times in all.
+    evaluate_updates: int | None = None
+    # Episodes of each measurement in an environment; the seeds are not the closing evaluation's.
+    selection_episodes: int = 10
+    # Updates of each fitted Q evaluation. It only has to put policies in order.
+    selection_fqe_updates: int = 1000
+    # Stop after so many measurements in a row that were not better than the best.
+    patience: int | None = None
+    # Episodes of the closing evaluation, where an environment is named.
+    evaluation_episodes: int = 20
+    # The algorithm's own, by key; see `replaylake algorithms`.
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _FROM_ONE:
+            value = getattr(self, name)
+            expect(value is None or value >= 1, f"training: {name}", value, "1 or more")
+        for name in ("discount", "priority_alpha", "priority_beta"):
+            value = getattr(self, name)
+            expect(0 <= value <= 1, f"training: {name}", value, "0 to 1")
+        for name, known in (
+            ("select", get_args(Select)),
+            ("normalise_rewards", REWARD_NORMALISATIONS),
+        ):
+            value = getattr(self, name)
+            expect(value in known, f"training: {name}", value, f"one of {', '.join(known)}")
+        expect(0 <= self.seed < 2**63, "training: seed", self.seed, "0 to 2^63 - 1")
+        divides = self.batch_size % self.learners == 0
+        expected = f"a multiple of learners, which are {self.learners}"
+        expect(divides, "training: batch_size", self.batch_size, expected)
+        self.split()
+
+    def split(self) -> Holdout | None:
+        """Return which episodes are held out, if any are. Raises: ConfigInvalid."""
+        if self.holdout is None and self.holdout_after is None:
+            return None
+        after = None if self.holdout_after is None else _time(self.holdout_after)
+        return Holdout(fraction=self.holdout, after=after)
+
+    @property
+    def measured_every(self) -> int:
+        """Updates from one measurement of the policy to the next."""
+        return self.evaluate_updates or max(1, self.updates // 10)
+
+    @property
+    def saved_every(self) -> int:
+        """Updates from one checkpoint to the next."""
+        return self.checkpoint_updates or self.measured_every
+
+
+_FROM_ONE: Final = (
+    "updates",
+    "threads",
+    "learners",
+    "frame_stack",
+    "batch_size",
+    "log_updates",
+    "checkpoint_updates",
+    "keep_checkpoints",
+    "evaluate_updates",
+    "selection_episodes",
+    "selection_fqe_updates",
+    "patience",
+    "evaluation_episodes",
+)
+OWN_OPTIONS: Final = tuple(f.name for f in fields(TrainConfig) if f.name != "options")
+
+
+def train_config(options: Mapping[str, Any]) -> TrainConfig:
+    """Sort flat options into the training's own and the algorithm's, which are checked later.
+
+    The algorithm's may stand beside the training's, or in a table `options`. Raises: ConfigInvalid.
+    """
+    own = set(OWN_OPTIONS)
+    nested = options.get("options", {})
+    if not isinstance(nested, dict):
+        raise ConfigInvalid(f"training: options: found {nested!r}, expected a table of options.")
+    theirs = {key: value for key, value in options.items() if key not in own | {"options"}}
+    ours = {key: value for key, value in options.items() if key in own}
+    if isinstance(ours.get("holdout_after"), date):
+        # TOML has times of its own: without quotes it is one.
+        ours["holdout_after"] = ours["holdout_after"].isoformat()
+    config = from_options(TrainConfig, ours, "training")
+    return replace(config, options={**nested, **theirs})
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """All that `train` is asked for: enough to ask for it again, in another process too.
+
+    datasets: `NAME`, `NAME@VERSION` or `NAME@TAG`; once pinned, each at a version, and `named` as
+    they were given. where, where_steps, reward, weight: SQL; see `train`. env_args: what the
+    environment of env_id is made with, as JSON has it.
+    """
+
+    datasets: tuple[str, ...]
+    policy_name: str
+    config: TrainConfig
+    where: str | None = None
+    where_steps: str | None = None
+    reward: str | None = None
+    weight: str | None = None
+    env_id: str | None = None
+    named: tuple[str, ...] = ()
+    env_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.config.prioritized and self.weight is not None:
+            raise ConfigInvalid(
+                f"training: found prioritized beside the weight {self.weight!r}, expected one of "
+                "them: both say how often a step is drawn. Leave one out."
+            )
+        if self.env_args and self.env_id is None:
+            raise ConfigInvalid(
+                f"training: found arguments of an environment ({', '.join(self.env_args)}) and no "
+                "environment, expected one. Name it with --env, or leave the arguments out."
+            )
+
+    def pinned(self, lake: Lake) -> TrainRequest:
+        """Return it with the versions that the names mean now. Raises: NotFound, NameRefused."""
+        if self.named:
+            return self
+        snapshots = map(lake.snapshot, self.datasets)
+        datasets = tuple(f"{snapshot.dataset}@{snapshot.version}" for snapshot in snapshots)
+        return replace(self, datasets=datasets, named=self.datasets)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        config = {**asdict(self.config), "options": dict(self.config.options)}
+        names = {"datasets": list(self.datasets), "named": list(self.named)}
+        return {**vars(self), **names, "config": config, "env_args": dict(self.env_args)}
+
+    @staticmethod
+    def from_json(body: Mapping[str, Any]) -> TrainRequest:
+        """Return what to_json wrote down. Raises: ConfigInvalid."""
+        try:
+            given = dict(body["config"])
+            options = given.pop("options")
+            config = replace(from_options(TrainConfig, given, "training"), options=options)
+            names = {name: tuple(body[name]) for name in ("datasets", "named")}
+            return TrainRequest(**{**body, **names, "config": config})
+        except (KeyError, TypeError) as error:
+            raise ConfigInvalid(
+                f"run: found a request that is not whole ({type(error).__name__}: {error}), "
+                "expected what `train` was asked for. It is of another version of ReplayLake: "
+                "train again."
+            ) from error
+
+
+def _time(text: str) -> datetime:
+    """Return an ISO time; one without a zone is UTC."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigInvalid(
+            f"training: holdout_after: found {text!r}, expected an ISO time such as 2026-11-01 or "
+            "2026-11-01T12:00:00+01:00."
+        ) from error
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)

@@ -1,0 +1,323 @@
+"""Tune: sweeps over options and seeds, on Ray Tune. Each trial is an ordinary run in the lake.
+
+Ray Tune decides when which trial begins and, with ASHA, which ends early. What is known of a trial
+is in the record of its run, and what is known of the sweep in its own: a killed sweep goes on from
+there, and Ray's files are thrown away.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.metrics import read_curves
+from replaylake.datastore.names import new_ulid
+from replaylake.offline.learning.options import near_matches
+from replaylake.offline.running.local_ray import check_room, running_ray
+from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
+from replaylake.offline.running.training.run_record import RunRecord, find_run
+from replaylake.offline.running.tuning.checks import Checked, check_sweep
+from replaylake.offline.running.tuning.config import Sweep
+from replaylake.offline.running.tuning.ray_trials import Stopping, run_trials
+from replaylake.offline.running.tuning.results import (
+    SweepResult,
+    TrialResult,
+    combined,
+    trials_of,
+    value_name,
+)
+from replaylake.offline.running.tuning.trial import TrialWork
+
+KIND: Final = "tune"
+_NEEDS: Final = "tune: found no ray, expected it to run the trials"
+_ORPHANS_S: Final = 60.0
+_POLL_S: Final = 0.5
+
+
+@dataclass(frozen=True)
+class SweepStart:
+    """What is known when a sweep begins or goes on.
+
+    num_over: trials that have ended before. concurrency: trials at once. remarks: what a person
+    should know of the data.
+    """
+
+    sweep_id: str
+    num_combinations: int
+    num_seeds: int
+    num_trials: int
+    num_over: int
+    concurrency: int
+    measure: str
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TrialProgress:
+    """A trial that was measured, or ended. updates: how many it is to make."""
+
+    trial: TrialResult
+    updates: int
+
+
+@dataclass(frozen=True)
+class _Callbacks:
+    on_start: Callable[[SweepStart], None] | None = None
+    on_trial: Callable[[TrialProgress], None] | None = None
+
+
+def tune(
+    lake: Lake,
+    options: Mapping[str, Any],
+    *,
+    on_start: Callable[[SweepStart], None] | None = None,
+    on_trial: Callable[[TrialProgress], None] | None = None,
+) -> SweepResult:
+    """Train under every seed and combination of options, and say which are best.
+
+    Args:
+        lake: where the datasets are and the policies go.
+        options: as in a file for `replaylake tune`: the keys of `train offline` and a table `tune`.
+        on_start: called once before the first trial.
+        on_trial: called as trials are measured and end.
+
+    All trials train on the versions that the datasets have now. Each is a run that `runs list`
+    shows, and registers a version of the policy. Ctrl-C and SIGTERM save checkpoints first.
+    Cost: a process for each trial, `concurrency` of them at once.
+    Raises: ConfigInvalid, NotFound, NameRefused, SchemaMismatch, EmptyReplay, SpaceUnsupported,
+    ExtraMissing before anything is trained; TrainingFailed where no trial came to its end;
+    RunInterrupted.
+    """
+    sweep = Sweep.from_options(options).pinned(lake)
+    checked = check_sweep(lake, sweep)
+    sweep_id = new_ulid()
+    with RunLease(lake.storage, sweep_id):
+        record = RunRecord(lake.registry, sweep_id, _first_record(sweep, checked), kind=KIND)
+        record.begin()
+        with record.watched():
+            callbacks = _Callbacks(on_start, on_trial)
+            return _Sweeping(lake, sweep, record, callbacks).run(checked.remarks)
+
+
+def resume_sweep(
+    lake: Lake,
+    sweep_id: str,
+    *,
+    on_start: Callable[[SweepStart], None] | None = None,
+    on_trial: Callable[[TrialProgress], None] | None = None,
+) -> SweepResult:
+    """Go on with a sweep that was killed or interrupted, or of which trials failed.
+
+    Trials that are done, or were stopped for being behind, stay as they are; the others go on from
+    their checkpoints. Raises: NotFound if there is no such sweep; CommitConflict while another
+    process is at work on it; else as `tune`.
+    """
+    find_run(lake.registry, sweep_id, kind=KIND)
+    with RunLease(lake.storage, sweep_id):
+        body = find_run(lake.registry, sweep_id, kind=KIND)
+        sweep = Sweep.from_json(body["asked"])
+        record = RunRecord(lake.registry, sweep_id, body, kind=KIND)
+        with record.watched():
+            record.go_on(0)
+            return _Sweeping(lake, sweep, record, _Callbacks(on_start, on_trial)).run(())
+
+
+def _first_record(sweep: Sweep, checked: Checked) -> dict[str, Any]:
+    request = sweep.request
+    pinned = [text.rpartition("@") for text in request.datasets]
+    return {
+        "policy": request.policy_name,
+        "algorithm": request.config.algorithm,
+        "datasets": [{"dataset": name, "version": int(version)} for name, _, version in pinned],
+        "config": {"updates": request.config.updates},
+        "asked": sweep.to_json(),
+        "combinations": sweep.tune.combinations(),
+        "measure": checked.measure,
+        "mode": checked.mode,
+        "stopped": [],
+    }
+
+
+class _Sweeping:
+    """A sweep at work, and the Listener of its trials."""
+
+    def __init__(self, lake: Lake, sweep: Sweep, record: RunRecord, callbacks: _Callbacks) -> None:
+        self._lake = lake
+        self._sweep = sweep
+        self._record = record
+        self._callbacks = callbacks
+        self._measure, self._mode = record.body["measure"], record.body["mode"]
+        self._errors: dict[int, str] = {}
+        self._trials = self._found()
+        cores = len(os.sched_getaffinity(0))
+        most = sweep.tune.concurrency or max(1, cores // sweep.tune.cpus_per_trial)
+        self._concurrency = min(most, len(self._trials))
+
+    def run(self, remarks: tuple[str, ...]) -> SweepResult:
+        """Run the trials that are left; return what came of all. Raises: RunInterrupted."""
+        if self._callbacks.on_start is not None:
+            self._callbacks.on_start(self._start(remarks))
+        if any(trial.is_left for trial in self._trials):
+            self._run_what_is_left()
+        return self._result()
+
+    def measured(self, number: int, update: int, value: float) -> None:
+        """Hand on that a trial was measured."""
+        trial = replace(self._trials[number], status="running", update=update, value=value)
+        self._tell(trial)
+
+    def ended(self, number: int, *, is_stopped: bool, error: str | None) -> None:
+        """Write down that a trial was stopped, if it was, and hand on how it ended."""
+        if is_stopped:
+            # At once: should this process be killed, it is not begun again.
+            stopped = {*self._record.body["stopped"], number}
+            self._record.note(stopped=sorted(stopped))
+        if error is not None:
+            self._errors[number] = error
+        self._trials = self._found()
+        trial = self._trials[number]
+        # What was asked to end with all others is neither.
+        if trial.status in ("done", "stopped", "failed"):
+            self._tell(trial)
+
+    def _tell(self, trial: TrialResult) -> None:
+        if self._callbacks.on_trial is not None:
+            updates = self._sweep.trial_request(trial.options, trial.seed).config.updates
+            self._callbacks.on_trial(TrialProgress(trial, updates))
+
+    def _start(self, remarks: tuple[str, ...]) -> SweepStart:
+        return SweepStart(
+            sweep_id=self._record.run_id,
+            num_combinations=len(self._record.body["combinations"]),
+            num_seeds=len(self._sweep.tune.seeds),
+            num_trials=len(self._trials),
+            num_over=sum(not trial.is_left for trial in self._trials),
+            concurrency=self._concurrency,
+            measure=self._measure,
+            remarks=remarks,
+        )
+
+    def _run_what_is_left(self) -> None:
+        config, interruption = self._sweep.tune, Interruption()
+        num_gpus = torch.cuda.device_count() if config.gpus_per_trial else 0
+        num_cpus = self._concurrency * config.cpus_per_trial
+        with running_ray(_NEEDS, num_cpus, num_gpus) as ray, interruption.awaited():
+            check_room(ray, 1, config.cpus_per_trial, config.gpus_per_trial, "trials")
+            self._wait_for_orphans(interruption)
+            for numbers, is_racing in self._phases():
+                left = [number for number in numbers if self._trials[number].is_left]
+                if left:
+                    run_trials(
+                        [self._work(self._trials[number]) for number in left],
+                        self,
+                        concurrency=self._concurrency,
+                        cpus=config.cpus_per_trial,
+                        gpus=config.gpus_per_trial,
+                        stopping=self._stopping(numbers) if is_racing else None,
+                        should_end=lambda: interruption.is_requested,
+                    )
+                self._trials = self._found()
+                if interruption.is_requested:
+                    raise RunInterrupted(self._record.run_id, None)
+
+    def _phases(self) -> list[tuple[range, bool]]:
+        """Return the trials that may run at once, and whether ASHA compares them.
+
+        Only one seed decides which options are stopped, so that each that is left has all of them,
+        and none only those that it was lucky with.
+        """
+        num, first = len(self._trials), len(self._record.body["combinations"])
+        if not self._sweep.tune.asha:
+            return [(range(num), False)]
+        return [(range(first), True), (range(first, num), False)]
+
+    def _stopping(self, numbers: Sequence[int]) -> Stopping:
+        config, trials = self._sweep.tune, [self._trials[number] for number in numbers]
+        requests = [self._sweep.trial_request(trial.options, trial.seed) for trial in trials]
+        over = [trial.run_id for trial in trials if trial.run_id and not trial.is_left]
+        curves = [read_curves(self._lake.storage, run_id).get(self._measure) for run_id in over]
+        return Stopping(
+            mode=self._mode,
+            grace_updates=config.grace_updates or min(r.config.measured_every for r in requests),
+            updates=max(request.config.updates for request in requests),
+            reduction=config.reduction,
+            known=[
+                list(zip(curve.updates.tolist(), curve.values.tolist(), strict=True))
+                for curve in curves
+                if curve is not None
+            ],
+        )
+
+    def _work(self, trial: TrialResult) -> TrialWork:
+        label = {"id": self._record.run_id, "trial": trial.number, "options": dict(trial.options)}
+        return TrialWork(
+            url=self._lake.url,
+            number=trial.number,
+            request=self._sweep.trial_request(trial.options, trial.seed),
+            run_id=trial.run_id,
+            sweep=label,
+            measure=self._measure,
+            mode=self._mode,
+        )
+
+    def _found(self) -> list[TrialResult]:
+        """Return the trials as the lake has them, and as this process knows them to have ended."""
+        found = trials_of(self._lake, self._record.run_id, self._sweep, self._record.body)
+        for number, error in self._errors.items():
+            if found[number].status in ("waiting", "running"):
+                found[number] = replace(found[number], status="failed", error=error)
+        return found
+
+    def _wait_for_orphans(self, interruption: Interruption) -> None:
+        """Let trials end whose sweep was killed: Ray's processes notice after some seconds."""
+        deadline = time.monotonic() + _ORPHANS_S
+        while any(t.status == "running" for t in self._trials) and time.monotonic() < deadline:
+            if interruption.is_requested:
+                raise RunInterrupted(self._record.run_id, None)
+            time.sleep(_POLL_S)
+            self._trials = self._found()
+
+    def _result(self) -> SweepResult:
+        """Write down what came of the trials. Raises: TrainingFailed, ConfigInvalid."""
+        trials, sweep_id = self._trials, self._record.run_id
+        done = [trial for trial in trials if trial.status == "done"]
+        if not done:
+            errors = [trial.error for trial in trials if trial.error]
+            raise TrainingFailed(
+                f"sweep {sweep_id}: found no trial of {len(trials)} that came to its end "
+                f"({errors[0] if errors else 'none failed'}), expected one or more. "
+                "`replaylake runs list` shows them."
+            )
+        value = value_name(self._measure)
+        if all(trial.value is None for trial in done):
+            raise self._no_such_measure(done[0], value)
+        result = SweepResult(
+            sweep_id=sweep_id,
+            measure=self._measure,
+            value=value,
+            mode=self._mode,
+            trials=tuple(trials),
+            combinations=combined(trials, self._mode),
+        )
+        best = result.best
+        ended = {
+            "best": None if best is None else asdict(best),
+            "num_failed": sum(trial.status == "failed" for trial in trials),
+        }
+        self._record.note(**self._record.done(ended))
+        return result
+
+    def _no_such_measure(self, trial: TrialResult, value: str) -> ConfigInvalid:
+        known = [] if trial.run_id is None else [*read_curves(self._lake.storage, trial.run_id)]
+        return ConfigInvalid(
+            f"tune: measure: found no number of {value!r} in {trial.run_id}, expected "
+            f"{near_matches(value, known)}. `replaylake runs show` has a run's metrics."
+        )

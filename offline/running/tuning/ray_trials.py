@@ -1,0 +1,208 @@
+"""Ray trials: trials as processes of Ray Tune, and what it decides about them.
+
+Ray Tune makes copies of what it is given to have it again after a crash. Nothing here is: what has
+to survive is in the lake.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Final, Protocol
+
+from replaylake.offline.running.tuning.config import Mode
+from replaylake.offline.running.tuning.trial import Ended, Trial, TrialWork
+
+# What a measure that is not a number counts as for ASHA, which compares numbers.
+_WORST: Final = 1e300
+# The measurements of a trial that is over: (update, value).
+Curve = Iterable[tuple[int, float]]
+
+
+class Listener(Protocol):
+    """Who is told of trials, by number, in the process that runs them."""
+
+    def measured(self, number: int, update: int, value: float) -> None:
+        """Take a measurement."""
+        ...
+
+    def ended(self, number: int, *, is_stopped: bool, error: str | None) -> None:
+        """Take the end of a trial: stopped by ASHA, failed of something, or at its end."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """How ASHA stops trials that are behind.
+
+    Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", algorithm 2.
+    known: the measurements of trials that are over.
+    """
+
+    mode: Mode
+    grace_updates: int
+    updates: int
+    reduction: int
+    known: Sequence[Curve]
+
+
+def run_trials(
+    works: Sequence[TrialWork],
+    listener: Listener,
+    *,
+    concurrency: int,
+    cpus: int,
+    gpus: float,
+    stopping: Stopping | None,
+    should_end: Callable[[], bool],
+) -> None:
+    """Run trials in a Ray that runs, so many at once, each in a process of its own.
+
+    should_end: asked several times a second; true has all of them save and end.
+    """
+    from ray import tune
+
+    scheduler = None if stopping is None else _asha(tune, stopping)
+    is_stopped = _nothing if scheduler is None else scheduler.stopped.__contains__
+    with tempfile.TemporaryDirectory(prefix="replaylake-tune-") as folder:
+        tuner = tune.Tuner(
+            tune.with_resources(_trainable(tune, works), {"cpu": cpus, "gpu": gpus}),
+            param_space={"number": tune.grid_search([work.number for work in works])},
+            tune_config=tune.TuneConfig(
+                scheduler=scheduler,
+                max_concurrent_trials=concurrency,
+                trial_dirname_creator=lambda trial: str(trial.trial_id),
+            ),
+            run_config=tune.RunConfig(
+                name="trials",
+                storage_path=folder,
+                stop=_stopper(tune, should_end),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+                callbacks=[_callback(tune, listener, is_stopped)],
+                verbose=0,
+            ),
+        )
+        tuner.fit()
+
+
+def comparable(value: float, mode: Mode) -> float:
+    """Return the value, or for what is not finite one that is worse than all others."""
+    if math.isfinite(value):
+        return value
+    return _WORST if mode == "min" else -_WORST
+
+
+def _trainable(tune: Any, works: Sequence[TrialWork]) -> type:
+    by_number = {work.number: work for work in works}
+
+    class SweepTrial(tune.Trainable):  # type: ignore[misc]
+        def setup(self, config: Mapping[str, Any]) -> None:
+            self._work = by_number[config["number"]]
+            self._trial = Trial(self._work)
+
+        def step(self) -> dict[str, Any]:
+            told = self._trial.next()
+            if isinstance(told, Ended):
+                return {"done": True, "error": told.error}
+            value = comparable(told.value, self._work.mode)
+            return {"update": told.update, "value": value}
+
+        def cleanup(self) -> None:
+            self._trial.stop()
+
+    return SweepTrial
+
+
+def _asha(tune: Any, stopping: Stopping) -> Any:
+    """Return the scheduler, as if it had seen the trials that are over."""
+    goes_on = tune.schedulers.TrialScheduler.CONTINUE
+
+    class Asha(tune.schedulers.ASHAScheduler):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.stopped: set[int] = set()
+
+        def on_trial_result(self, controller: Any, trial: Any, result: Mapping[str, Any]) -> str:
+            decision: str = super().on_trial_result(controller, trial, result)
+            if decision != goes_on:
+                self.stopped.add(trial.config["number"])
+            return decision
+
+    scheduler = Asha(
+        time_attr="update",
+        metric="value",
+        mode=stopping.mode,
+        # One more than there are: at its last measurement a trial ends by itself.
+        max_t=stopping.updates + 1,
+        grace_period=stopping.grace_updates,
+        reduction_factor=stopping.reduction,
+    )
+    for i, curve in enumerate(stopping.known):
+        over = SimpleNamespace(trial_id=f"known-{i}", config={"number": None})
+        scheduler.on_trial_add(None, over)
+        for update, value in curve:
+            point = {"update": update, "value": comparable(value, stopping.mode)}
+            scheduler.on_trial_result(None, over, point)
+    scheduler.stopped.clear()
+    return scheduler
+
+
+def _callback(tune: Any, listener: Listener, is_stopped: Callable[[int], bool]) -> Any:
+    class Told(tune.Callback):  # type: ignore[misc]
+        # What it tells goes in here: of a class in a function all that it names would be copied.
+        def __init__(self, listener: Listener, is_stopped: Callable[[int], bool]) -> None:
+            self._listener, self._is_stopped = listener, is_stopped
+            self._errors: dict[int, str] = {}
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {}
+
+        def on_trial_result(
+            self, iteration: int, trials: Any, trial: Any, result: Mapping[str, Any], **_: Any
+        ) -> None:
+            number = trial.config["number"]
+            if result.get("error") is not None:
+                self._errors[number] = result["error"]
+            elif "update" in result and not result.get("done"):
+                self._listener.measured(number, result["update"], result["value"])
+
+        def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+            number = trial.config["number"]
+            error, stopped = self._errors.get(number), self._is_stopped(number)
+            self._listener.ended(number, is_stopped=stopped, error=error)
+
+        def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+            # The trial's own errors are results: what ends here is its process.
+            lines = str(trial.get_error() or "killed, or crashed").strip().splitlines()
+            error = f"its process is gone ({lines[-1].strip()}): look at memory"
+            self._listener.ended(trial.config["number"], is_stopped=False, error=error)
+
+    return Told(listener, is_stopped)
+
+
+def _stopper(tune: Any, should_end: Callable[[], bool]) -> Any:
+    class Asked(tune.Stopper):  # type: ignore[misc]
+        def __init__(self, should_end: Callable[[], bool]) -> None:
+            self._should_end = should_end
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {"_should_end": _never}
+
+        def __call__(self, trial_id: str, result: Any) -> bool:
+            return False
+
+        def stop_all(self) -> bool:
+            return self._should_end()
+
+    return Asked(should_end)
+
+
+def _never() -> bool:
+    return False
+
+
+def _nothing(number: int) -> bool:
+    return False

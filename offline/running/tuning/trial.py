@@ -1,0 +1,118 @@
+"""Trial: one run of a sweep, in a process of its own, which goes from measurement to measurement.
+
+The run is trained in a thread, which waits after each measurement until it is told to go on: so
+that what is stopped there stops there.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.offline.running.train import resume, train
+from replaylake.offline.running.training.config import TrainRequest
+from replaylake.offline.running.training.interruption import RunInterrupted
+from replaylake.offline.running.tuning.config import Mode
+
+
+@dataclass(frozen=True)
+class TrialWork:
+    """What a trial is: enough for another process to do it.
+
+    request: pinned. run_id: of the run to go on with, None for a new one. sweep: what the run's
+    record says of the sweep.
+    """
+
+    url: str
+    number: int
+    request: TrainRequest
+    run_id: str | None
+    sweep: Mapping[str, Any]
+    measure: str
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A trial's measure after an update."""
+
+    update: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A trial that came to its end, was asked to end, or failed: then why."""
+
+    error: str | None = None
+
+
+class Trial:
+    """A run in a thread, driven by `next` and `stop`."""
+
+    def __init__(self, work: TrialWork) -> None:
+        self._work = work
+        self._told: queue.Queue[Measured | Ended] = queue.Queue()
+        self._may_go_on = threading.Semaphore(0)
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"trial {work.number}")
+
+    def next(self) -> Measured | Ended:
+        """Go on up to the next measurement, or the end."""
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._may_go_on.release()
+        return self._told.get()
+
+    def stop(self) -> None:
+        """Let the run save and end after its next update, and wait for that."""
+        self._is_stopped.set()
+        self._may_go_on.release()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        work, request = self._work, self._work.request
+        callbacks: dict[str, Any] = {
+            "on_metrics": self._measured,
+            "should_end": self._is_stopped.is_set,
+        }
+        try:
+            lake = open_lake(work.url)
+            if work.run_id is not None:
+                resume(lake, work.run_id, **callbacks)
+            else:
+                train(
+                    lake,
+                    request.datasets,
+                    request.config,
+                    policy_name=request.policy_name,
+                    where=request.where,
+                    where_steps=request.where_steps,
+                    reward=request.reward,
+                    weight=request.weight,
+                    env_id=request.env_id,
+                    env_args=request.env_args,
+                    sweep=work.sweep,
+                    **callbacks,
+                )
+        except RunInterrupted:
+            self._told.put(Ended())
+        except BaseException as error:
+            self._told.put(Ended(f"{type(error).__name__}: {error}"))
+        else:
+            self._told.put(Ended())
+
+    def _measured(self, update: int, values: Mapping[str, float]) -> None:
+        config, measure = self._work.request.config, self._work.measure
+        # Of metrics that are logged more often than policies are measured, only those count.
+        is_due = update % config.measured_every == 0 or update == config.updates
+        if measure not in values or not is_due or self._is_stopped.is_set():
+            return
+        self._told.put(Measured(update, values[measure]))
+        self._may_go_on.acquire()

@@ -1,0 +1,164 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from replaylake.offline.evaluation.ope.diagnostics import diagnose
+from replaylake.offline.evaluation.ope.estimate import estimate
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step
+from replaylake.offline.evaluation.ope.verdict import verdict
+
+
+def bandit(num_rows=4000, num_actions=10, greedy=0.0, rate=0.3, seed=0, **changes):
+    """A log of uniform actions; the policy: greedy on action 0 with probability `greedy`."""
+    rng = np.random.default_rng(seed)
+    actions = rng.integers(0, num_actions, num_rows)
+    rewards = (rng.random(num_rows) < rate).astype(float)
+    target = np.full((num_rows, num_actions), (1 - greedy) / num_actions)
+    target[:, 0] += greedy
+    behavior = np.full((num_rows, num_actions), 1 / num_actions)
+    log = one_step(
+        rewards,
+        actions=actions,
+        behavior_probs=behavior[np.arange(num_rows), actions],
+        target_probs=target[np.arange(num_rows), actions],
+        behavior_distribution=behavior,
+        target_distribution=target,
+    )
+    return dataclasses.replace(log, **changes)
+
+
+def judged(log, names=None, **options):
+    return verdict(estimate(log, names), diagnose(log), **options)
+
+
+def test_a_near_policy_is_supported_with_its_numbers():
+    found = judged(bandit(greedy=0.1))
+    assert found.verdict == "supported"
+    assert "of 4,000 episodes" in found.reason
+    assert "the estimators agree" in found.reason
+    assert "fitted" in judged(bandit(greedy=0.1, behavior_fitted=True)).reason
+
+
+def test_training_episodes_are_never_supported():
+    found = judged(bandit(greedy=0.1), trained_on=7)
+    assert found.verdict == "not_supported"
+    assert "7 of the 4,000 evaluated episodes" in found.reason
+
+
+def test_a_greedy_policy_on_rare_clicks_is_weak():
+    """34 actions, 10,000 rows, 0.46% clicks: about 294 rows match, and 1.4 of them are clicks."""
+    log = bandit(10_000, 34, greedy=1.0, rate=0.0046)
+    found = judged(log)
+    assert diagnose(log).weights.effective_sample_size == pytest.approx(294, abs=50)
+    assert found.verdict == "weak"
+    assert "rests on an effective" in found.reason
+
+
+def test_no_or_little_overlap_is_not_supported():
+    found = judged(bandit(200, greedy=1.0))
+    assert found.verdict == "not_supported"
+    assert "(30 needed)" in found.reason
+    nothing = judged(bandit(200, target_probs=np.zeros(200), target_distribution=None))
+    assert nothing.verdict == "not_supported"
+    assert "effective 0.0 of 200" in nothing.reason
+
+
+def test_few_effective_episodes_are_weak():
+    found = judged(bandit(600, greedy=1.0))
+    assert found.verdict == "weak"
+    assert "(100 needed)" in found.reason
+
+
+@pytest.mark.parametrize(("mass", "expected"), [(0.05, "weak"), (0.2, "not_supported")])
+def test_actions_that_were_never_logged(mass, expected):
+    log = bandit()
+    behavior = np.c_[log.behavior_distribution, np.zeros(4000)]
+    target = np.c_[log.target_distribution * (1 - mass), np.full(4000, mass)]
+    log = dataclasses.replace(
+        log,
+        behavior_distribution=behavior,
+        target_distribution=target,
+        target_probs=target[np.arange(4000), log.actions],
+    )
+    found = judged(log)
+    assert found.verdict == expected
+    assert f"{mass:.1%} of its probability" in found.reason
+
+
+def test_a_mean_weight_far_from_one_is_weak():
+    log = bandit(target_distribution=None)
+    log = dataclasses.replace(log, target_probs=log.target_probs * (1.1 + 0.2 * (log.actions % 2)))
+    found = judged(log)
+    assert found.verdict == "weak"
+    assert "mean importance weight is 1.2" in found.reason
+
+
+def test_propensities_that_do_not_fit_the_actions_are_weak():
+    log = bandit(20_000)
+    behavior = np.tile(np.append([0.13, 0.07], np.full(8, 0.1)), (20_000, 1))
+    log = dataclasses.replace(
+        log,
+        behavior_distribution=behavior,
+        behavior_probs=behavior[np.arange(20_000), log.actions],
+        target_distribution=behavior,
+        target_probs=behavior[np.arange(20_000), log.actions],
+    )
+    found = judged(log)
+    assert found.verdict == "weak"
+    assert "do not fit its actions" in found.reason
+
+
+def test_a_model_alone_is_weak():
+    log = one_step(
+        np.arange(100.0),
+        q_logged=np.zeros(100),
+        v_target=np.arange(100.0),
+        no_density="the head 'deterministic' has no density",
+    )
+    found = judged(log)
+    assert found.verdict == "weak"
+    assert "Only a model of values" in found.reason
+    assert "head 'deterministic' has no density" in found.reason
+
+
+def test_nothing_to_go_by_is_not_supported():
+    found = judged(one_step(np.arange(100.0), no_density="the head 'sampled' has no density"))
+    assert found.verdict == "not_supported"
+    assert "No estimator has anything to say: the head 'sampled'" in found.reason
+
+
+def test_estimators_that_disagree_are_weak():
+    log = bandit(greedy=0.1)
+    found = verdict(estimate(log, ["ips", "clipped_ips"], clip=0.5), diagnose(log))
+    assert found.verdict == "weak"
+    assert "Estimators disagree: ips says" in found.reason
+
+
+def test_a_model_alone_without_an_interval_does_not_disagree():
+    log = bandit(greedy=0.1)
+    log = dataclasses.replace(log, q_logged=np.full(4000, 0.9), v_target=np.full(4000, 0.9))
+    assert judged(log, ["ips", "dm"]).verdict == "supported"
+    assert "agree" not in judged(log, ["ips", "dm"]).reason
+    assert "Only a model of values" in judged(log, ["dm"]).reason
+
+
+def test_an_interval_as_wide_as_the_log_is_weak():
+    """Rewards that vary little but are far from 0: ips alone varies with its weights."""
+    log = bandit(1500, greedy=0.9, rate=0.5)
+    log = dataclasses.replace(log, rewards=100 + 0.1 * log.rewards)
+    found = judged(log, ["ips"])
+    assert found.verdict == "weak"
+    assert "narrowest interval, ips's" in found.reason
+    assert judged(log).verdict == "supported", "snips does not"
+
+
+def test_equal_returns_do_not_disagree_by_rounding():
+    log = LoggedEpisodes(
+        np.arange(0, 601, 3),
+        np.full(600, 0.1),
+        0.9,
+        behavior_probs=np.full(600, 0.3),
+        target_probs=np.full(600, 0.3),
+    )
+    assert judged(log).verdict == "supported"
