@@ -16,13 +16,14 @@ from replaylake.datastore.lake.commit import Commit
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.locations import check_shareable
+from replaylake.offline.environments.games import Game
+from replaylake.offline.environments.ids import make_any
 from replaylake.offline.evaluation.evaluate import check_spaces
 from replaylake.offline.running.local_ray import START_TIMEOUT_S
 from replaylake.offline.running.training.interruption import interrupted_at_once
-from replaylake.online.collecting.acting import AgentsActing
+from replaylake.online.collecting.acting import RANDOM, Acting, AgentsActing
 from replaylake.online.collecting.returns import Returns
 from replaylake.online.collecting.shipment import Order, Shipment
-from replaylake.online.collecting.who_acts import named, who_acts
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.collecting.workers import make_worker
 from replaylake.online.pools.cluster import import_ray
@@ -294,3 +295,44 @@ def _check_acting(acting: AgentsActing, config: RolloutConfig) -> int | None:
     finally:
         probe.close()
     return mask_size
+
+
+def who_acts(
+    lake: Lake,
+    policy: str,
+    agent_policies: Mapping[str, str],
+    config: RolloutConfig,
+    exploring: Mapping[str, Any],
+) -> AgentsActing:
+    """Return who acts: one for all, or for each agent the one named for it or else `policy`.
+
+    exploring: of all, as Acting has it. Raises: NotFound, NameRefused; ConfigInvalid for policies
+    by agent where there is only one.
+    """
+    everyone = replace(_resolved(lake, policy), **exploring)
+    if not agent_policies:
+        return everyone
+    env = make_any(config.env_id, config.env_args)
+    env.close()
+    if not isinstance(env, Game):
+        raise ConfigInvalid(
+            f"{config.env_id}: found policies for {', '.join(agent_policies)}, expected one "
+            "policy: it is an environment of one agent."
+        )
+    own = {a: replace(_resolved(lake, text), **exploring) for a, text in agent_policies.items()}
+    return dict.fromkeys(env.agents, everyone) | own
+
+
+def named(acting: AgentsActing) -> dict[str, Any]:
+    """Return the policy's name and version, as receipts and records say it."""
+    if isinstance(acting, Acting):
+        return {"policy": acting.name, "policy_version": acting.version}
+    texts = [f"{agent}={one.name}:{one.version}" for agent, one in acting.items()]
+    return {"policy": ", ".join(texts), "policy_version": None}
+
+
+def _resolved(lake: Lake, policy: str) -> Acting:
+    if policy == RANDOM:
+        return Acting()
+    ref = lake.registry.resolve(policy)
+    return Acting(ref.name, ref.version, ref.path, manifest_sha256=ref.manifest_sha256)

@@ -5,21 +5,34 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from replaylake.datastore.lake.lake import Lake
+import torch
+
+from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, TrainingFailed
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.names import new_ulid
+from replaylake.offline.running.local_ray import import_ray, running_ray
 from replaylake.offline.running.training.callbacks import RunStart
+from replaylake.offline.running.training.interruption import (
+    Interruption,
+    RunInterrupted,
+    interrupted_at_once,
+)
 from replaylake.offline.running.training.lake_run import OnMetrics
 from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.online.training.callbacks import OnlineCallbacks
-from replaylake.online.training.config import OnlineRequest
+from replaylake.online.training.config import OnlineConfig, OnlineRequest
 from replaylake.online.training.job import first_record, prepared
 from replaylake.online.training.progress import OnlineProgress
-from replaylake.online.training.remote_learner import Work, run_remotely
 from replaylake.online.training.result import OnlineResult, result_of_done
 from replaylake.online.training.run import Attempt
 
@@ -123,3 +136,254 @@ def _train_here(lake: Lake, work: Work, **callbacks: Any) -> str:
     if work.run_id is not None:
         return _gone_on(lake, work.run_id, told).run_id
     return _begun(lake, work.request, told).run_id
+
+
+_NEEDS: Final = "a learner in Ray: found no ray, expected it for --learner-gpus"
+_POLL_S: Final = 0.25
+# A learner that works answers at once, whatever it computes. Of one that was asked to end and is
+# silent for so long, no checkpoint is waited for.
+_SILENT_S: Final = 30.0
+# After which a learner that finds no place is said to wait.
+_PATIENT_S: Final = 10.0
+_EVENTS: Final = ("on_start", "on_progress", "on_metrics", "on_remark")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the actor is to do: begin what is requested, or go on with a run."""
+
+    request: OnlineRequest
+    run_id: str | None = None
+
+
+# Trains: (lake, work, callbacks by name) to the run's id.
+Train = Callable[..., str]
+
+
+@dataclass(frozen=True)
+class _Interrupted:
+    """In place of an exception, which Ray would take for its own."""
+
+    run_id: str
+    update: int | None
+
+
+class TrainerActor:
+    """Runs a trainer in one thread, and says in another what it tells."""
+
+    def __init__(self, lake: str, train: Train) -> None:
+        self._lake, self._train = lake, train
+        self._told: list[tuple[str, tuple[Any, ...]]] = []
+        self._lock = threading.Lock()
+        self._is_ending = False
+
+    def run(self, work: Work) -> str | _Interrupted:
+        """Train to the end; returns the run's id. Raises: as train_online and resume_online."""
+        callbacks = {name: self._teller(name) for name in _EVENTS}
+        try:
+            lake = open_lake(self._lake)
+            return self._train(lake, work, should_end=lambda: self._is_ending, **callbacks)
+        except RunInterrupted as error:
+            return _Interrupted(error.run_id, error.update)
+
+    def events(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """Return the calls of callbacks since the last time, in order."""
+        with self._lock:
+            told, self._told = self._told, []
+        return told
+
+    def end(self) -> None:
+        """Let the run save a checkpoint and end."""
+        self._is_ending = True
+
+    def _teller(self, name: str) -> Callable[..., None]:
+        def tell(*values: Any) -> None:
+            with self._lock:
+                self._told.append((name, values))
+
+        return tell
+
+
+def run_remotely(lake: Lake, work: Work, callbacks: OnlineCallbacks, train: Train) -> str:
+    """Run the trainer in an actor and wait; returns the run's id.
+
+    Raises: as train_online; ConfigInvalid for CPUs and GPUs that Ray does not have; TrainingFailed
+    where the actor finds no place in time, does not answer, or its process or node died;
+    KeyboardInterrupt where it is interrupted before there is a run.
+    """
+    request, config = work.request, work.request.config
+    _check_own_gpus(request)
+    with (
+        interrupted_at_once(),
+        running_ray(
+            _NEEDS,
+            math.ceil(_num_cpus(config)),
+            math.ceil(config.learner_gpus),
+            address=request.address,
+            start_timeout_s=config.start_timeout_s,
+        ) as ray,
+    ):
+        _check_room(ray, request)
+        return _RemoteRun(ray, lake, work, callbacks, train).awaited()
+
+
+def _num_cpus(config: OnlineConfig) -> float:
+    """Return the CPUs that the learner and its workers take up."""
+    workers = config.num_workers * config.worker_cpus if config.env_runner == "ray" else 0.0
+    return workers + 1
+
+
+def _check_own_gpus(request: OnlineRequest) -> None:
+    """Refuse GPUs that this machine lacks, where its own Ray would promise them."""
+    asked, found = request.config.learner_gpus, torch.cuda.device_count()
+    is_ours = request.address is None and not import_ray(_NEEDS).is_initialized()
+    if is_ours and asked > found:
+        raise ConfigInvalid(
+            f"online: learner_gpus: found {asked:g} asked for and {found} on this machine, "
+            "expected as many or more. Name a Ray cluster that has them with --address, or leave "
+            "--learner-gpus out."
+        )
+
+
+def _check_room(ray: Any, request: OnlineRequest) -> None:
+    """Refuse at once what Ray could only wait for, without an end."""
+    config = request.config
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    where = "Ray" if request.address is None else f"Ray at {request.address}"
+    gpus = [float(node.get("GPU", 0)) for node in nodes]
+    if config.learner_gpus > max(gpus, default=0.0):
+        raise ConfigInvalid(
+            f"{where}: found {sum(gpus):g} GPUs on {len(nodes)} nodes, {max(gpus, default=0):g} on "
+            f"one at most; expected {config.learner_gpus:g} on one, for --learner-gpus. Start Ray "
+            "on a machine that has them (`ray start --address ...`, with --num-gpus where it does "
+            "not see them), or leave --learner-gpus out."
+        )
+    num_cpus, found = _num_cpus(config), sum(float(node.get("CPU", 0)) for node in nodes)
+    if num_cpus > found:
+        raise ConfigInvalid(
+            f"{where}: found {found:g} CPUs, expected {num_cpus:g}: one for the learner, and "
+            f"{config.worker_cpus:g} for each of {config.num_workers} workers. Take fewer "
+            "--workers, or a smaller --worker-cpus."
+        )
+
+
+class _RemoteRun:
+    """A run in an actor, as the process sees it that asked for it."""
+
+    def __init__(
+        self, ray: Any, lake: Lake, work: Work, callbacks: OnlineCallbacks, train: Train
+    ) -> None:
+        self._ray, self._lake, self._callbacks = ray, lake, callbacks
+        self._config = work.request.config
+        self._run_id = work.run_id
+        remote = ray.remote(
+            num_cpus=1, num_gpus=self._config.learner_gpus, max_concurrency=2, max_restarts=0
+        )
+        self._actor = remote(TrainerActor).remote(lake.url, train)
+        self._ready = self._actor.__ray_ready__.remote()
+        # The actor is in the cluster already, wherever that is.
+        inside = replace(work, request=replace(work.request, address=None))
+        self._done = self._actor.run.remote(inside)
+        self._interruption = Interruption()
+
+    def awaited(self) -> str:
+        """Wait for its end and hand on what it tells. Raises: as run_remotely."""
+        exceptions = self._ray.exceptions
+        try:
+            with self._interruption.awaited():
+                self._wait_for_place()
+                result = self._result()
+        except exceptions.RayTaskError as error:
+            if isinstance(error.cause, ReplayLakeError):
+                raise error.cause from error
+            raise TrainingFailed(
+                f"learner: found {type(error.cause).__name__}: {error.cause}, expected a policy. "
+                "Run without --learner-gpus for the traceback."
+            ) from error
+        except exceptions.RayError as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise TrainingFailed(
+                f"learner: its process is gone ({reason}), expected a policy. `replaylake runs "
+                "list` has the run, and `replaylake train online --resume RUN` goes on with it."
+            ) from error
+        except RunInterrupted:
+            raise
+        except KeyboardInterrupt as error:
+            if self._run_id is None:
+                raise
+            raise RunInterrupted(self._run_id, self._last_saved(self._run_id)) from error
+        finally:
+            self._ray.kill(self._actor)
+        if isinstance(result, _Interrupted):
+            raise RunInterrupted(result.run_id, result.update)
+        return result
+
+    def _wait_for_place(self) -> None:
+        """Wait until the actor's process runs. Raises: TrainingFailed where it finds no place."""
+        began, is_told = time.monotonic(), False
+        while not self._ray.wait([self._ready], timeout=_POLL_S)[0]:
+            if self._should_end():
+                raise KeyboardInterrupt
+            waited_s = time.monotonic() - began
+            if waited_s > self._config.start_timeout_s:
+                raise TrainingFailed(
+                    f"learner: found no process in {self._config.start_timeout_s:g} s, expected "
+                    f"{self._place()}. Nothing was collected. Wait until others are done, or raise "
+                    "start_timeout_s."
+                )
+            if waited_s > _PATIENT_S and not is_told:
+                is_told = True
+                self._callbacks.remark(f"the learner waits for a process: {self._place()}")
+
+    def _place(self) -> str:
+        free = self._ray.available_resources()
+        asked = {"CPU": 1.0, "GPU": self._config.learner_gpus}
+        return " and ".join(
+            f"{num:g} {name} of which Ray has {free.get(name, 0.0):g} free"
+            for name, num in asked.items()
+            if num
+        )
+
+    def _result(self) -> str | _Interrupted:
+        """Hand on what is told until it is done. Raises: TrainingFailed where nothing is told."""
+        events, heard_at, ending_at = self._actor.events.remote(), time.monotonic(), math.inf
+        while True:
+            is_done = bool(self._ray.wait([self._done], timeout=_POLL_S)[0])
+            now = time.monotonic()
+            if self._ray.wait([events], timeout=0)[0]:
+                self._hand_on(events)
+                events, heard_at = self._actor.events.remote(), now
+            if is_done:
+                # What it told last came after what was asked for before.
+                if self._ray.wait([events], timeout=_SILENT_S)[0]:
+                    self._hand_on(events)
+                found: str | _Interrupted = self._ray.get(self._done)
+                return found
+            if ending_at == math.inf and self._should_end():
+                self._actor.end.remote()
+                ending_at = now
+            if now - max(heard_at, ending_at) > _SILENT_S:
+                raise KeyboardInterrupt
+            if now - heard_at > self._config.answer_timeout_s:
+                raise TrainingFailed(
+                    f"learner: found no answer in {self._config.answer_timeout_s:g} s, expected "
+                    "one a few times a second: it hangs, or its node is out of reach. `replaylake "
+                    f"train online --resume {self._run_id or 'RUN'}` goes on with the run."
+                )
+
+    def _hand_on(self, events: Any) -> None:
+        for name, values in self._ray.get(events):
+            if name == "on_start":
+                self._run_id = values[0].run_id
+            if (told := getattr(self._callbacks, name)) is not None:
+                told(*values)
+
+    def _should_end(self) -> bool:
+        asked = self._callbacks.should_end
+        return self._interruption.is_requested or bool(asked and asked())
+
+    def _last_saved(self, run_id: str) -> int | None:
+        """Return the update that it goes on after, if the lake says so."""
+        with suppress(ReplayLakeError):
+            return max(Checkpoints(self._lake.storage, run_id).updates(), default=None)
+        return None

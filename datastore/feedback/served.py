@@ -6,23 +6,31 @@ that have a report which may count, and only their rows become Python objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.schema import (
+    EPISODE_ID,
+    FINAL_OBSERVATION,
+    REWARD,
+    STEP,
+    TERMINATED,
     TIMESTAMP,
+    TRUNCATED,
 )
 from replaylake.datastore.feedback.decisions import (
+    DECISION_ID,
+    FEEDBACK_ID,
+    MODE,
+    REPORTED,
+    REQUEST_ID,
+    REWARDED_AT,
     SUM,
-)
-from replaylake.datastore.feedback.joining import ACTIVE_REPORTS_SQL, ACTIVE_SQL, JOIN_SQL, LEFT_SQL
-from replaylake.datastore.feedback.logged_tables import (
-    read_decisions,
-    read_rewards,
-    read_written,
 )
 from replaylake.datastore.feedback.reports import Outcome, Report, Reward, folded
 from replaylake.datastore.feedback.segments import first_pending, has_live_worker
@@ -307,3 +315,185 @@ def _say(logged: Logged, timeline: Timeline, decision: Decision, report: Report)
     logged.report(decision.key, report)
     if logged.ends(decision.key) != ended:
         timeline.cut_again(decision.key)
+
+
+# decision: each decision, with its step if it is one, and until when what was said of it is there;
+# that is not known of a sum, as a part of one may be found later. meant: of reports by other names
+# the client's episode, and the decision as far as it can be told here; it may be another where one
+# came after it that is no step yet. report: each report with the client's episode that it is of.
+# changing: those in which a report may count.
+JOIN_SQL: Final = """
+CREATE TEMP TABLE decision AS
+SELECT d.decision_id AS key, d.episode_id AS source, d.request_id AS request, d.step,
+    d."timestamp" AS ts, d.file, coalesce('e' || d.episode_id, 'd' || d.decision_id) AS client,
+    w.decision_id IS NULL AS open, w.step AS number, w.episode_id AS episode,
+    w.reward, w.terminated, w.truncated, w.since,
+    w.reported, w.step = last.step AS is_last,
+    CASE WHEN w.reported IS NULL THEN w.since END AS until
+FROM decisions d LEFT JOIN written w ON w.decision_id = d.decision_id
+LEFT JOIN (SELECT episode_id, max(step) AS step FROM written GROUP BY episode_id) last
+    ON last.episode_id = w.episode_id;
+CREATE TEMP TABLE client AS
+SELECT client, max(ts) FILTER (open) AS last_open FROM decision GROUP BY client;
+CREATE TEMP TABLE asked AS
+SELECT request_id, "timestamp" AS ts, row FROM rewards
+WHERE decision_id IS NULL AND request_id IS NOT NULL;
+CREATE TEMP TABLE meant AS
+SELECT a.row, d.ts, d.until,
+    coalesce(d.client, CASE WHEN n.ts - a.ts <= {elsewhere} THEN n.client END) AS client
+FROM asked a
+ASOF LEFT JOIN (SELECT request, ts, client, until FROM decision WHERE request IS NOT NULL) d
+    ON d.request = a.request_id AND a.ts >= d.ts
+ASOF LEFT JOIN (SELECT request, ts, client FROM decision WHERE request IS NOT NULL) n
+    ON n.request = a.request_id AND a.ts <= n.ts;
+CREATE TEMP TABLE numbered AS
+SELECT 'e' || episode_id AS client, step, "timestamp" AS ts, row FROM rewards
+WHERE decision_id IS NULL AND request_id IS NULL;
+INSERT INTO meant
+SELECT n.row, d.ts, d.until, c.client FROM numbered n
+LEFT JOIN client c ON c.client = n.client
+ASOF LEFT JOIN (SELECT client, number, ts, until FROM decision WHERE number IS NOT NULL) d
+    ON d.client = n.client AND d.number = n.step AND n.ts >= d.ts;
+CREATE TEMP TABLE report AS
+SELECT r.decision_id AS key, r.request_id AS request, r.step, r."timestamp" AS ts, r.row, r.reward,
+    r.terminated, r.truncated, r.mode, r.feedback_id, r.final_row,
+    coalesce(d.client, m.client) AS client, coalesce(d.until, m.until) AS until, m.ts AS meant_ts
+FROM rewards r LEFT JOIN decision d ON d.key = r.decision_id LEFT JOIN meant m ON m.row = r.row;
+CREATE TEMP TABLE changing AS
+SELECT DISTINCT r.client FROM report r JOIN client c ON c.client = r.client
+WHERE (r.until IS NULL OR r.ts > r.until OR c.last_open > r.meant_ts)
+    AND (r.key IS NOT NULL OR r.ts < {horizon})
+"""
+
+# The decisions of client episodes in which a report may count, and all reports on them.
+ACTIVE_SQL: Final = """
+SELECT client, source, key, ts, request, step, file,
+    reward, terminated, truncated, episode, number, is_last, since, reported
+FROM decision SEMI JOIN changing USING (client) ORDER BY key
+"""
+ACTIVE_REPORTS_SQL: Final = """
+SELECT key, CASE WHEN key IS NULL THEN client END, request, step, mode, ts, row,
+    reward, terminated, truncated, feedback_id, final_row
+FROM report SEMI JOIN changing USING (client)
+WHERE key IS NOT NULL OR ts < {horizon} ORDER BY ts, row
+"""
+
+# Of the other episodes: decisions that wait for a report, that none came for, and that were asked
+# for again; then the steps of all, and reports by other names whose decision never came.
+LEFT_SQL: Final = """
+WITH left_over AS (
+    SELECT * FROM decision ANTI JOIN changing USING (client)
+), idle AS (
+    SELECT client, count(*) FILTER (open) AS num, max(ts) AS ts FROM left_over GROUP BY client
+), again AS (
+    SELECT o.client, count(*) AS num FROM left_over o
+    JOIN (SELECT DISTINCT client, request FROM left_over WHERE NOT open) s
+        ON s.client = o.client AND s.request = o.request
+    WHERE o.open GROUP BY o.client
+), counted AS (
+    SELECT i.num - coalesce(a.num, 0) AS num, coalesce(a.num, 0) AS again,
+        i.ts >= {closing} OR i.ts >= {horizon} AS waits
+    FROM idle i LEFT JOIN again a USING (client)
+)
+SELECT coalesce(sum(num) FILTER (waits), 0)::BIGINT,
+    coalesce(sum(num) FILTER (NOT waits), 0)::BIGINT, coalesce(sum(again), 0)::BIGINT,
+    (SELECT count(*) FROM decision WHERE NOT open),
+    (SELECT count(*) FROM report WHERE key IS NULL AND client IS NULL AND ts < {closing}),
+    (SELECT count(*) FROM report WHERE key IS NULL AND ts >= {horizon})
+FROM counted
+"""
+
+
+# Which file of a table a row is in, and which row of all it is; of a report, its final observation.
+FILE: Final = "file"
+ROW: Final = "row"
+_FINAL_ROW: Final = "final_row"
+
+
+def read_decisions(decisions: TableSnapshot) -> pa.Table:
+    """Return the names and times of decisions, and in which file each is."""
+    has_step = STEP in decisions.schema.names
+    names = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP, *([STEP] if has_step else [])]
+    parts = []
+    for number, batch in enumerate(decisions.batches(names)):
+        part = _as_integers(batch)
+        if not has_step:
+            part = part.append_column(STEP, pa.nulls(part.num_rows, pa.int32()))
+        part = part.append_column(FILE, pa.array(np.full(part.num_rows, number, np.int32)))
+        parts.append(part)
+    if parts:
+        return pa.concat_tables(parts)
+    text = pa.string()
+    return pa.schema(
+        [(DECISION_ID, text), (EPISODE_ID, text), (REQUEST_ID, text), (TIMESTAMP, pa.int64()),
+         (STEP, pa.int32()), (FILE, pa.int32())]
+    ).empty_table()  # fmt: skip
+
+
+_LATER: Final[Mapping[str, pa.DataType]] = {
+    REQUEST_ID: pa.string(),
+    EPISODE_ID: pa.string(),
+    STEP: pa.int32(),
+    FEEDBACK_ID: pa.string(),
+    MODE: pa.string(),
+}
+
+
+def read_rewards(rewards: TableSnapshot) -> tuple[pa.Table, pa.ChunkedArray]:
+    """Return the reports, and apart from them the final observations that there are."""
+    later = [name for name in _LATER if name in rewards.schema.names]
+    names = [DECISION_ID, TIMESTAMP, REWARD, TERMINATED, TRUNCATED, FINAL_OBSERVATION, *later]
+    parts, finals, num_rows, num_finals = [], [], 0, 0
+    kind = rewards.schema.field(FINAL_OBSERVATION).type
+    for batch in rewards.batches(names):
+        column = batch.column(FINAL_OBSERVATION)
+        there = pc.is_valid(column).to_numpy()
+        finals += column.filter(pa.array(there)).chunks
+        place = pa.array(np.cumsum(there) - 1 + num_finals, mask=~there)
+        num_finals += int(there.sum())
+        part = _as_integers(batch.drop_columns([FINAL_OBSERVATION]))
+        for name, absent in _LATER.items():
+            if name not in later:
+                part = part.append_column(name, pa.nulls(part.num_rows, absent))
+        part = part.append_column(_FINAL_ROW, place)
+        part = part.append_column(ROW, pa.array(np.arange(part.num_rows) + num_rows))
+        num_rows += part.num_rows
+        parts.append(part)
+    if not parts:
+        first = [(DECISION_ID, pa.string()), (TIMESTAMP, pa.int64()), (REWARD, pa.float64()),
+                 (TERMINATED, pa.bool_()), (TRUNCATED, pa.bool_())]  # fmt: skip
+        last = [(_FINAL_ROW, pa.int64()), (ROW, pa.int64())]
+        parts = [pa.schema([*first, *_LATER.items(), *last]).empty_table()]
+    columns = [DECISION_ID, TIMESTAMP, REWARD, TERMINATED, TRUNCATED, *_LATER, _FINAL_ROW, ROW]
+    joined = pa.concat_tables([part.select(columns).cast(parts[0].select(columns).schema)
+                               for part in parts])  # fmt: skip
+    return joined, pa.chunked_array(finals, kind)
+
+
+def read_written(snapshot: Snapshot) -> pa.Table:
+    """Return the served steps."""
+    kinds = {
+        DECISION_ID: pa.string(), REWARD: pa.float64(), TERMINATED: pa.bool_(),
+        TRUNCATED: pa.bool_(), EPISODE_ID: pa.string(), STEP: pa.int64(), "since": pa.int64(),
+        REPORTED: pa.string(),
+    }  # fmt: skip
+    schema = pa.schema(list(kinds.items()))
+    extras = snapshot.spec.extras
+    if DECISION_ID not in extras:
+        return schema.empty_table()
+    names = [DECISION_ID, REWARD, TERMINATED, TRUNCATED, EPISODE_ID, STEP]
+    there = [name for name in (REWARDED_AT, REPORTED) if name in extras]
+    parts = []
+    for batch in snapshot.table.batches([*names, *there]):
+        served = batch.filter(pc.is_valid(batch.column(DECISION_ID)))
+        columns = {name: served.column(name) for name in served.column_names}
+        columns["since"] = columns.pop(REWARDED_AT, pa.nulls(served.num_rows, pa.int64()))
+        columns.setdefault(REPORTED, pa.nulls(served.num_rows, pa.string()))
+        cells = [pc.cast(columns[name], kind) for name, kind in kinds.items()]
+        parts.append(pa.Table.from_arrays(cells, schema=schema))
+    return pa.concat_tables(parts) if parts else schema.empty_table()
+
+
+def _as_integers(batch: pa.Table) -> pa.Table:
+    at = batch.schema.get_field_index(TIMESTAMP)
+    return batch.set_column(at, TIMESTAMP, batch.column(TIMESTAMP).cast(pa.int64()))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from replaylake.datastore.errors import CommitConflict, NotFound, SchemaMismatch
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -28,7 +28,6 @@ from replaylake.offline.running.distributed import run_team
 from replaylake.offline.running.training.callbacks import Callbacks, RunStart
 from replaylake.offline.running.training.config import TrainConfig, TrainRequest
 from replaylake.offline.running.training.data import OnReading, check_same_data
-from replaylake.offline.running.training.following import NOTHING_LEFT, follow
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.job import TrainingJob, closing_evaluation, prepare
 from replaylake.offline.running.training.lake_run import LakeRun, OnMetrics
@@ -385,3 +384,45 @@ def _result(ref: PolicyRef, record: Mapping[str, Any], *, was_done: bool = False
         evaluation=evaluation,
         was_done=was_done,
     )
+
+
+# What the leader tells in place of an update where the run had ended before.
+NOTHING_LEFT: Final = -1
+
+
+class Unobserved:
+    """An Observer that keeps nothing: the leader's does."""
+
+    last_saved: Final = None
+
+    def measured(self, update: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
+        """Do nothing."""
+
+
+def follow(lake: Lake, request: TrainRequest, run_id: str, team: Team) -> None:
+    """Make the updates of a run that another learner leads, until it says that it is over.
+
+    request: pinned. Raises: as prepare; TrainingFailed where another learner is gone.
+    """
+    job = prepare(lake, request, team=team)
+    trainer = Trainer(
+        job.learner,
+        job.sampler,
+        request.config,
+        observer=Unobserved(),
+        selection=job.selection(),
+        measure=job.measure,
+        should_end=deciding(job.learner, lambda: False),
+    )
+    with torch_threads(request.config.threads):
+        update = int(team.told(0))
+        if update == NOTHING_LEFT:
+            return
+        if update > 0:
+            checkpoint = Checkpoints(lake.storage, run_id).load(update)
+            job.learner.load_state_dict(checkpoint.arrays)
+            trainer.load_state_dict(checkpoint.update, checkpoint.state)
+        trainer.run()

@@ -5,22 +5,22 @@ Ray is imported when the workers are made, because it takes a second and most ru
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from replaylake.datastore.errors import ReplayLakeError, RolloutFailed
+from replaylake.datastore.errors import FailedInPassing, ReplayLakeError, RolloutFailed
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.running.local_ray import START_TIMEOUT_S
 from replaylake.online.collecting.acting import AgentsActing
-from replaylake.online.collecting.shipment import Order, Shipment
+from replaylake.online.collecting.shipment import Endless, Order, Shipment, ShippingWorker
 from replaylake.online.pools.cluster import Cluster
-from replaylake.online.pools.node_worker import NodeWorker
 from replaylake.online.pools.nodes import here, on
 from replaylake.online.pools.pool import ANSWER_TIMEOUT_S, WorkerLost
-from replaylake.online.pools.seats import Seat, reason_of
-from replaylake.online.pools.writer_actor import ShipmentWriter
 
 # A worker that dies so often without a shipment in between will die again.
 _MOST_DEATHS: Final = 3
@@ -306,3 +306,115 @@ def _raised(worker: int, error: Any) -> ReplayLakeError:
         f"rollout worker {worker}: found {type(error.cause).__name__}: {error.cause}, "
         "expected episodes. Run with --env-runner local for the traceback."
     )
+
+
+class NodeWorker(ShippingWorker):
+    """A shipping worker that writes only where its node was seen to see the lake."""
+
+    def __init__(self, order: Order, seeing: frozenset[str] | None) -> None:
+        """Keep the order. seeing: Ray's ids of those nodes; None if all are this machine."""
+        sees = seeing is None or here() in seeing
+        super().__init__(replace(order, records=order.records and sees))
+        self._answered_at: float | None = None
+
+    def ship(self, *args: Any, **kwargs: Any) -> Shipment:
+        """See ShippingWorker; the time since the last answer is what it waited to be asked."""
+        asked_at = time.perf_counter()
+        shipment = super().ship(*args, **kwargs)
+        if self._answered_at is not None:
+            shipment.timings.add("worker_wait", asked_at - self._answered_at)
+        self._answered_at = time.perf_counter()
+        return shipment
+
+
+class ShipmentWriter:
+    """Turns shipments of episodes into shipments of durable shards; keeps nothing in between."""
+
+    def __init__(self, lake: str, dataset: str) -> None:
+        """Keep the names; nothing can fail before `write`, whose errors reach the driver whole."""
+        self._lake = lake
+        self._name = dataset
+        self._dataset: Dataset | None = None
+
+    def write(self, shipment: Shipment) -> Shipment:
+        """Write what a worker handed over, and return its shipment as if it had written itself.
+
+        Where the storage refuses, what is returned says so in `trouble` and holds nothing else.
+        Raises: EpisodeInvalid, SchemaMismatch.
+        """
+        if self._dataset is None:
+            self._dataset = open_lake(self._lake).dataset(self._name)
+        try:
+            written = self._dataset.write(shipment.pieces)
+        except FailedInPassing as error:
+            return Shipment(shipment.worker, trouble=str(error))
+        return replace(shipment, pieces=(), written=written)
+
+
+# Where Ray's messages say it.
+_SAID: Final = {
+    "pid": re.compile(r"^\s*pid: (\d+)", re.MULTILINE),
+    "ip": re.compile(r"^\s*ip: (\S+)", re.MULTILINE),
+    "cause": re.compile(
+        r"(?:because |is unavailable: )(.*?)(?: Some common causes|: RpcError|$)", re.MULTILINE
+    ),
+}
+
+
+@dataclass
+class Seat:
+    """One worker of a pool.
+
+    order: what that process was made with. ended: numbers of its episodes that ended; num_begun: at
+    most so many were begun. owed: steps that were asked for and not handed over. unwritten: a
+    shipment that the writer has still to write. deaths: in a row, without a shipment in between.
+    ready: what is answered once the process runs. seated_at, started_at, asked_at: when it was
+    asked for, was found to run, and was asked for what it owes, by the monotonic clock (s).
+    """
+
+    order: Order
+    actor: Any = None
+    num_cpus: float = 0.0
+    acting: Any = None
+    ended: set[int] = field(default_factory=set)
+    num_ended: int = 0
+    owed: int = 0
+    asked: int = 0
+    open_episodes: tuple[str, ...] = ()
+    unwritten: Any = None
+    deaths: int = 0
+    has_answered: bool = False
+    is_first: bool = True
+    ready: Any = None
+    seated_at: float = 0.0
+    started_at: float | None = None
+    asked_at: float = 0.0
+
+    def note(self, shipment: Shipment) -> None:
+        """Take what a shipment tells of the episodes."""
+        numbers = {end.number for end in shipment.ends}
+        if not isinstance(self.order.episodes, Endless):
+            self.ended |= numbers
+        self.num_ended += len(numbers)
+        self.owed = 0
+        self.open_episodes = tuple(shipment.open_episodes)
+
+    def remaining(self) -> Order:
+        """Return what a replacement is to collect: what has not ended, or fresh episodes."""
+        episodes = self.order.episodes
+        if not isinstance(episodes, Endless):
+            left = [number for number in episodes if number not in self.ended]
+            return replace(self.order, episodes=left)
+        # An episode has a step at least, and every environment may have begun another.
+        num_begun = self.num_ended + self.owed + 2 * self.order.config.num_envs
+        fresh = Endless(episodes.first + episodes.step * num_begun, episodes.step)
+        return replace(self.order, episodes=fresh)
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line what Ray says of a death in a dozen."""
+    text = str(error)
+    found = {name: match.group(1) for name, one in _SAID.items() if (match := one.search(text))}
+    cause = found.get("cause") or next(iter(text.splitlines()), "") or type(error).__name__
+    where = " ".join(f"{name} {found[name]}" for name in ("pid", "ip") if name in found)
+    return f"{where}: {cause}" if where else cause

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
+import orjson
+
+from replaylake.datastore.episodes.episode import MAX_STEP
 from replaylake.datastore.feedback.decision_id import DecisionId
-from replaylake.serve.api.bodies import read_fields
-from replaylake.serve.api.feedback_request import FeedbackRequest, parse_feedback
+from replaylake.datastore.feedback.decisions import LAST, SUM
+from replaylake.datastore.feedback.reports import MAX_REWARD
+from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.serve.api.bodies import check_fields, check_name, optional, read_fields
 from replaylake.serve.api.pace import Pace
+from replaylake.serve.api.values import encoded, read_values, shortened, wrong
 from replaylake.serve.exchange import Answer, Request, RequestRefused, json_answer
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock, DecisionLog
@@ -119,3 +128,173 @@ def _decision_of(
         expected = f"one of the last {log.window_s:.0f} s, the reward window"
         raise RequestRefused(410, field, f"a decision {age_s:.0f} s old", expected)
     return decision
+
+
+FEEDBACK_FIELDS: Final = (
+    "decision_id",
+    "request_id",
+    "episode_id",
+    "step",
+    "reward",
+    "mode",
+    "feedback_id",
+    "terminated",
+    "truncated",
+    "final_observation",
+)
+_NAMES: Final = ("decision_id", "request_id", "episode_id")
+_ID_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackRequest:
+    """What one decision led to. It is named by one of decision_id, request_id, episode_id and step.
+
+    place: the report's in the body, to be put before a field's name; empty for a single one.
+    """
+
+    place: str
+    decision_id: str | None
+    request_id: str | None
+    episode_id: str | None
+    step: int | None
+    feedback_id: str | None
+    mode: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    final_observation: Any
+
+    @property
+    def name(self) -> tuple[str | int | None, ...]:
+        """What it calls its decision."""
+        return self.decision_id, self.request_id, self.episode_id, self.step
+
+    def field(self, name: str) -> str:
+        """Return the place of one of its fields."""
+        return self.place + name
+
+    def record(self, timestamp: int) -> dict[str, Any]:
+        """Return it as the journal has it, received at `timestamp` (us)."""
+        names = {
+            "decision_id": self.decision_id,
+            "request_id": self.request_id,
+            "episode_id": self.episode_id,
+            "step": self.step,
+            "feedback_id": self.feedback_id,
+            "final_observation": self.final_observation,
+        }
+        given = {name: value for name, value in names.items() if value is not None}
+        return given | {
+            "mode": self.mode,
+            "timestamp": timestamp,
+            "reward": self.reward,
+            "terminated": self.terminated,
+            "truncated": self.truncated,
+        }
+
+    def identity(self) -> tuple[bytes, bytes] | None:
+        """Return what is the same in a repeat, and its contents; None without a feedback_id.
+
+        A feedback_id is one of its decision's, as the client names that.
+        """
+        if self.feedback_id is None:
+            return None
+        said = self.mode, self.reward, self.terminated, self.truncated, self.final_observation
+        return _digest((*self.name, self.feedback_id)), _digest(said)
+
+
+def _digest(value: Any) -> bytes:
+    text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    return hashlib.blake2b(text, digest_size=_ID_BYTES).digest()
+
+
+def parse_feedback(
+    fields: Mapping[str, Any], spec: PolicySpec, max_reports: int
+) -> list[FeedbackRequest]:
+    """Read the fields of POST /feedback. Raises: RequestRefused."""
+    if "feedback" not in fields:
+        return [_parsed(fields, spec, "")]
+    check_fields(fields, ("feedback",))
+    given = fields["feedback"]
+    if type(given) is not list or not given:
+        raise wrong("feedback", given, f"a list of 1 to {max_reports} reports")
+    if len(given) > max_reports:
+        found, expected = f"{len(given)} reports", f"at most {max_reports} a request"
+        raise RequestRefused(413, "feedback", found, expected)
+    reports = []
+    for number, one in enumerate(given):
+        place = f"feedback[{number}]"
+        if type(one) is not dict:
+            raise wrong(place, one, "an object")
+        try:
+            reports.append(_parsed(one, spec, f"{place}."))
+        except RequestRefused as error:
+            error.field = shortened(f"{place}.{error.field}")
+            raise
+    return reports
+
+
+def _parsed(fields: Mapping[str, Any], spec: PolicySpec, place: str) -> FeedbackRequest:
+    check_fields(fields, FEEDBACK_FIELDS)
+    _check_named(fields)
+    if "reward" not in fields:
+        raise RequestRefused(422, "reward", "nothing", "a value")
+    reward = fields["reward"]
+    # NaN is not, either, and an integer beyond float64 is compared as what it is.
+    if type(reward) not in (int, float) or not -MAX_REWARD <= reward <= MAX_REWARD:
+        expected = f"a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, so that sums stay finite"
+        raise wrong("reward", reward, expected)
+    mode = fields.get("mode", LAST)
+    if mode not in (LAST, SUM):
+        raise wrong("mode", mode, f"{LAST}, which replaces, or {SUM}, which adds")
+    feedback_id = fields.get("feedback_id")
+    check_name(feedback_id, "feedback_id")
+    if mode == SUM and feedback_id is None:
+        expected = "a name of this report, so that it does not add twice when it is sent again"
+        raise RequestRefused(422, "feedback_id", "nothing", expected)
+    return FeedbackRequest(
+        place=place,
+        decision_id=fields.get("decision_id"),
+        request_id=fields.get("request_id"),
+        episode_id=fields.get("episode_id"),
+        step=fields.get("step"),
+        feedback_id=feedback_id,
+        mode=mode,
+        reward=float(reward),
+        terminated=bool(optional(fields, "terminated", bool, "true or false")),
+        truncated=bool(optional(fields, "truncated", bool, "true or false")),
+        final_observation=_final_observation(fields, spec),
+    )
+
+
+def _check_named(fields: Mapping[str, Any]) -> None:
+    """Check that a report names one decision, in one way."""
+    given = [name for name in _NAMES if fields.get(name) is not None]
+    if len(given) != 1:
+        found = f"both {given[0]} and {given[1]}" if given else "nothing"
+        expected = "one of decision_id, request_id, or episode_id and step"
+        raise RequestRefused(422, given[1] if given else "decision_id", found, expected)
+    value = fields[given[0]]
+    if given[0] == "decision_id":
+        if type(value) is not str:
+            raise wrong("decision_id", value, "the decision_id that /act answered")
+    else:
+        check_name(value, given[0])
+    step = fields.get("step")
+    if given[0] == "episode_id":
+        if "step" not in fields:
+            raise RequestRefused(422, "step", "nothing", "the step's number beside an episode_id")
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            raise wrong("step", step, f"the step's number, from 0 to {MAX_STEP}")
+    elif step is not None:
+        raise wrong("step", step, "one beside an episode_id only")
+
+
+def _final_observation(fields: Mapping[str, Any], spec: PolicySpec) -> Any:
+    final = fields.get("final_observation")
+    if final is None:
+        return None
+    (final,) = encoded(spec.encoding, [final], "final_observation", False)
+    values = read_values(spec.observation_space, [final], "final_observation", False)
+    return values[0] if type(final) is np.ndarray and type(values) is np.ndarray else final

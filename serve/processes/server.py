@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import http.client
 import ipaddress
 import os
@@ -10,11 +11,13 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -23,7 +26,6 @@ from replaylake.datastore.errors import ExtraMissing, ServeFailed
 from replaylake.datastore.storage.remote.shard_cache import is_copy
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable
-from replaylake.serve.processes.homes import Home, own_home
 from replaylake.serve.processes.launch import BACKLOG, STOP_TIMEOUT_S
 from replaylake.serve.processes.supervisor import Supervisor, heard_signals
 from replaylake.serve.safety.limits import check_open_to_others
@@ -232,3 +234,49 @@ def listener_on(address: str, port: int) -> socket.socket:
                 "Stop what listens there, or choose another with --port."
             ) from error
         return listener
+
+
+_PREFIX: Final = "replaylake-server-"
+# A younger one may not have its lock yet.
+_YOUNG_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Home:
+    """A server's folder, and the descriptor that its workers are to inherit."""
+
+    path: Path
+    lock_fd: int
+
+
+@contextmanager
+def own_home() -> Iterator[Home]:
+    """Make a folder for the time of the block, and remove those that killed servers left."""
+    _remove_left()
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    try:
+        lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX)
+            yield Home(path, lock_fd)
+        finally:
+            os.close(lock_fd)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_left() -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # in use, somebody else's, or gone
+            _remove_if_left(path)
+
+
+def _remove_if_left(path: Path) -> None:
+    lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(lock_fd)
+        if found.st_uid == os.getuid() and time.time() - found.st_mtime > _YOUNG_S:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+    finally:
+        os.close(lock_fd)

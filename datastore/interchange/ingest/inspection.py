@@ -12,19 +12,23 @@ import pyarrow as pa
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec, arrow_schema
 from replaylake.datastore.errors import EpisodeInvalid
-from replaylake.datastore.interchange.formats.checks import Check, CheckCounts
-from replaylake.datastore.interchange.formats.format import EncodedReading, Reading, Rejected
-from replaylake.datastore.interchange.ingest.alignment import Windows
-from replaylake.datastore.interchange.ingest.door import Door
-from replaylake.datastore.interchange.ingest.duplicates import Duplicates
-from replaylake.datastore.interchange.ingest.receipt import Tally
-from replaylake.datastore.interchange.ingest.runs import (
-    in_runs,
-    one_refusal,
-    refused_whole,
-    whole_of,
-    with_rows,
+from replaylake.datastore.interchange.formats.checks import (
+    NOTED,
+    Check,
+    CheckCounts,
+    Finding,
+    Places,
 )
+from replaylake.datastore.interchange.formats.format import (
+    EncodedReading,
+    LoggedEpisode,
+    Reading,
+    Rejected,
+)
+from replaylake.datastore.interchange.ingest.alignment import Windows
+from replaylake.datastore.interchange.ingest.door import Door, Refusal
+from replaylake.datastore.interchange.ingest.quarantine import rows_of
+from replaylake.datastore.interchange.ingest.receipt import Tally
 from replaylake.datastore.storage.table.delta_schema import to_delta
 
 ABORT: Final = "abort"
@@ -219,3 +223,141 @@ def _nbytes(values: Any) -> int:
         return int(len(values) * values.type.bit_width // 8)
     except ValueError:  # of several widths
         return int(values.nbytes)
+
+
+# About 150 bytes each.
+_MAX_EPISODES: Final = 1_000_000
+_ADVICE: Final = (
+    "kept: equal episodes may be real where the environment is deterministic; leave one of them "
+    "out of the log if it was written twice"
+)
+
+
+class Duplicates:
+    """Finds episodes that equal an earlier one bit by bit, under another id.
+
+    Decisions of one step are left alone: two equal ones are common, and mean nothing. Beyond a
+    million episodes no more are remembered. Cost: one pass over the bytes.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[int, str] = {}
+        self._counts = CheckCounts()
+
+    def add(self, episodes: Sequence[Episode]) -> None:
+        """Look at episodes."""
+        for episode in episodes:
+            if len(episode) < 2:
+                continue
+            name = episode.source_episode_id or episode.episode_id
+            # Python's hash of bytes is 64 bits of SipHash: quick, and the same within a process.
+            key = hash(tuple(_hashes(episode)))
+            known = self._first.get(key)
+            if known is not None and known != name:
+                self._count(episode, name, known)
+            elif known is None and len(self._first) < _MAX_EPISODES:
+                self._first[key] = name
+
+    def checks(self) -> tuple[Check, ...]:
+        """Return what was found."""
+        return self._counts.checks()
+
+    def _count(self, episode: Episode, name: str, known: str) -> None:
+        places = episode.places if isinstance(episode, LoggedEpisode) else None
+        place = "" if places is None else places.text()
+        where = place and f"{place}, "
+        text = f"episode {name}: {where}the same {len(episode)} steps as episode {known}"
+        self._counts.add(Check("duplicate", NOTED, 1, len(episode), text, _ADVICE, place))
+
+
+def _hashes(episode: Episode) -> Iterator[Any]:
+    for values in (episode.observations, episode.actions, episode.rewards):
+        yield from _hashes_of(values)
+
+
+def _hashes_of(values: Any) -> Iterator[Any]:
+    if isinstance(values, Mapping):
+        for key in sorted(values):
+            yield key
+            yield from _hashes_of(values[key])
+    elif values.dtype == object:
+        yield hash(tuple(values.tolist()))
+    else:
+        yield values.shape, values.dtype.str, hash(np.ascontiguousarray(values).tobytes())
+
+
+_Whole = tuple[str, str]
+
+
+def whole_of(episode: Episode) -> _Whole:
+    """Return the id and agent, which the runs of one episode share."""
+    return (episode.episode_id, episode.agent_id)
+
+
+def in_runs(found: Iterable[Episode | Rejected]) -> Iterator[list[Episode] | Rejected]:
+    """Put the runs of one episode, which follow one another, together."""
+    runs: list[Episode] = []
+    for one in found:
+        if runs and (isinstance(one, Rejected) or whole_of(one) != whole_of(runs[0])):
+            yield runs
+            runs = []
+        if isinstance(one, Rejected):
+            yield one
+        else:
+            runs.append(one)
+    if runs:
+        yield runs
+
+
+def refused_whole(
+    accepted: list[Episode], refused: Sequence[Refusal]
+) -> tuple[list[Episode], list[tuple[Rejected, list[Episode]]]]:
+    """Take the other runs of refused ones out of those accepted; return the refusals, one each.
+
+    An episode that is half in the dataset and half in quarantine would be counted as both.
+    """
+    said: dict[_Whole, list[Rejected]] = {}
+    runs: dict[_Whole, list[Episode]] = {}
+    for one, episode in refused:
+        said.setdefault(whole_of(episode), []).append(one)
+        runs.setdefault(whole_of(episode), []).append(episode)
+    for episode in accepted if refused else ():
+        if (known := runs.get(whole_of(episode))) is not None:
+            known.append(episode)
+    for known in runs.values():
+        known.sort(key=lambda run: run.first_step)
+    kept = [e for e in accepted if whole_of(e) not in said] if refused else accepted
+    return kept, [(one_refusal(said[whole], runs[whole]), runs[whole]) for whole in said]
+
+
+def one_refusal(said: Sequence[Rejected], runs: Sequence[Episode]) -> Rejected:
+    """Return the refusal of an episode whose runs these are, from those of its runs."""
+    if len(runs) == 1:
+        return said[0]
+    found: dict[str, Finding] = {}
+    for finding in (finding for one in said for finding in one.findings):
+        known = found.get(finding.check)
+        found[finding.check] = (
+            finding if known is None else replace(known, num_rows=known.num_rows + finding.num_rows)
+        )
+    return replace(
+        said[0],
+        num_steps=sum(map(len, runs)),
+        findings=tuple(found.values()),
+        places=_places_of(runs),
+    )
+
+
+def with_rows(refusal: Rejected, runs: Sequence[Episode]) -> Rejected:
+    """Return a refusal with the rows of all runs, as `rows_of` has them: under our names."""
+    tables = [rows_of(run) for run in runs]
+    rows = pa.concat_tables(tables, promote_options="default") if len(tables) > 1 else tables[0]
+    return replace(refusal, rows=rows, mapping={name: name for name in rows.column_names})
+
+
+def _places_of(runs: Sequence[Episode]) -> Places | None:
+    places = [run.places for run in runs if isinstance(run, LoggedEpisode)]
+    known = [one for one in places if one is not None]
+    if len(known) != len(runs):
+        return None
+    return Places(np.concatenate([one.rows for one in known]), known[0].locate)

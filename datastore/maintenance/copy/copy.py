@@ -6,14 +6,18 @@ and number, wherever it comes from, and is never there twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from types import TracebackType
 from typing import Any, Final
 
 from replaylake.datastore.episodes.compatibility import difference
+from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID, STEP
 from replaylake.datastore.errors import (
     AlreadyExists,
     ConfigInvalid,
+    LogCorrupt,
     NotFound,
     SchemaMismatch,
 )
@@ -21,11 +25,10 @@ from replaylake.datastore.lake.commit import DropCounts, commit_counts
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.maintenance.copy.plan import CopyPlan, notes_of, plan_copy
-from replaylake.datastore.maintenance.copy.rows import RowsPresent
 from replaylake.datastore.maintenance.copy.shards import ShardMover
-from replaylake.datastore.storage.log.state import LogState
-from replaylake.datastore.storage.table.shard import FOLDER
+from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
+from replaylake.datastore.storage.log.state import FileEntry, LogState
+from replaylake.datastore.storage.table.shard import FOLDER, verify_shard
 from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
 from replaylake.datastore.storage.table.table_schema import merged_schema
 
@@ -295,3 +298,158 @@ class _Copy:
 def _base(newest: int, version: int) -> int | None:
     """Return the version copied last; None also where that is newer than the one to copy."""
     return newest if 0 <= newest <= version else None
+
+
+_KEY: Final = (EPISODE_ID, AGENT_ID, STEP)
+
+
+class RowsPresent:
+    """The keys of a target's rows, and of those that an earlier copy had. A context manager.
+
+    Cost: a scan of three columns of them for each question. Nothing is held in memory.
+    """
+
+    def __init__(
+        self, source: TableSnapshot, target: TableSnapshot, before: TableSnapshot | None
+    ) -> None:
+        self._source = source
+        self._known = [one for one in (target, before) if one is not None and one.files]
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RowsPresent:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def among(self, entries: Sequence[FileEntry]) -> dict[str, list[int]]:
+        """Return the rows that are known, for each shard that shares an episode with them.
+
+        Raises: ShardCorrupt.
+        """
+        if not entries or not self._known:
+            return {}
+        with ExitStack() as stack:
+            paths = stack.enter_context(fetched(self._source, entries))
+            for path, entry in zip(paths, entries, strict=True):
+                verify_shard(path, entry)  # DuckDB reads flipped bits as other ids
+            sources = []
+            for one in self._known:
+                files = stack.enter_context(fetched(one, one.files))
+                sources.append(f"SELECT {', '.join(_KEY)} FROM {located(one, files)}")
+            known = " UNION ALL ".join(sources)
+            connection = stack.enter_context(scanning())
+            shared = rows_of(
+                connection,
+                f"SELECT DISTINCT file_index FROM {located(self._source, paths)} "
+                f"SEMI JOIN ({known}) USING ({EPISODE_ID}, {AGENT_ID})",
+            )
+            found = {}
+            for (index,) in sorted(shared):
+                rows = rows_of(
+                    connection,
+                    f"SELECT file_row_number FROM {located(self._source, [paths[index]])} "
+                    f"SEMI JOIN ({known}) USING ({', '.join(_KEY)}) ORDER BY 1",
+                )
+                found[entries[index].path] = [row for (row,) in rows]
+            return found
+
+    def num_episodes(self, entries: Sequence[FileEntry]) -> int:
+        """Count the episodes and agents of shards."""
+        if not entries:
+            return 0
+        columns = (EPISODE_ID, AGENT_ID)
+        with fetched(self._source, entries) as paths, scanning() as connection:
+            ((num,),) = rows_of(
+                connection,
+                f"SELECT count(*) FROM (SELECT DISTINCT {', '.join(columns)} "
+                f"FROM {located(self._source, paths)})",
+            )
+        return int(num)
+
+
+_OLD, _MIXED, _FRESH = range(3)
+# Changes of which every row was in a shard that they took out.
+_REWRITES: Final = frozenset(
+    ("ANNOTATE", "COMPACT", "DELETE", "LATE REWARDS", "PURGE", "REPAIR", "TRIM")
+)
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What is live at the version to copy and was not, or perhaps not all, copied before.
+
+    `fresh` shards hold only rows that came after `base`, the version copied before (None: nothing
+    was); of `mixed` ones that is not known. `changed_at` are the versions since that changed or
+    removed rows which were copied.
+    """
+
+    base: int | None
+    fresh: tuple[FileEntry, ...]
+    mixed: tuple[FileEntry, ...] = ()
+    changed_at: tuple[int, ...] = ()
+
+
+def plan_copy(source: Table, snapshot: TableSnapshot, base: int | None) -> CopyPlan:
+    """Sort the shards of a snapshot by what was copied at `base`. Cost: reads the commits since."""
+    if base is None:
+        return CopyPlan(None, snapshot.files)
+    kinds: dict[str, int] = {}
+    changed: list[int] = []
+    for version in range(base + 1, snapshot.version + 1):
+        try:
+            actions = source.log.actions(version)
+        except (NotFound, LogCorrupt):
+            # Expired since: nothing is known, so everything is compared.
+            return CopyPlan(None, (), snapshot.files)
+        if _follow(kinds, actions):
+            changed.append(version)
+    return CopyPlan(
+        base,
+        fresh=tuple(e for e in snapshot.files if kinds.get(e.path, _OLD) == _FRESH),
+        mixed=tuple(e for e in snapshot.files if kinds.get(e.path, _OLD) == _MIXED),
+        changed_at=tuple(changed),
+    )
+
+
+def notes_of(plan: CopyPlan, forgotten: int | None) -> tuple[str, ...]:
+    """Say what may surprise; `forgotten` is the version copied last where it is not there now."""
+    notes = []
+    if plan.changed_at:
+        versions = ", ".join(map(str, plan.changed_at[:5]))
+        notes.append(
+            f"the source changed or removed rows since they were copied (version {versions}): the "
+            "target keeps them as they were; copy into a new dataset for the newest values"
+        )
+    if forgotten is not None:
+        notes.append(
+            f"the source keeps version {forgotten}, copied last, no longer: what the target "
+            "removed of it may have been copied again; copy more often than `keep versions` of "
+            "`replaylake retention`"
+        )
+    return tuple(notes)
+
+
+def _follow(kinds: dict[str, int], actions: Sequence[Mapping[str, Any]]) -> bool:
+    """Note what a commit's shards hold; return whether it changed rows that were copied."""
+    added = [action["add"] for action in actions if "add" in action]
+    removed = [action["remove"] for action in actions if "remove" in action]
+    is_change = any(one.get("dataChange", True) for one in (*added, *removed))
+    sources = {kinds.get(one["path"], _OLD) for one in removed}
+    if sources <= {_FRESH}:  # or nothing was removed: rows that are new
+        kind = _FRESH
+    elif sources == {_OLD} and (not is_change or _operation(actions) in _REWRITES):
+        kind = _OLD
+    else:
+        kind = _MIXED
+    kinds |= {one["path"]: kind for one in added}
+    return is_change and bool(sources - {_FRESH})
+
+
+def _operation(actions: Sequence[Mapping[str, Any]]) -> str | None:
+    return next((a["commitInfo"].get("operation") for a in actions if "commitInfo" in a), None)

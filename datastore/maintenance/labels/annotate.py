@@ -23,13 +23,29 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore.episodes.schema import REWARD, STEP
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.episodes.schema import (
+    AGENT_ID,
+    EPISODE_ID,
+    REWARD,
+    STANDARD_COLUMNS,
+    STEP,
+    TERMINATED,
+    TRUNCATED,
+    check_names,
+)
+from replaylake.datastore.errors import ConfigInvalid, NotFound, SchemaMismatch
+from replaylake.datastore.feedback.decisions import (
+    DECISION_ID,
+    REPORTED,
+    REQUEST_ID,
+    REWARD_LATE,
+    REWARDED_AT,
+)
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.maintenance.labels.columns import check_assigned, typed_columns
 from replaylake.datastore.maintenance.labels.expression import LabelExpression, parse_expression
 from replaylake.datastore.maintenance.labels.labels import (
+    MAX_EXAMPLES,
     Key,
     Labels,
     check_key,
@@ -37,8 +53,7 @@ from replaylake.datastore.maintenance.labels.labels import (
     prepare,
     renamed,
 )
-from replaylake.datastore.maintenance.labels.match import Match, match
-from replaylake.datastore.query.table_files import arrow_of, scanning
+from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.rewrite import ChangeRows, Plan, rewrite, with_values
 from replaylake.datastore.storage.table.table import TableSnapshot
@@ -306,3 +321,161 @@ def _differing(
 
 def _plain(array: pa.Array) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+_RESERVED: Final = (
+    *STANDARD_COLUMNS,
+    DECISION_ID,
+    REPORTED,
+    REQUEST_ID,
+    REWARDED_AT,
+    REWARD_LATE,
+)
+
+
+def check_assigned(given: Mapping[str, str], added: Mapping[str, str], key: Key, to: str) -> None:
+    """Refuse what labels may not write. Raises: ConfigInvalid."""
+    if not given and not added:
+        raise ConfigInvalid("annotate: found nothing to write, expected --set reward=... or --add.")
+    if other := sorted({*given} - {REWARD}):
+        raise ConfigInvalid(
+            f"--set: found {other[0]}, expected reward: what else a step has says what happened. "
+            "Ends come with the log or with feedback; new columns with --add."
+        )
+    if taken := sorted({*added} & {*_RESERVED}):
+        raise ConfigInvalid(
+            f"--add: found {taken[0]}, expected none of the columns that every step has. Name it "
+            f"otherwise, as in --add my_{taken[0]}={added[taken[0]]}; a reward is --set."
+        )
+    if to not in ("last", "each"):
+        raise ConfigInvalid(f"--to: found {to!r}, expected last or each.")
+    if to == "each" and (not given or key.names_steps):
+        raise ConfigInvalid(
+            "--to each: expected a reward and a key of episodes: other labels go to all steps that "
+            "they name. Leave it out."
+        )
+
+
+def typed_columns(
+    labels: Labels, added: Mapping[str, str], schema: pa.Schema
+) -> dict[str, pa.Array]:
+    """Return the columns to add in the types that the dataset keeps. Raises: SchemaMismatch."""
+    check_names(name for name in added if name not in schema.names)
+    typed = {}
+    for name, source in added.items():
+        values = labels.values.column(source).unify_dictionaries().combine_chunks()
+        if name in schema.names and not values.type.equals(schema.field(name).type):
+            values = _cast(values, name, schema.field(name).type)
+        typed[name] = values
+    return typed
+
+
+def _cast(values: pa.Array, name: str, kind: pa.DataType) -> pa.Array:
+    found, types = values.type, pa.types
+    texts = types.is_string(found) and types.is_dictionary(kind)
+    texts |= types.is_dictionary(found) and types.is_string(kind)
+    numbers = types.is_integer(found) and (types.is_floating(kind) or types.is_integer(kind))
+    numbers |= types.is_floating(found) and types.is_floating(kind)
+    try:
+        if texts or numbers:
+            return values.dictionary_encode().cast(kind) if texts else values.cast(kind)
+    except pa.ArrowException as error:
+        raise _other_type(name, f"{found} ({error})", kind) from error
+    raise _other_type(name, str(found), kind)
+
+
+def _other_type(name: str, found: str, kind: pa.DataType) -> SchemaMismatch:
+    return SchemaMismatch(
+        f"column {name!r}: found {found}, expected {kind} as the dataset has it. Cast it, or add "
+        f"it under another name, as in --add {name}_2={name}."
+    )
+
+
+_HITS: Final = pa.schema(
+    [
+        ("file", pa.int64()),
+        ("row", pa.int64()),
+        ("label", pa.int64()),
+        ("is_target", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which labels name what.
+
+    hits: one row a matched step, by `file` (its place in the snapshot) and `row`: `label`, the row
+    of the label, and `is_target`, whether it is the step that a reward goes to. num_open: matched
+    labels of episodes that have not ended.
+    """
+
+    hits: pa.Table
+    num_matched: int
+    num_unmatched: int
+    num_ambiguous: int
+    num_open: int
+    unmatched_keys: tuple[tuple[Any, ...], ...]
+    ambiguous_keys: tuple[tuple[Any, ...], ...]
+
+    def of_file(self, index: int) -> pa.Table:
+        """Return the hits in one file, by row."""
+        files = self.hits.column("file").to_numpy()
+        begin, end = np.searchsorted(files, [index, index + 1])
+        return self.hits.slice(begin, end - begin)
+
+
+def match(snapshot: TableSnapshot, key: Key, labels: Labels, *, only_last: bool) -> Match:
+    """Find the steps of labels.
+
+    `only_last` says that a label of an episode is for its last step, which has to be one: an
+    episode of several agents has several. Raises: ShardCorrupt.
+    """
+    num = labels.keys.num_rows
+    if not snapshot.files or not num:
+        hits = _HITS.empty_table()
+        return Match(hits, 0, num, 0, 0, _examples(labels, np.arange(num)), ())
+    keyed = labels.keys.append_column("label", pa.array(np.arange(num)))
+    same = " AND ".join(f's."{name}" = l."{name}"' for name in key.columns)
+    with fetched(snapshot, snapshot.files) as paths, scanning({"labels": keyed}) as connection:
+        pairs = f"labels l JOIN {located(snapshot, paths)} s ON {same}"
+        groups = arrow_of(
+            connection,
+            f"SELECT l.label, {_is_good(key, only_last)} AS is_good, max(s.{STEP}) AS last, "
+            f"bool_or(s.{TERMINATED} OR s.{TRUNCATED}) AS has_ended "
+            f"FROM {pairs} GROUP BY l.label ORDER BY l.label",
+        )
+        good = groups.filter(groups.column("is_good"))
+        connection.register("good", good)
+        is_target = f"s.{STEP} = good.last" if only_last and not key.names_steps else "true"
+        hits = arrow_of(
+            connection,
+            f"SELECT s.file_index::BIGINT AS file, s.file_row_number::BIGINT AS row, l.label, "
+            f"{is_target} AS is_target "
+            f"FROM {pairs} JOIN good ON good.label = l.label ORDER BY file, row",
+        )
+    bad = groups.filter(pc.invert(groups.column("is_good"))).column("label").to_numpy()
+    unmatched = np.setdiff1d(np.arange(num), groups.column("label").to_numpy())
+    num_ended = pc.sum(good.column("has_ended")).as_py() or 0
+    return Match(
+        hits=hits,
+        num_matched=good.num_rows,
+        num_unmatched=len(unmatched),
+        num_ambiguous=len(bad),
+        num_open=0 if key.names_steps else good.num_rows - num_ended,
+        unmatched_keys=_examples(labels, unmatched),
+        ambiguous_keys=_examples(labels, bad),
+    )
+
+
+def _is_good(key: Key, only_last: bool) -> str:
+    """Return an aggregate that is true where a label names one step, or one episode."""
+    if key.names_steps:
+        return "count(*) = 1"
+    one = f"min(s.{EPISODE_ID}) = max(s.{EPISODE_ID})"
+    return f"{one} AND min(s.{AGENT_ID}) = max(s.{AGENT_ID})" if only_last else one
+
+
+def _examples(labels: Labels, rows: np.ndarray[Any, Any]) -> tuple[tuple[Any, ...], ...]:
+    chosen = labels.keys.take(pa.array(rows[:MAX_EXAMPLES], pa.int64()))
+    return tuple(tuple(row.values()) for row in chosen.to_pylist())

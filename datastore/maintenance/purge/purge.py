@@ -28,11 +28,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.schema import EPISODE_ID
+from replaylake.datastore.errors import ReplayLakeError
 from replaylake.datastore.feedback.decisions import recover_feedback
 from replaylake.datastore.feedback.received import recover_received
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.maintenance.delete import remove_episodes
+from replaylake.datastore.maintenance.delete import remove_episodes, select_episodes
 from replaylake.datastore.maintenance.purge.dataset_files import (
     JOURNAL,
     LIVE,
@@ -46,7 +47,6 @@ from replaylake.datastore.maintenance.purge.earlier_versions import (
     waiting_everywhere,
 )
 from replaylake.datastore.maintenance.purge.traces import Trace, Wanted
-from replaylake.datastore.maintenance.purge.trained import trained_on
 from replaylake.datastore.maintenance.received import forget_received
 from replaylake.datastore.maintenance.rejected import select_rejected
 from replaylake.datastore.maintenance.removal import forget_decisions, removal
@@ -363,3 +363,36 @@ def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def trained_on(lake: Lake, dataset: str, episodes: pa.Array) -> dict[str, int | None]:
+    """Return the policies whose training selected some of the episodes, and how many of them.
+
+    None stands for a policy whose version of the dataset can be read no more: it may have. Cost: a
+    scan for each version and condition that some policy was trained with.
+    """
+    counts: dict[tuple[int, str | None], int | None] = {}
+    found: dict[str, int | None] = {}
+    # A deleted version may still be served somewhere, from a package of its own.
+    for (policy, policy_version), lineage in lake.registry.lineages(deleted=True).items():
+        for selection in lineage.get("datasets", ()):
+            if selection["dataset"] != dataset:
+                continue
+            key = (int(selection["version"]), selection.get("where"))
+            if key not in counts:
+                counts[key] = _num_selected(lake, dataset, key, episodes)
+            if counts[key] != 0:
+                found[f"{policy}:{policy_version}"] = counts[key]
+    return found
+
+
+def _num_selected(
+    lake: Lake, dataset: str, key: tuple[int, str | None], episodes: pa.Array
+) -> int | None:
+    version, where = key
+    try:
+        snapshot = lake.dataset(dataset).snapshot(version).table
+        selected = select_episodes(snapshot, where or f"{EPISODE_ID} IS NOT NULL")
+    except ReplayLakeError:
+        return None
+    return pc.sum(pc.is_in(selected, value_set=episodes)).as_py() or 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.spaces import Array, Values
 from replaylake.datastore.replay.arguments import discount_of, whole_number
-from replaylake.datastore.replay.items.frames import consecutive_observations
 from replaylake.datastore.replay.items.output import WindowOutput
 from replaylake.datastore.replay.kernels.kernels import end_sequences
+from replaylake.datastore.replay.layout import RecordLayout
 from replaylake.datastore.replay.protocols import Selected
 from replaylake.datastore.replay.records import Packed, Records
 
@@ -134,3 +136,27 @@ class SequenceAssembler:
             out.mask[:, :burn_in] &= self.records.begin_episodes(positions)[:, None]
         out.number(selected)
         return out
+
+
+def stacks(frames: Array, num: int) -> Array:
+    """Return the `num` frames that end at each: [B, T + num - 1, ...] to [B, T, num, ...].
+
+    A view: stacks that overlap share their frames' memory, so what is written to a frame of one of
+    them shows in the others. Cost: no copy.
+    """
+    shape = (frames.shape[0], frames.shape[1] - num + 1, num, *frames.shape[2:])
+    strides = (frames.strides[0], frames.strides[1], *frames.strides[1:])
+    return np.lib.stride_tricks.as_strided(frames, shape, strides)
+
+
+def consecutive_observations(layout: RecordLayout, rows: Any) -> tuple[Values, Values]:
+    """Return what is observed at all but the last step of windows [B, T + frame_stack], and after.
+
+    Each [B, T, *obs], of stacked frames [B, T, frame_stack, *obs]. Views: the observation after one
+    step and that of the next one are the same memory.
+    """
+    if layout.frame_stack == 1:
+        return layout.observations(rows[:, :-1]), layout.observations(rows[:, 1:])
+    frames: Any = layout.observations(rows)
+    stacked = stacks(frames, layout.frame_stack)
+    return stacked[:, :-1], stacked[:, 1:]

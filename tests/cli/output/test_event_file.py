@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replaylake.cli.output.event_file import EventFile
+from replaylake.cli.output.watch import EventFile
 
 
 def test_scalars_come_back(events_of: Any, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from replaylake.cli.output.online_report import progress_text
+from replaylake.cli.commands.train_online import progress_text
 from replaylake.online.training.progress import OnlineProgress
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from replaylake.cli.output.event_file import EventFile
 from replaylake.cli.output.report import Report
-from replaylake.cli.output.watch import Watchers, watchers
+from replaylake.cli.output.watch import EventFile, Watchers, watchers
 from replaylake.datastore.errors import ExtraMissing
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.online.monitoring.timings import Timings

@@ -5,8 +5,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.maintenance import groups as groups_module
-from replaylake.datastore.maintenance.groups import groups
+from replaylake.datastore.maintenance import compact as groups_module
+from replaylake.datastore.maintenance.compact import groups
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.storage import LocalStorage
 from replaylake.datastore.storage.table.table import Table, TableSnapshot

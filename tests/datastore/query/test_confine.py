@@ -8,7 +8,7 @@ import pytest
 
 _CONFINED = """
 import resource, socket, sys
-from replaylake.datastore.query.confine import limit_resources, read_only
+from replaylake.datastore.query.sandbox import limit_resources, read_only
 allowed, other = sys.argv[1:3]
 limit_resources(memory_bytes=256 << 20, cpu_s=5, wall_s=5, num_files=64)
 if not read_only([allowed], []):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replaylake.online.monitoring.bottleneck import Bottleneck, find_bottleneck
+from replaylake.online.monitoring.profile import Bottleneck, find_bottleneck
 from replaylake.online.monitoring.timings import Link
 
 

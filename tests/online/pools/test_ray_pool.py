@@ -19,8 +19,7 @@ from replaylake.online.collecting.acting import Acting
 from replaylake.online.collecting.shipment import Endless, Order, Shipment
 from replaylake.online.collecting.worker import EpisodeEnd, RolloutConfig
 from replaylake.online.pools.pool import WorkerLost
-from replaylake.online.pools.ray_pool import RayPool
-from replaylake.online.pools.seats import Seat, reason_of
+from replaylake.online.pools.ray_pool import RayPool, Seat, reason_of
 
 # Ray 2.60 reads settings of its own that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")

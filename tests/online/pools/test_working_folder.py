@@ -5,7 +5,7 @@ import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, StorageFailed
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.online.pools.working_folder import IGNORE_FILE, packed
+from replaylake.online.pools.cluster import IGNORE_FILE, packed
 
 
 def write(folder, files):

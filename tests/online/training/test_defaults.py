@@ -3,7 +3,7 @@ import pytest
 from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.offline.algorithms.catalog import check_algorithm
 from replaylake.online.training.config import OnlineConfig
-from replaylake.online.training.defaults import resolved
+from replaylake.online.training.job import resolved
 
 
 @pytest.mark.parametrize(

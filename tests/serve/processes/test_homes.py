@@ -8,12 +8,12 @@ import tempfile
 
 import pytest
 
-from replaylake.serve.processes.homes import own_home
+from replaylake.serve.processes.server import own_home
 
 # Makes a home, starts a worker that inherits its lock, says both and waits to be killed.
 _SERVER = """
 import subprocess, sys, time
-from replaylake.serve.processes.homes import own_home
+from replaylake.serve.processes.server import own_home
 
 with own_home() as home:
     worker = subprocess.Popen(

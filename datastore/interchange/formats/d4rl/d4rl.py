@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
+
+import numpy as np
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.interchange.formats.d4rl.export import LOG_PROBS, write_d4rl
+from replaylake.datastore.episodes.spaces import Dict, Text, Tuple, describe
+from replaylake.datastore.errors import SpaceUnsupported
 from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
 from replaylake.datastore.interchange.formats.hdf5.files import (
     NUMBERS,
@@ -15,20 +19,25 @@ from replaylake.datastore.interchange.formats.hdf5.files import (
     Hdf5File,
     is_hdf5,
 )
-from replaylake.datastore.interchange.formats.hdf5.own_columns import with_own_names
+from replaylake.datastore.interchange.formats.hdf5.own_columns import label_columns, with_own_names
 from replaylake.datastore.interchange.formats.hdf5.row_tables import (
     METADATA,
+    NEXT,
     REQUIRED,
     TIMEOUTS,
     RowTables,
     contents_of,
     required_of,
 )
+from replaylake.datastore.interchange.formats.hdf5.writer import Hdf5Writer
 from replaylake.datastore.interchange.formats.tabular.episode_rows import EPISODE_ID
 from replaylake.datastore.interchange.formats.tabular.infos import (
     declared_fields,
+    infos_of,
+    known_rewards,
 )
 from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
+from replaylake.datastore.interchange.sources.refusal import listed
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 
@@ -95,3 +104,100 @@ def _metadata_notes(opened: Hdf5File) -> list[str]:
     if others:
         told.append(f"{others} arrays, which are not read")
     return [f"metadata: {'; '.join(told[:20])}"]
+
+
+LOG_PROBS: Final = "infos/action_log_probs"
+
+
+def write_d4rl(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    """Write one file. Raises: SpaceUnsupported for what its arrays cannot hold; StorageFailed."""
+    _refuse_nested(spec)
+    with Hdf5Writer(path) as writer:
+        label_columns(writer, spec.extras)
+        return _Writing(writer).write(episodes)
+
+
+class _Writing:
+    """Appends episodes; what some of them lack is taken out in the end, and said."""
+
+    def __init__(self, writer: Hdf5Writer) -> None:
+        self._writer = writer
+        self._lost: set[str] = set()
+        self._num_episodes = 0
+        self._num_steps = 0
+        self._num_without_final = 0
+        self._open: str | None = None
+
+    def write(self, episodes: Iterator[Episode]) -> Written:
+        for episode in episodes:
+            self._refuse_open_before(episode)
+            self._append(episode)
+        partial = [path for path, n in self._writer.num_rows.items() if n != self._num_steps]
+        for path in partial:
+            self._writer.drop(path)
+        return Written(self._num_episodes, self._num_steps, self._notes(partial))
+
+    def _append(self, episode: Episode) -> None:
+        num = len(episode)
+        flags = np.zeros((2, num), bool)
+        flags[:, -1] = episode.terminated, episode.truncated
+        observations = np.asarray(episode.observations)
+        infos, lost = infos_of(episode)
+        self._lost |= lost
+        log_probs = infos.pop("infos/behavior_log_prob", None)
+        rows = {
+            "observations": observations,
+            "actions": np.asarray(episode.actions),
+            "rewards": known_rewards(episode, "D4RL"),
+            "terminals": flags[0],
+            TIMEOUTS: flags[1],
+            **infos,
+        }
+        if log_probs is not None or LOG_PROBS in self._writer.num_rows:
+            self._fill_log_probs()
+            rows[LOG_PROBS] = np.full(num, np.nan, np.float32) if log_probs is None else log_probs
+        if episode.final_observation is None:
+            self._num_without_final += 1
+        else:
+            final = np.asarray(episode.final_observation, observations.dtype)[None]
+            rows[NEXT] = np.concatenate([observations[1:], final])
+        for path, array in rows.items():
+            self._writer.append(path, array)
+        self._num_episodes += 1
+        self._num_steps += num
+
+    def _fill_log_probs(self) -> None:
+        """Give the steps before the first known log-probability NaN, which is unknown to us."""
+        if (num := self._num_steps - self._writer.num_rows.get(LOG_PROBS, 0)) > 0:
+            self._writer.append(LOG_PROBS, np.full(num, np.nan, np.float32))
+
+    def _refuse_open_before(self, episode: Episode) -> None:
+        if self._open is not None:
+            raise SpaceUnsupported(
+                f"D4RL: episode {self._open} has no end and is not the last one, expected one "
+                "terminated or truncated: readers would take the next episode for its "
+                "continuation. Leave open ones out with --where, or export to minari."
+            )
+        if not (episode.terminated or episode.truncated):
+            self._open = episode.episode_id
+
+    def _notes(self, partial: list[str]) -> tuple[str, ...]:
+        notes = ["D4RL has no episode ids, agents or step numbers: episodes are told by their ends"]
+        if NEXT in partial or self._num_without_final == self._num_episodes:
+            notes.append(
+                f"next_observations left out: {self._num_without_final} episodes have no final "
+                "observation"
+            )
+        lost = sorted(self._lost | {path for path in partial if path != NEXT})
+        if lost:
+            notes.append(f"left out, as some step has none or D4RL no place: {listed(lost)}")
+        return tuple(notes)
+
+
+def _refuse_nested(spec: DatasetSpec) -> None:
+    for what, space in (("observation", spec.observation_space), ("action", spec.action_space)):
+        if isinstance(space, Dict | Tuple | Text):
+            raise SpaceUnsupported(
+                f"D4RL: the {what} space is {describe(space)}, expected one array of numbers. "
+                "Export to minari, which holds it."
+            )

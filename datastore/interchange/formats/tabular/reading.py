@@ -6,7 +6,8 @@ carried along, so memory holds one block and the open episodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -22,20 +23,16 @@ from replaylake.datastore.interchange.formats.checks import Check
 from replaylake.datastore.interchange.formats.format import ReadOptions, Rejected
 from replaylake.datastore.interchange.formats.tabular.arrays import (
     flags,
+    is_text,
     names_of,
     stored,
     unfilled_members,
+    whole_numbers,
 )
 from replaylake.datastore.interchange.formats.tabular.census import Census
 from replaylake.datastore.interchange.formats.tabular.decoding import decode_steps
 from replaylake.datastore.interchange.formats.tabular.fields import Layout, lay_out, without_fields
 from replaylake.datastore.interchange.formats.tabular.grouping import Groups, group
-from replaylake.datastore.interchange.formats.tabular.look_ahead import (
-    LookAhead,
-    look_ahead,
-    repeated_ids,
-)
-from replaylake.datastore.interchange.formats.tabular.ordering import in_order
 from replaylake.datastore.interchange.formats.tabular.row_plan import known_columns, plan_rows
 from replaylake.datastore.interchange.formats.tabular.steps import Fault
 from replaylake.datastore.interchange.formats.tabular.tables import (
@@ -452,3 +449,88 @@ class TabularReading:
 
 def _joined(table: pa.Table, name: str) -> pa.Array:
     return table.column(name).combine_chunks()
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """The least step of a source, and each episode's last row, as its number in the source.
+
+    Either is None where it was not looked for.
+    """
+
+    least_step: int | None = None
+    last_rows: Mapping[str, int] | None = None
+
+
+def look_ahead(tables: Iterable[pa.Table], episode_id: str | None, step: str | None) -> LookAhead:
+    """Read the columns of ids and of steps, where they are named; memory: the ids."""
+    last_rows: dict[str, int] = {}
+    least: list[int] = []
+    for table in tables:
+        if step is not None:
+            numbers = whole_numbers(table.column(step).combine_chunks())
+            wrong = np.any([np.zeros(table.num_rows, bool), *numbers.faults.values()], axis=0)
+            least += [] if wrong.all() else [int(numbers.values[~wrong].min())]
+        if episode_id is not None:
+            column = table.column(episode_id).combine_chunks()
+            ids = names_of(column, episode_id).fill_null("null").dictionary_encode()
+            last = np.zeros(len(ids.dictionary), np.int64)
+            np.maximum.at(last, np.asarray(ids.indices), np.asarray(table.column(ORIGIN)))
+            last_rows.update(zip(ids.dictionary.to_pylist(), last.tolist(), strict=True))
+    return LookAhead(min(least, default=None), None if episode_id is None else last_rows)
+
+
+def repeated_ids(read: Callable[[], Iterable[pa.Table]], name: str) -> frozenset[str]:
+    """Return the ids that stand in several rows; `read` begins to read the column anew.
+
+    Cost: a pass, and where two ids may be one, another; memory: 8 bytes a row, and the ids found.
+    """
+    parts = [np.fromiter(map(hash, _texts(table, name)), np.int64) for table in read()]
+    hashes, counts = np.unique(np.concatenate(parts), return_counts=True)
+    several = {*hashes[counts > 1].tolist()}
+    if not several:
+        return frozenset()
+    found: Counter[str] = Counter()
+    for table in read():
+        found.update(text for text in _texts(table, name) if hash(text) in several)
+    return frozenset(text for text, num in found.items() if num > 1)
+
+
+def _texts(table: pa.Table, name: str) -> list[str]:
+    texts: list[str] = names_of(table.column(name).combine_chunks(), name).drop_null().to_pylist()
+    return texts
+
+
+def in_order(table: pa.Table, groups: Groups, columns: Sequence[str]) -> tuple[pa.Table, Groups]:
+    """Sort rows by group, then by each column, first to last: times, numbers, text or flags.
+
+    Rows that are alike in all of them stay in the source's order. Raises: SourceInvalid for a
+    column of another kind.
+    """
+    keys = {"group": pa.array(groups.codes)}
+    for number, name in enumerate(columns):
+        kind = table.schema.field(name).type
+        if not _is_ordered(kind):
+            raise SourceInvalid(
+                f"column {name!r}: found {kind}, expected times, numbers or text to put rows in "
+                "order by. Correct --order-by."
+            )
+        keys[str(number)] = table.column(name)
+    order = pc.sort_indices(pa.table(keys), sort_keys=[(key, "ascending") for key in keys])
+    rows = np.asarray(order).astype(np.int64)
+    if (np.diff(rows) == 1).all():
+        return table, groups
+    return table.take(order), replace(groups, codes=groups.codes[rows])
+
+
+def _is_ordered(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(
+        types.is_temporal(kind)
+        or types.is_integer(kind)
+        or types.is_floating(kind)
+        or types.is_decimal(kind)
+        or types.is_boolean(kind)
+        or types.is_null(kind)
+        or is_text(kind)
+    )

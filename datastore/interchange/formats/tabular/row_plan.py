@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.encoding import CATEGORY, Encoding, check_timezone
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.episodes.schema import TIMESTAMP_TYPE
+from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.tabular.action_units import ActionUnits, units_of
+from replaylake.datastore.interchange.formats.tabular.arrays import is_text, names_of
 from replaylake.datastore.interchange.formats.tabular.encoder import (
     OBSERVATIONS,
     Encoder,
@@ -19,11 +24,25 @@ from replaylake.datastore.interchange.formats.tabular.encoder import (
     find_encoder,
     used_by,
 )
-from replaylake.datastore.interchange.formats.tabular.fields import ALIASES, Layout, keeping
-from replaylake.datastore.interchange.formats.tabular.preparation import Preparation, typed_fills
-from replaylake.datastore.interchange.formats.tabular.tables import Kept, Survey
+from replaylake.datastore.interchange.formats.tabular.fields import (
+    ALIASES,
+    EPISODE,
+    Layout,
+    keeping,
+    meant,
+)
+from replaylake.datastore.interchange.formats.tabular.tables import (
+    HIDDEN,
+    MISFITS,
+    ORIGIN,
+    Kept,
+    Survey,
+    uniform_chunks,
+)
 from replaylake.datastore.interchange.formats.tabular.text_columns import (
+    NAIVE_TYPE,
     Contents,
+    blank_to_null,
     contents_of,
     time_text,
 )
@@ -168,3 +187,185 @@ def _no_zone(name: str, kind: str) -> SourceInvalid:
         f"column {name!r}: found times without a zone ({kind}), expected times with one, such as "
         "2026-01-31T12:00:00Z. Say which with --timezone, or leave the column out."
     )
+
+
+@dataclass
+class Preparation:
+    """How rows are made ready; with nothing to do they stay as they are.
+
+    fills: the value, of its column's type, that stands where there is none. times: text columns
+    that hold times. timezone: of times without one. episode_by: the columns of EPISODE.
+    """
+
+    seen: Survey
+    fills: Mapping[str, pa.Scalar] = field(default_factory=dict)
+    times: frozenset[str] = frozenset()
+    timezone: str | None = None
+    episode_by: tuple[str, ...] = ()
+    _filled: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def survey(self) -> Survey:
+        """Return the survey of the rows once they are ready."""
+        fields = [pa.field(f.name, self._type_of(f.name)) for f in self.seen.schema]
+        if self.episode_by:
+            fields.append(pa.field(EPISODE, pa.string()))
+        return replace(self.seen, schema=pa.schema(fields))
+
+    def chunks(self, tables: Kept, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Read rows, or some columns of them, and make them ready; see `tables.uniform_chunks`.
+
+        Raises: SourceInvalid naming the row of a time that its zone has twice, or not at all.
+        """
+        for table in uniform_chunks(tables, self.seen, self._sources(columns)):
+            yield self._ready(table)
+
+    def num_filled(self) -> dict[str, int]:
+        """Return how many cells of each column were filled in the rows read so far."""
+        counts: dict[str, int] = {}
+        for (name, _), num in self._filled.items():
+            counts[name] = counts.get(name, 0) + num
+        return counts
+
+    def _sources(self, columns: Sequence[str] | None) -> list[str] | None:
+        if columns is None:
+            return None
+        named = [*(n for n in columns if n != EPISODE)]
+        return list(dict.fromkeys([*named, *(self.episode_by if EPISODE in columns else ())]))
+
+    def _ready(self, table: pa.Table) -> pa.Table:
+        if not (self.fills or self.times or self.timezone or self.episode_by):
+            return table
+        columns: dict[str, Any] = {}
+        for name in table.column_names:
+            column = table.column(name)
+            if name not in HIDDEN:
+                column = self._with_zone(self._with_fill(column, name, table), name, table)
+            columns[name] = column
+        if self.episode_by and all(name in columns for name in self.episode_by):
+            columns[EPISODE] = joined_ids(
+                [columns[n].combine_chunks() for n in self.episode_by], self.episode_by
+            )
+        return pa.table(columns)
+
+    def _with_fill(self, column: pa.ChunkedArray, name: str, table: pa.Table) -> pa.ChunkedArray:
+        if (fill := self.fills.get(name)) is None:
+            return column
+        column = column.cast(fill.type)
+        if is_text(fill.type):
+            column = blank_to_null(column)
+        if column.null_count:
+            # A misfit is not filled: its row has a value, of another type.
+            is_empty = pc.and_(column.is_null(), pc.invert(_misfits_in(table, name)))
+            # Rows may be read more than once; each chunk is counted by its first row.
+            num = int(pc.sum(is_empty).as_py())
+            self._filled[(name, table.column(ORIGIN)[0].as_py())] = num
+            column = pc.if_else(is_empty, fill, column)
+        return column
+
+    def _type_of(self, name: str) -> pa.DataType:
+        kind = self.seen.schema.field(name).type
+        if name in self.fills:
+            kind = self.fills[name].type
+        if name in self.times:
+            return TIMESTAMP_TYPE
+        is_naive = pa.types.is_timestamp(kind) and kind.tz is None
+        return pa.timestamp(kind.unit, "UTC") if is_naive and self.timezone else kind
+
+    def _with_zone(self, column: pa.ChunkedArray, name: str, table: pa.Table) -> pa.ChunkedArray:
+        kind = self._type_of(name)
+        if column.type == kind:
+            return column
+        if is_text(column.type):
+            column = blank_to_null(column)
+            try:
+                return column.cast(kind)
+            except pa.ArrowException:
+                column = column.cast(NAIVE_TYPE)
+        if pa.types.is_date(column.type):
+            column = column.cast(NAIVE_TYPE)
+        return in_zone(column, name, str(self.timezone), self._placed(table)).cast(kind)
+
+    def _placed(self, table: pa.Table) -> Any:
+        return lambda row: self.seen.place(table.column(ORIGIN)[row].as_py())
+
+
+def _misfits_in(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(MISFITS)
+    if column.null_count == len(column):
+        return pa.repeat(pa.scalar(False), len(column))
+    return pa.array([text is not None and name in json.loads(text) for text in column.to_pylist()])
+
+
+def in_zone(column: pa.ChunkedArray, name: str, timezone: str, place: Any) -> pa.ChunkedArray:
+    """Take times without a zone for local ones. Raises: SourceInvalid naming the row.
+
+    `place(row)` says where a row is.
+    """
+    try:
+        return pc.assume_timezone(column, timezone)
+    except pa.ArrowException:
+        pass
+    for option, what in (("ambiguous", "twice"), ("nonexistent", "not at all")):
+        other = {"ambiguous": "nonexistent", "nonexistent": "ambiguous"}[option]
+        first, last = (
+            pc.assume_timezone(column, timezone, **{option: side, other: "earliest"})
+            for side in ("earliest", "latest")
+        )
+        differs = np.flatnonzero(np.asarray(pc.not_equal(first, last).fill_null(False)))
+        if len(differs):
+            row = int(differs[0])
+            raise SourceInvalid(
+                f"{place(row)}, column {name!r}: found {column[row].as_py()}, which {timezone} has "
+                f"{what}: the clocks were changed. Expected times that name one moment. Write them "
+                "with their offset, as in 2026-01-31T12:00:00+01:00."
+            )
+    raise SourceInvalid(
+        f"column {name!r}: found times that {timezone} has no rule for, expected others. Write "
+        "them with their offset."
+    )
+
+
+def joined_ids(parts: Sequence[pa.Array], names: Sequence[str]) -> pa.Array:
+    """Join ids with `/`; a part's own `/` and `%` become %2F and %25, so no two ids fall together.
+
+    Null where a part is. Raises: SourceInvalid for columns that name nothing.
+    """
+    texts = []
+    for part, name in zip(parts, names, strict=True):
+        text = names_of(part, name)
+        text = pc.replace_substring(text, "%", "%25")
+        texts.append(pc.replace_substring(text, "/", "%2F"))
+    return pc.binary_join_element_wise(*texts, "/")
+
+
+def typed_fills(fills: Mapping[str, str], seen: Survey, where: str) -> dict[str, pa.Scalar]:
+    """Return each fill as its column's type. Raises: SourceInvalid, ConfigInvalid."""
+    typed = {}
+    for name, text in fills.items():
+        if name not in seen.schema.names:
+            listed = ", ".join(map(repr, seen.schema.names[:20]))
+            raise SourceInvalid(
+                f"{where}: found the columns {listed}, expected {name!r}, which --fill "
+                f"{name}={text} names.{meant(name, seen.schema.names)} Correct it."
+            )
+        typed[name] = _typed(seen.schema.field(name).type, name, text)
+    return typed
+
+
+def _typed(kind: pa.DataType, name: str, text: str) -> pa.Scalar:
+    if pa.types.is_null(kind):
+        for guess in (pa.int64(), pa.float64(), pa.bool_()):
+            try:
+                return pa.scalar(text).cast(guess)
+            except pa.ArrowException:
+                continue
+        return pa.scalar(text)
+    if pa.types.is_integer(kind):
+        kind = pa.int64() if not pa.types.is_unsigned_integer(kind) else kind
+    try:
+        return pa.scalar(text).cast(kind)
+    except pa.ArrowException as error:
+        raise ConfigInvalid(
+            f"--fill {name}={text}: found {text!r}, expected a value of the column's type, {kind}. "
+            "Correct it."
+        ) from error

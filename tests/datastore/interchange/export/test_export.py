@@ -20,9 +20,8 @@ from replaylake.datastore.errors import (
     StorageFailed,
 )
 from replaylake.datastore.interchange.export.export import export
-from replaylake.datastore.interchange.export.open_episodes import OpenEpisodes
 from replaylake.datastore.interchange.export.selection import select
-from replaylake.datastore.interchange.export.stored_episodes import stored_episodes
+from replaylake.datastore.interchange.export.stored_episodes import OpenEpisodes, stored_episodes
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import Lake, open_lake

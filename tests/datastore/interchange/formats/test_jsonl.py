@@ -14,8 +14,11 @@ import pytest
 from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic import jsonl
-from replaylake.datastore.interchange.formats.generic.json_depth import is_shallow
-from replaylake.datastore.interchange.formats.generic.jsonl import JsonlFormat, json_chunks
+from replaylake.datastore.interchange.formats.generic.jsonl import (
+    JsonlFormat,
+    is_shallow,
+    json_chunks,
+)
 from replaylake.datastore.interchange.formats.generic.text_rows import csv_lines, json_lines
 from replaylake.datastore.interchange.sources.source import find_source
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hypothesis_numpy
 
 from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.packed import pickles as packed_pickle
+from replaylake.datastore.interchange.formats.packed import packed as packed_pickle
 from replaylake.datastore.interchange.formats.packed.packed import (
     Unpacker,
     Unread,

@@ -20,8 +20,7 @@ from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
 from replaylake.datastore.interchange.formats.rlds.features import episode_spec
-from replaylake.datastore.interchange.formats.rlds.rlds import RldsTables
-from replaylake.datastore.interchange.formats.rlds.shards import find_shards
+from replaylake.datastore.interchange.formats.rlds.rlds import RldsTables, find_shards
 from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
 from replaylake.datastore.interchange.formats.tabular.tables import Kept
 from replaylake.datastore.interchange.ingest.ingest import ingest

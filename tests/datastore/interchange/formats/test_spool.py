@@ -15,8 +15,13 @@ from replaylake.datastore.errors import StorageFailed
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables
 from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.spool import Spool
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Kept, Tables
+from replaylake.datastore.interchange.formats.tabular.tables import (
+    Chunk,
+    ChunkSchema,
+    Kept,
+    Spool,
+    Tables,
+)
 from replaylake.datastore.interchange.sources.source import find_source
 
 

@@ -16,8 +16,8 @@ from replaylake.datastore.errors import EpisodeInvalid
 from replaylake.datastore.interchange.formats.checks import CHECKS, Check, CheckCounts
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.door import Door
-from replaylake.datastore.interchange.ingest.duplicates import Duplicates
 from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.interchange.ingest.inspection import Duplicates
 from replaylake.datastore.interchange.ingest.receipt import Counts, Receipt
 from replaylake.datastore.lake.lake import Lake, open_lake
 

@@ -13,7 +13,7 @@ from replaylake.datastore.errors import ConfigInvalid, NotFound
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.registry import Registry
 from replaylake.datastore.maintenance.fsck.fsck import fsck
-from replaylake.datastore.maintenance.purge.trained import trained_on
+from replaylake.datastore.maintenance.purge.purge import trained_on
 from replaylake.datastore.maintenance.vacuum import vacuum
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from replaylake.datastore.replay.selectors.permutation import Permutation
+from replaylake.datastore.replay.selectors.shuffled import Permutation
 
 # The network is used beyond this many.
 KEPT = 1 << 16

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.replay.selectors.version_index import VersionIndex
+from replaylake.datastore.replay.selectors.recent import VersionIndex
 
 MOVES = st.lists(
     st.tuples(st.integers(0, 20), st.integers(0, 4), st.booleans(), st.integers(0, 4)), max_size=15

@@ -22,9 +22,8 @@ from replaylake.datastore.errors import (
     StorageFailed,
 )
 from replaylake.datastore.storage.log import folder as folder_module
-from replaylake.datastore.storage.log.checkpointer import Checkpointer
 from replaylake.datastore.storage.log.commit_file import Intent
-from replaylake.datastore.storage.log.commit_log import CHECKPOINT_INTERVAL, CommitLog
+from replaylake.datastore.storage.log.commit_log import CHECKPOINT_INTERVAL, Checkpointer, CommitLog
 from replaylake.datastore.storage.log.folder import LogFolder
 from replaylake.datastore.storage.log.state import FileEntry, LogState
 from replaylake.datastore.storage.storage import LocalStorage

@@ -5,7 +5,7 @@ import pytest
 
 from replaylake.datastore.errors import ConfigInvalid, NotFound
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.offline.running.tuning.checks import check_sweep
+from replaylake.offline.running.tune import check_sweep
 from replaylake.offline.running.tuning.config import Sweep, TuneConfig, measured_by
 
 
