@@ -40,14 +40,14 @@ def ours(steps: list[Steps]) -> Record:
 def pyarrow(steps: list[Steps]) -> Record:
     import pyarrow.parquet as pq
 
-    from replaylake.datastore.episodes.episodes import checked_all
+    from replaylake.datastore.episodes.episodes import validate_all
     from replaylake.datastore.episodes.rows import encode
     from replaylake.datastore.lake.dataset import infer_spec
     from replaylake.datastore.storage.table.shard import ROW_GROUP_ROWS, write_settings
 
     found = as_episodes(steps)
     spec = infer_spec(found)
-    rows = encode(checked_all(found, spec.observation_space, spec.action_space), spec)
+    rows = encode(validate_all(found, spec.observation_space, spec.action_space), spec)
     settings = {**write_settings(rows.schema), "row_group_size": ROW_GROUP_ROWS}
 
     def record(folder: Path) -> None:

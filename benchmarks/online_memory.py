@@ -29,8 +29,8 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.online.recording.housekeeping import Housekeeper
-from replaylake.online.recording.recorder import Recorder
+from replaylake.online.recording.housekeeping import BackgroundCompactor
+from replaylake.online.recording.recorder import EpisodeCommitter
 
 LANES: Final = 16
 ROUND_STEPS: Final = 256  # of each lane
@@ -55,8 +55,8 @@ def main() -> None:
     started = time.monotonic()
     with (
         dataset.follow(max_steps=MAX_STEPS, without_producers=without) as view,
-        Recorder(dataset, PRODUCER, interval_s=0.1) as recorder,
-        Housekeeper(base.url, dataset, on_remark=print) as keeper,
+        EpisodeCommitter(dataset, PRODUCER, interval_s=0.1) as recorder,
+        BackgroundCompactor(base.url, dataset, on_remark=print) as keeper,
     ):
         half = collect(options.system, options.steps, dataset, view, recorder)
         recorder.flush()
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def collect(
-    system: str, num_steps: int, dataset: Dataset, view: LiveView, recorder: Recorder
+    system: str, num_steps: int, dataset: Dataset, view: LiveView, recorder: EpisodeCommitter
 ) -> float:
     """Hand over rounds of pieces as a run's feed does, and draw a batch after each.
 

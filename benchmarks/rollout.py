@@ -23,15 +23,15 @@ import numpy as np
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.offline.environments.ids import make, spaces_of
-from replaylake.online.collecting.acting import Acting
-from replaylake.online.collecting.shipment import Endless, Order, Shipment
+from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.shipment import EpisodeNumbers, RolloutBatch, WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.local_pool import LocalPool
 from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
 from replaylake.online.recording.collection import GROUP_INTERVAL_S
-from replaylake.online.recording.recorder import Recorder
+from replaylake.online.recording.recorder import EpisodeCommitter
 
 ENV_ID: Final = "CartPole-v1"
 NUM_ENVS: Final = 8
@@ -40,18 +40,29 @@ TURN_S: Final = 6.0
 INTERVAL_S: Final = 1.0
 
 
-def orders(lake: Lake, dataset: str, num_workers: int, *, records: bool) -> list[Order]:
+def orders(lake: Lake, dataset: str, num_workers: int, *, records: bool) -> list[WorkerSpec]:
     """Return what so many workers are to collect, without an end."""
     num = max(1, num_workers)
     config = RolloutConfig(ENV_ID, num_envs=NUM_ENVS)
     producer = f"bench/{'recorded' if records else 'unrecorded'}"
     return [
-        Order(lake.url, dataset, producer, i, Endless(i, num), Acting(), config, records=records)
+        WorkerSpec(
+            lake.url,
+            dataset,
+            producer,
+            i,
+            EpisodeNumbers(i, num),
+            BehaviorPolicy(),
+            config,
+            records=records,
+        )
         for i in range(num)
     ]
 
 
-def collected(pool: WorkerPool, recorder: Recorder | None, turn_s: float) -> tuple[float, Timings]:
+def collected(
+    pool: WorkerPool, recorder: EpisodeCommitter | None, turn_s: float
+) -> tuple[float, Timings]:
     """Return the steps a second of all workers together, from their first shipments on.
 
     Timings are of all that they did meanwhile.
@@ -110,7 +121,9 @@ def rates(
     with ExitStack() as stack:
         recorder = None
         if records:
-            recorder = stack.enter_context(Recorder(dataset, "bench", interval_s=GROUP_INTERVAL_S))
+            recorder = stack.enter_context(
+                EpisodeCommitter(dataset, "bench", interval_s=GROUP_INTERVAL_S)
+            )
         pool = stack.enter_context(closing(_pool(given, num_workers)))
         rate, timings = collected(pool, recorder, turn_s)
         if recorder is not None:
@@ -118,22 +131,22 @@ def rates(
     return rate, timings
 
 
-def _pool(given: Sequence[Order], num_workers: int) -> WorkerPool:
+def _pool(given: Sequence[WorkerSpec], num_workers: int) -> WorkerPool:
     if num_workers:
         return RayPool(given, interval_s=INTERVAL_S)
     return LocalPool(given, interval_s=INTERVAL_S)
 
 
-def _shipment(pool: WorkerPool) -> Shipment:
+def _shipment(pool: WorkerPool) -> RolloutBatch:
     while True:
         answer = pool.receive(INTERVAL_S)
-        if isinstance(answer, Shipment):
+        if isinstance(answer, RolloutBatch):
             return answer
         if answer is not None:
             raise SystemExit(f"worker {answer.worker} died: {answer.reason}")
 
 
-def _check_complete(dataset: Dataset, recorder: Recorder) -> None:
+def _check_complete(dataset: Dataset, recorder: EpisodeCommitter) -> None:
     found = dataset.snapshot().num_steps
     expected = sum(one.commit.num_steps for one in recorder.acknowledged())
     if found != expected:

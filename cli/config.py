@@ -15,7 +15,7 @@ from typing import Any, Final
 import typer
 
 from replaylake.cli.options import parse_pairs
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 
 _BARE_WORD: Final = re.compile(r"[A-Za-z_][\w.:/-]*")
 
@@ -23,8 +23,8 @@ _BARE_WORD: Final = re.compile(r"[A-Za-z_][\w.:/-]*")
 def read_options(file: Path | None, assignments: Sequence[str]) -> dict[str, Any]:
     """Return the file's keys with the assignments on top.
 
-    Raises: NotFound, ConfigInvalid for a file that is not TOML, typer.BadParameter for a text that
-    assigns nothing.
+    Raises: NotFoundError, ConfigInvalidError for a file that is not TOML, typer.BadParameter for a
+    text that assigns nothing.
     """
     options = {} if file is None else _read_toml(file)
     for key, text in parse_pairs(assignments, "--set").items():
@@ -54,10 +54,10 @@ def _read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise NotFound(
+        raise NotFoundError(
             f"{file}: could not be read ({error.strerror}), expected a TOML file. Check --config."
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{file}: not TOML ({error}), expected lines such as `batch_size = 256`."
         ) from error

@@ -56,8 +56,8 @@ from replaylake.cli.commands import (
     vacuum,
 )
 from replaylake.cli.options import Invocation
-from replaylake.cli.output.report import only_answers_on_stdout, print_json, shown
-from replaylake.datastore.errors import ExtraMissing, ReplayLakeError
+from replaylake.cli.output.report import escape_controls, print_json, reserve_stdout
+from replaylake.datastore.errors import ExtraMissingError, ReplayLakeError
 from replaylake.datastore.version import VERSION
 
 _INTERRUPTED: Final = 130
@@ -154,7 +154,7 @@ def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> N
 
     @functools.wraps(function)
     def command(**arguments: Any) -> None:
-        with only_answers_on_stdout():
+        with reserve_stdout():
             function(**arguments)
 
     text = inspect.getdoc(function) or ""
@@ -164,7 +164,7 @@ def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> N
 
 _register(app, "ingest", ingest.ingest)
 _register(app, "rollout", rollout.rollout)
-_register(app, "sessionise", sessionise.sessionise)
+_register(app, "sessionise", sessionise.join_feedback)
 app.add_typer(_feedback, name="feedback")
 _register(_feedback, "status", feedback.status)
 _register(app, "annotate", annotate.annotate)
@@ -272,14 +272,14 @@ def _fail(error: Exception, invocation: Invocation) -> int:
             f"{type(error).__name__}: {message}. This is a fault in ReplayLake or a library below "
             "it: run again with --debug for the traceback."
         )
-    print(f"error: {shown(message)}", file=sys.stderr)
+    print(f"error: {escape_controls(message)}", file=sys.stderr)
     if invocation.as_json:
         details = getattr(error, "details", {})
         print_json({"error": {"kind": type(error).__name__, "message": message, **details}})
     return 1
 
 
-def _missing_extra(error: Exception) -> ExtraMissing | None:
+def _missing_extra(error: Exception) -> ExtraMissingError | None:
     """Return the error that names the extra, if an optional dependency was not found."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
@@ -290,7 +290,7 @@ def _missing_extra(error: Exception) -> ExtraMissing | None:
     for requirement in metadata.requires("replaylake") or []:
         match = re.match(r"([\w.-]+).*\bextra == ['\"](\w+)['\"]", requirement)
         if match and re.sub(r"[-.]", "_", match.group(1)).lower() == module:
-            missing = ExtraMissing(
+            missing = ExtraMissingError(
                 f"this command needs {module}, which is not installed. "
                 f"Install it: pip install 'replaylake[{match.group(2)}]'."
             )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 
 if TYPE_CHECKING:
     from replaylake.datastore.interchange.formats.format import ReadOptions
@@ -41,7 +41,8 @@ def resolve(flags: Mapping[str, Any], file: Path | None) -> tuple[ReadOptions, s
     """Return how to read a source, and the format's name; `flags` win over the file.
 
     `flags` have the file's keys, tables as mappings and columns as texts; None is a flag that was
-    not given. Raises: NotFound, ConfigInvalid for the file; typer.BadParameter for the flags.
+    not given. Raises: NotFoundError, ConfigInvalidError for the file; typer.BadParameter for the
+    flags.
     """
     from replaylake.datastore.interchange.formats.format import ReadOptions
 
@@ -72,7 +73,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None) -> tuple[ReadOptions, s
     return options, merged.get("format", "auto")
 
 
-def misspelt(mapping: Mapping[str, str]) -> Iterator[str]:
+def iter_misspellings(mapping: Mapping[str, str]) -> Iterator[str]:
     """Say which names that a mapping gives to further columns are nearly those of fields."""
     from replaylake.datastore.interchange.formats.tabular.fields import ALIASES
 
@@ -86,25 +87,28 @@ def misspelt(mapping: Mapping[str, str]) -> Iterator[str]:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """Return a mapping file's keys. Raises: NotFound, ConfigInvalid naming file and key."""
+    """Return a mapping file's keys.
+
+    Raises: NotFoundError, ConfigInvalidError naming file and key.
+    """
     try:
         said = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise NotFound(
+        raise NotFoundError(
             f"{file}: could not be read ({error.strerror}), expected a TOML file. Check --mapping."
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f'{file}: not TOML ({error}), expected lines such as `order_by = ["hour"]` and a '
             "table [map]."
         ) from error
     for key in said:
         if key not in KEYS:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{file}: found the key {key!r}, expected one of {', '.join(KEYS)}. Correct it; "
                 "columns are named in the table [map]."
             )
-    return {key: _checked(key, value, file) for key, value in said.items()}
+    return {key: _check_value(key, value, file) for key, value in said.items()}
 
 
 def split_columns(columns: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -116,16 +120,16 @@ def split_columns(columns: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in columns.split(","))
 
 
-def _checked(key: str, value: Any, file: Path) -> Any:
+def _check_value(key: str, value: Any, file: Path) -> Any:
     if key in _TABLES:
         if not isinstance(value, dict):
-            raise _wrong(file, key, value, f"a table [{key}]")
+            raise _invalid_value_error(file, key, value, f"a table [{key}]")
         return {name: _cell(f"{key}.{name}", one, file) for name, one in value.items()}
     if key in _COLUMNS:
         if isinstance(value, str):
             return split_columns(value)
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise _wrong(file, key, value, "a list of columns")
+            raise _invalid_value_error(file, key, value, "a list of columns")
         return tuple(value)
     kinds: dict[str, tuple[type, ...]] = {
         **dict.fromkeys(_NUMBERS, (int, float)),
@@ -134,11 +138,11 @@ def _checked(key: str, value: Any, file: Path) -> Any:
     }
     if type(value) not in kinds.get(key, (str,)):
         what = {"no_reward": "true or false", **dict.fromkeys((*_NUMBERS, *_COUNTS), "a number")}
-        raise _wrong(file, key, value, what.get(key, "text"))
+        raise _invalid_value_error(file, key, value, what.get(key, "text"))
     if key in _CHOICES and value not in _CHOICES[key]:
-        raise _wrong(file, key, value, f"one of {', '.join(_CHOICES[key])}")
+        raise _invalid_value_error(file, key, value, f"one of {', '.join(_CHOICES[key])}")
     if key in _COUNTS and value < 1:
-        raise _wrong(file, key, value, "1 or more")
+        raise _invalid_value_error(file, key, value, "1 or more")
     return value
 
 
@@ -146,17 +150,17 @@ def _cell(key: str, value: Any, file: Path) -> str:
     """Return a table's value as a flag would spell it."""
     if isinstance(value, list) and key.startswith("map."):
         if not all(isinstance(name, str) for name in value):
-            raise _wrong(file, key, value, "a list of columns")
+            raise _invalid_value_error(file, key, value, "a list of columns")
         return ",".join(value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | dict):
-        raise _wrong(file, key, value, "one value")
+        raise _invalid_value_error(file, key, value, "one value")
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
-def _wrong(file: Path, key: str, value: Any, expected: str) -> ConfigInvalid:
-    return ConfigInvalid(f"{file}: {key}: found {value!r}, expected {expected}. Correct it.")
+def _invalid_value_error(file: Path, key: str, value: Any, expected: str) -> ConfigInvalidError:
+    return ConfigInvalidError(f"{file}: {key}: found {value!r}, expected {expected}. Correct it.")
 
 
 def _range(low: float | None, high: float | None) -> tuple[float, float] | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 
 DEFAULT_LAKE: Final = "lake"
 # How `delete`, `trim` and `vacuum` end without --yes.
@@ -31,7 +31,7 @@ class Invocation:
     debug: bool = False
 
 
-def _remember(context: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
+def _remember_option(context: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
     invocation = context.find_root().obj
     if isinstance(invocation, Invocation) and parameter.name is not None:
         setattr(invocation, parameter.name, value)
@@ -52,7 +52,7 @@ JsonOption = Annotated[
     bool,
     typer.Option(
         "--json",
-        callback=_remember,
+        callback=_remember_option,
         is_eager=True,
         help="Print the answer as one JSON object.",
     ),
@@ -61,7 +61,7 @@ DebugOption = Annotated[
     bool,
     typer.Option(
         "--debug",
-        callback=_remember,
+        callback=_remember_option,
         is_eager=True,
         help="Print the traceback when something fails.",
     ),
@@ -93,11 +93,11 @@ PolicyArgument = Annotated[
 
 
 @contextmanager
-def usage_errors(option: str) -> Iterator[None]:
+def translate_usage_errors(option: str) -> Iterator[None]:
     """Report an option's value that the library refuses as wrong usage (exit 2)."""
     try:
         yield
-    except ConfigInvalid as error:
+    except ConfigInvalidError as error:
         # The library names its own parameter, as in `vacuum: older_than_s: found ...`.
         message = re.sub(r"^(?:[a-z_-]+: )+(?=found )", "", str(error))
         raise typer.BadParameter(message, param_hint=option) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylake.cli.output.report import Report
+from replaylake.cli.output.report import CommandOutput
 
 if TYPE_CHECKING:
     from replaylake.cli.output.watch import Watchers
@@ -46,7 +46,7 @@ class EnvRunner(StrEnum):
     local = "local"
 
 
-def check_alone(*beside: object) -> None:
+def check_no_other_options(*beside: object) -> None:
     """Refuse options of the run beside --resume. Raises: typer.BadParameter."""
     if any(value is not None and value != [] for value in beside):
         raise typer.BadParameter(
@@ -63,7 +63,7 @@ def check_project(wandb: str | None) -> None:
 
 
 @contextmanager
-def how_it_goes_on(report: Report, command: str, *, without: str) -> Iterator[None]:
+def print_resume_hint(report: CommandOutput, command: str, *, without: str) -> Iterator[None]:
     """Where the run in the block is interrupted, say what goes on with it.
 
     without: from what it does where no checkpoint was saved.
@@ -79,7 +79,7 @@ def how_it_goes_on(report: Report, command: str, *, without: str) -> Iterator[No
         raise
 
 
-def tell_start(report: Report, watch: Watchers, start: RunStart) -> None:
+def announce_start(report: CommandOutput, watch: Watchers, start: RunStart) -> None:
     """Say which run it is, and let those that watch it begin."""
     at = f" goes on after update {start.update:,}" if start.update else ""
     report.say(f"run {start.run_id}{at}")

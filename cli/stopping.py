@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from replaylake.cli.output.report import Report
+from replaylake.cli.output.report import CommandOutput
 
 
 @contextmanager
-def stopped_by_signals(report: Report) -> Iterator[threading.Event]:
+def stop_on_signals(report: CommandOutput) -> Iterator[threading.Event]:
     """Let the first SIGINT or SIGTERM end the work between two commits, a second at once."""
     stop = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

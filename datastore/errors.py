@@ -1,28 +1,28 @@
 """Every error that ReplayLake raises on purpose.
 
     ReplayLakeError
-    ├── NotFound               a lake, dataset, version, policy, run, column or file
-    ├── AlreadyExists          a name that is taken
-    ├── NameRefused            a dataset, policy or alias name outside its pattern
-    ├── FormatTooNew           written by a newer ReplayLake than this one
-    ├── SchemaMismatch         columns or spaces differ from those the dataset was created with
-    ├── EpisodeInvalid         an episode that breaks the row rule or its spaces
-    ├── SourceInvalid          a foreign file that cannot be read as episodes
-    ├── ShardCorrupt           bytes on disk differ from the recorded sha256, or do not parse
-    ├── LogCorrupt             the commit log does not parse or has a hole
-    ├── CommitConflict         a commit lost its race for good: what it builds on has changed
-    ├── QueryRefused           SQL that is not one SELECT, or not reproducible where it must be
-    ├── QueryFailed            SQL that DuckDB could not run
-    ├── EmptyReplay            a selection that holds no step to sample
-    ├── SpaceUnsupported       an algorithm, head or sampler that cannot take this space
-    ├── ConfigInvalid          an option with a wrong name, type or range
-    ├── TrainingFailed         a loss or parameter that is no longer finite
-    ├── RolloutFailed          an environment that raised, or a rollout worker that died
-    ├── PackageInvalid         a policy package with missing, altered or unreadable files
-    ├── StorageFailed          the disk or object store said no
-    │   └── FailedInPassing    for now: a full disk, a store out of reach
-    ├── ServeFailed            the server could not start
-    └── ExtraMissing           an optional dependency that is not installed
+    ├── NotFoundError               a lake, dataset, version, policy, run, column or file
+    ├── AlreadyExistsError          a name that is taken
+    ├── InvalidNameError            a dataset, policy or alias name outside its pattern
+    ├── FormatTooNewError           written by a newer ReplayLake than this one
+    ├── SchemaMismatchError         columns or spaces differ from those the dataset was created with
+    ├── EpisodeInvalidError         an episode that breaks the row rule or its spaces
+    ├── SourceInvalidError          a foreign file that cannot be read as episodes
+    ├── ShardCorruptError           bytes on disk differ from the recorded sha256, or do not parse
+    ├── LogCorruptError             the commit log does not parse or has a hole
+    ├── CommitConflictError         a commit lost its race for good: what it builds on has changed
+    ├── QueryRefusedError           SQL that is not one SELECT, or not reproducible where it must be
+    ├── QueryError            SQL that DuckDB could not run
+    ├── EmptyReplayError            a selection that holds no step to sample
+    ├── SpaceUnsupportedError       an algorithm, head or sampler that cannot take this space
+    ├── ConfigInvalidError          an option with a wrong name, type or range
+    ├── TrainingError         a loss or parameter that is no longer finite
+    ├── RolloutError          an environment that raised, or a rollout worker that died
+    ├── PackageInvalidError         a policy package with missing, altered or unreadable files
+    ├── StorageError          the disk or object store said no
+    │   └── TransientStorageError    for now: a full disk, a store out of reach
+    ├── ServeError            the server could not start
+    └── ExtraMissingError           an optional dependency that is not installed
 
 A message says, in this order: what failed, what was found, what was expected, what to do now.
 """
@@ -32,92 +32,92 @@ class ReplayLakeError(Exception):
     """Root of the tree: catch this to catch whatever ReplayLake refuses."""
 
 
-class NotFound(ReplayLakeError):
+class NotFoundError(ReplayLakeError):
     """Something named by the caller does not exist."""
 
 
-class AlreadyExists(ReplayLakeError):
+class AlreadyExistsError(ReplayLakeError):
     """A name that is already taken."""
 
 
-class NameRefused(ReplayLakeError):
+class InvalidNameError(ReplayLakeError):
     """A name outside the pattern for its kind."""
 
 
-class FormatTooNew(ReplayLakeError):
+class FormatTooNewError(ReplayLakeError):
     """Written by a newer ReplayLake; the message names the version needed."""
 
 
-class SchemaMismatch(ReplayLakeError):
+class SchemaMismatchError(ReplayLakeError):
     """Columns or spaces differ from the dataset's."""
 
 
-class EpisodeInvalid(ReplayLakeError):
+class EpisodeInvalidError(ReplayLakeError):
     """An episode that breaks the row rule or does not fit its spaces."""
 
 
-class SourceInvalid(ReplayLakeError):
+class SourceInvalidError(ReplayLakeError):
     """A foreign file that cannot be read as episodes."""
 
 
-class ShardCorrupt(ReplayLakeError):
+class ShardCorruptError(ReplayLakeError):
     """A shard whose bytes are not the ones that were committed."""
 
 
-class LogCorrupt(ReplayLakeError):
+class LogCorruptError(ReplayLakeError):
     """A commit log that does not parse."""
 
 
-class CommitConflict(ReplayLakeError):
+class CommitConflictError(ReplayLakeError):
     """A commit that cannot be replayed onto the newest version."""
 
 
-class QueryRefused(ReplayLakeError):
+class QueryRefusedError(ReplayLakeError):
     """SQL that we do not run."""
 
 
-class QueryFailed(ReplayLakeError):
+class QueryError(ReplayLakeError):
     """SQL that DuckDB could not run."""
 
 
-class EmptyReplay(ReplayLakeError):
+class EmptyReplayError(ReplayLakeError):
     """A selection that holds no step to sample."""
 
 
-class SpaceUnsupported(ReplayLakeError):
+class SpaceUnsupportedError(ReplayLakeError):
     """A space that this algorithm, head or sampler cannot take."""
 
 
-class ConfigInvalid(ReplayLakeError):
+class ConfigInvalidError(ReplayLakeError):
     """An option with a wrong name, type or range."""
 
 
-class TrainingFailed(ReplayLakeError):
+class TrainingError(ReplayLakeError):
     """A run that cannot go on, such as one with a loss that is not finite."""
 
 
-class RolloutFailed(ReplayLakeError):
+class RolloutError(ReplayLakeError):
     """An environment that raised, or a rollout worker that died."""
 
 
-class PackageInvalid(ReplayLakeError):
+class PackageInvalidError(ReplayLakeError):
     """A policy package that is not whole."""
 
 
-class StorageFailed(ReplayLakeError):
+class StorageError(ReplayLakeError):
     """The disk or the object store refused an operation."""
 
 
-class FailedInPassing(StorageFailed):
+class TransientStorageError(StorageError):
     """A refusal after which the same may work, once there is room or the store answers again.
 
     It may have been carried out already.
     """
 
 
-class ServeFailed(ReplayLakeError):
+class ServeError(ReplayLakeError):
     """The policy server could not start."""
 
 
-class ExtraMissing(ReplayLakeError):
+class ExtraMissingError(ReplayLakeError):
     """An optional dependency is not installed; the message names the extra."""

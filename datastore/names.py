@@ -8,7 +8,7 @@ import re
 import time
 from typing import Final
 
-from replaylake.datastore.errors import NameRefused
+from replaylake.datastore.errors import InvalidNameError
 
 # The folder of what is the lake's own: policies, runs, the log of both.
 LAKE_ROOT: Final = "_lake"
@@ -49,9 +49,9 @@ _TO_CROCKFORD: Final = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", _CRO
 
 
 def check_dataset_name(name: str) -> str:
-    """Return the name if SQL can say it unquoted. Raises: NameRefused."""
+    """Return the name if SQL can say it unquoted. Raises: InvalidNameError."""
     if not _DATASET.fullmatch(name) or name in _CATALOGS or name in _SQL_KEYWORDS:
-        raise NameRefused(
+        raise InvalidNameError(
             f"dataset name: found {name!r}, expected [a-z][a-z0-9_]*, at most 63 characters, and "
             "no SQL keyword or catalogue name. Choose another name."
         )
@@ -59,7 +59,7 @@ def check_dataset_name(name: str) -> str:
 
 
 def parse_snapshot(text: str) -> tuple[str, int | str | None]:
-    """Split `NAME` (None: newest), `NAME@VERSION` or `NAME@TAG`. Raises: NameRefused."""
+    """Split `NAME` (None: newest), `NAME@VERSION` or `NAME@TAG`. Raises: InvalidNameError."""
     name, at, version = text.partition("@")
     check_dataset_name(name)
     if not at:
@@ -68,17 +68,17 @@ def parse_snapshot(text: str) -> tuple[str, int | str | None]:
         return name, int(version)
     try:
         return name, check_tag_name(version)
-    except NameRefused as error:
-        raise NameRefused(
+    except InvalidNameError as error:
+        raise InvalidNameError(
             f"dataset {text!r}: found {version!r} after @, expected a version such as {name}@12 "
             f"or a tag. `replaylake history {name}` lists both."
         ) from error
 
 
 def check_tag_name(tag: str) -> str:
-    """Return the name of a tag. Raises: NameRefused."""
+    """Return the name of a tag. Raises: InvalidNameError."""
     if not _TAG.fullmatch(tag) or ".." in tag:
-        raise NameRefused(
+        raise InvalidNameError(
             f"tag: found {tag!r}, expected [a-z][a-z0-9_.-]*, at most 63 characters, without `..`. "
             "Choose another name."
         )
@@ -86,9 +86,12 @@ def check_tag_name(tag: str) -> str:
 
 
 def check_policy_name(name: str) -> str:
-    """Return the name of a policy. Raises: NameRefused, also for the reserved run and random."""
+    """Return the name of a policy.
+
+    Raises: InvalidNameError, also for the reserved run and random.
+    """
     if not _POLICY.fullmatch(name) or name in ("run", "random"):
-        raise NameRefused(
+        raise InvalidNameError(
             f"policy name: found {name!r}, expected [a-z][a-z0-9_-]*, at most 63 characters, other "
             "than the reserved words run and random. Choose another name."
         )
@@ -96,9 +99,9 @@ def check_policy_name(name: str) -> str:
 
 
 def check_alias(alias: str) -> str:
-    """Return the name of an alias. Raises: NameRefused."""
+    """Return the name of an alias. Raises: InvalidNameError."""
     if not _POLICY.fullmatch(alias):
-        raise NameRefused(
+        raise InvalidNameError(
             f"alias: found {alias!r}, expected [a-z][a-z0-9_-]*, at most 63 characters."
         )
     return alias
@@ -111,12 +114,14 @@ def is_column_name(name: str) -> bool:
 
 def new_ulid() -> str:
     """Return 26 characters, 48 bits of milliseconds and 80 random ones: sorts by time of making."""
-    return _spelled((time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big"))
+    return _encode_crockford(
+        (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
+    )
 
 
 def new_ulids(num: int) -> list[str]:
     """Return so many at once, of one millisecond: under 1 us each in place of 5 (2026-11)."""
-    moment = _spelled((time.time_ns() // 1_000_000) << 80)[:10]
+    moment = _encode_crockford((time.time_ns() // 1_000_000) << 80)[:10]
     # Ten random bytes are sixteen digits of base 32, spelled otherwise.
     digits = base64.b32encode(os.urandom(10 * num)).translate(_TO_CROCKFORD).decode()
     return [moment + digits[start : start + 16] for start in range(0, 16 * num, 16)]
@@ -124,8 +129,8 @@ def new_ulids(num: int) -> list[str]:
 
 def content_ulid(sha256: str) -> str:
     """Return 26 characters of a ULID's form, the same for the same content."""
-    return _spelled(int(sha256[:32], 16))
+    return _encode_crockford(int(sha256[:32], 16))
 
 
-def _spelled(number: int) -> str:
+def _encode_crockford(number: int) -> str:
     return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))

@@ -19,7 +19,7 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Discrete, Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam
 from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, PolicyModule, Target
 from replaylake.offline.learning.options import to_options
@@ -42,7 +42,10 @@ class MunchausenConfig:
 
 
 def munchausen_dqn(
-    observation_space: Space, action_space: Space, config: MunchausenConfig, facts: DatasetFacts
+    observation_space: Space,
+    action_space: Space,
+    config: MunchausenConfig,
+    facts: DatasetStatistics,
 ) -> Algorithm:
     """Return the algorithm for one pair of spaces; options come checked, facts are measured."""
     if not isinstance(action_space, Discrete):

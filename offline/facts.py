@@ -27,7 +27,7 @@ _UNSCALED: Final = RewardScaling()
 
 
 @dataclass(frozen=True)
-class DatasetFacts:
+class DatasetStatistics:
     """What was measured on the training steps; by default nothing is known and nothing scaled.
 
     action_range: least and greatest logged action, each [*act], of a Box; normalises an unbounded

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from replaylake.datastore.errors import ExtraMissing
+from replaylake.datastore.errors import ExtraMissingError
 from replaylake.datastore.lake.shard_rows import ShardRows, episode_keys, shard_rows
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.offline.running.local_ray import import_ray
@@ -35,8 +35,8 @@ def to_ray(
         where: SQL condition over the columns of `episodes`, as in `Snapshot.replay`; selects whole
             episodes.
 
-    Raises: NotFound for a column, QueryRefused, QueryFailed, ExtraMissing; ShardCorrupt in the
-    task, which Ray wraps into its own error.
+    Raises: NotFoundError for a column, QueryRefusedError, QueryError, ExtraMissingError;
+    ShardCorruptError in the task, which Ray wraps into its own error.
     """
     rows = shard_rows(snapshot, columns)
     ray = _import_ray_data()
@@ -89,8 +89,8 @@ def _import_ray_data() -> Any:
     try:
         ray = import_ray(_NEEDS)
         import ray.data  # noqa: F811 - the same module, with its part for data
-    except (ExtraMissing, ImportError) as error:
-        raise ExtraMissing(
+    except (ExtraMissingError, ImportError) as error:
+        raise ExtraMissingError(
             f"to_ray: found no Ray Data ({error}), expected it. Install replaylake[online]."
         ) from error
     return ray

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
 from replaylake.datastore.lake.commit import Commit
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
@@ -20,10 +20,10 @@ from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any
 from replaylake.offline.evaluation.evaluate import check_spaces
 from replaylake.offline.running.local_ray import START_TIMEOUT_S
-from replaylake.offline.running.training.interruption import interrupted_at_once
-from replaylake.online.collecting.acting import RANDOM, Acting, AgentsActing
-from replaylake.online.collecting.returns import Returns
-from replaylake.online.collecting.shipment import Order, Shipment
+from replaylake.offline.running.training.interruption import interrupt_on_sigterm
+from replaylake.online.collecting.acting import RANDOM, BehaviorPolicies, BehaviorPolicy
+from replaylake.online.collecting.returns import ReturnTotals
+from replaylake.online.collecting.shipment import RolloutBatch, WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.collecting.workers import make_worker
 from replaylake.online.pools.cluster import import_ray
@@ -31,9 +31,9 @@ from replaylake.online.pools.local_pool import LocalPool
 from replaylake.online.pools.pool import ANSWER_TIMEOUT_S, WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
 from replaylake.online.recording.collection import GROUP_INTERVAL_S, collect
-from replaylake.online.recording.destination import prepare
-from replaylake.online.recording.recorder import Recorder
-from replaylake.online.recording.refusals import Refusals
+from replaylake.online.recording.destination import ensure_dataset
+from replaylake.online.recording.recorder import EpisodeCommitter
+from replaylake.online.recording.refusals import StorageRetry
 
 
 @dataclass(frozen=True)
@@ -113,18 +113,19 @@ def rollout(
             (nothing more is collected until it takes what there is, which is tried twice a second),
             and nodes that do not see the lake.
 
-    Raises: NotFound, NameRefused, ConfigInvalid, SchemaMismatch, SpaceUnsupported, PackageInvalid
-    before anything is written; RolloutFailed naming the episode if the environment raises or a
-    worker dies. Episodes that were handed over before are committed even then, whole.
+    Raises: NotFoundError, InvalidNameError, ConfigInvalidError, SchemaMismatchError,
+    SpaceUnsupportedError, PackageInvalidError before anything is written; RolloutError naming the
+    episode if the environment raises or a worker dies. Episodes that were handed over before are
+    committed even then, whole.
     """
     if num_episodes < 1 or num_workers < 0:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"rollout: found {num_episodes} episodes and {num_workers} workers, expected at least "
             "1 episode and 0 or more workers."
         )
     started = time.time()
     exploring = {"temperature": temperature, "epsilon": epsilon}
-    acting = who_acts(lake, policy, agent_policies or {}, config, exploring)
+    acting = resolve_policies(lake, policy, agent_policies or {}, config, exploring)
     target = lake.dataset(dataset)
     mask_size = _check_acting(acting, config)
     if num_workers:
@@ -132,27 +133,29 @@ def rollout(
         import_ray(address)
     if not lake.registry.exists():
         lake.registry.create()
-    prepare(target, config.env_id, config.env_args, mask_size=mask_size)
+    ensure_dataset(target, config.env_id, config.env_args, mask_size=mask_size)
     run_id = new_ulid()
-    orders = _orders(lake, dataset, f"rollout/{run_id}", acting, config, num_episodes, num_workers)
+    orders = _make_worker_specs(
+        lake, dataset, f"rollout/{run_id}", acting, config, num_episodes, num_workers
+    )
     record = {
         "kind": "rollout",
         "dataset": dataset,
-        **named(acting),
+        **describe_policies(acting),
         "config": asdict(config),
         "num_workers": num_workers,
         "started_ms": round(started * 1000),
     }
     lake.registry.record_run(run_id, {**record, "status": "running"})
-    recorder = Recorder(
+    recorder = EpisodeCommitter(
         target,
         f"rollout/{run_id}",
         interval_s=GROUP_INTERVAL_S,
         answer_timeout_s=answer_timeout_s,
     )
     remark = on_remark or (lambda remark: None)
-    run = _Run(lake, dataset, run_id, recorder, num_episodes, on_progress, remark)
-    start_pool: Callable[[Sequence[Order]], WorkerPool] = partial(
+    run = _RolloutRun(lake, dataset, run_id, recorder, num_episodes, on_progress, remark)
+    start_pool: Callable[[Sequence[WorkerSpec]], WorkerPool] = partial(
         RayPool,
         interval_s=config.flush_interval_s,
         cpus_per_worker=worker_cpus,
@@ -164,7 +167,7 @@ def rollout(
         start_pool = partial(LocalPool, interval_s=config.flush_interval_s)
     try:
         with (
-            interrupted_at_once(),
+            interrupt_on_sigterm(),
             closing(start_pool(orders)) as pool,
         ):
             run.collect(pool, config.flush_steps)
@@ -182,7 +185,7 @@ def rollout(
     return receipt
 
 
-class _Run:
+class _RolloutRun:
     """A rollout that is made: what it commits, and what its record says."""
 
     def __init__(
@@ -190,7 +193,7 @@ class _Run:
         lake: Lake,
         dataset: str,
         run_id: str,
-        recorder: Recorder,
+        recorder: EpisodeCommitter,
         num_episodes: int,
         on_progress: Callable[[int, int], None] | None,
         on_remark: Callable[[str], None],
@@ -199,14 +202,14 @@ class _Run:
         self._recorder = recorder
         self._num_episodes = num_episodes
         self._on_progress, self._on_remark = on_progress, on_remark
-        self._returns = Returns()
+        self._returns = ReturnTotals()
         self._commits: list[Commit] = []
 
     def collect(self, pool: WorkerPool, flush_steps: int) -> None:
         """Collect and commit all."""
         for remark in pool.remarks:
             self._on_remark(remark)
-        collect(pool, flush_steps, self._recorder, Refusals(self._on_remark), self._note)
+        collect(pool, flush_steps, self._recorder, StorageRetry(self._on_remark), self._note)
         self._settle()
 
     def _settle(self) -> None:
@@ -215,7 +218,7 @@ class _Run:
         with suppress(ReplayLakeError):
             self._commits += [one.commit for one in self._recorder.acknowledged()]
 
-    def _note(self, shipment: Shipment) -> None:
+    def _note(self, shipment: RolloutBatch) -> None:
         self._returns.add(shipment.ends)
         if self._on_progress is not None:
             self._on_progress(self._returns.num_games, self._num_episodes)
@@ -226,7 +229,7 @@ class _Run:
         return {name: sum(getattr(commit, name) for commit in self._commits) for name in names}
 
     def receipt(
-        self, acting: AgentsActing, config: RolloutConfig, num_workers: int, started: float
+        self, acting: BehaviorPolicies, config: RolloutConfig, num_workers: int, started: float
     ) -> RolloutReceipt:
         """Return it, of a rollout that is complete. started: Unix time (s)."""
         return RolloutReceipt(
@@ -234,7 +237,7 @@ class _Run:
             dataset=self._dataset,
             version=self._commits[-1].version,
             env_id=config.env_id,
-            **{**named(acting), **self.totals()},
+            **{**describe_policies(acting), **self.totals()},
             seed=config.seed,
             num_workers=num_workers,
             num_games=self._returns.num_games,
@@ -264,24 +267,24 @@ def fresh_seed() -> int:
     return int.from_bytes(os.urandom(4), "big") >> 2
 
 
-def _orders(
+def _make_worker_specs(
     lake: Lake,
     dataset: str,
     producer: str,
-    acting: AgentsActing,
+    acting: BehaviorPolicies,
     config: RolloutConfig,
     num_episodes: int,
     num_workers: int,
-) -> list[Order]:
+) -> list[WorkerSpec]:
     """Deal the episodes out to the workers in turn; one order where there are none."""
     stride = max(1, min(num_workers, num_episodes))
     return [
-        Order(lake.url, dataset, producer, i, range(i, num_episodes, stride), acting, config)
+        WorkerSpec(lake.url, dataset, producer, i, range(i, num_episodes, stride), acting, config)
         for i in range(stride)
     ]
 
 
-def _check_acting(acting: AgentsActing, config: RolloutConfig) -> int | None:
+def _check_acting(acting: BehaviorPolicies, config: RolloutConfig) -> int | None:
     """Take one step, so that what cannot work is refused before anything is written.
 
     Returns: the width of the environment's action masks, None if it has none.
@@ -297,42 +300,44 @@ def _check_acting(acting: AgentsActing, config: RolloutConfig) -> int | None:
     return mask_size
 
 
-def who_acts(
+def resolve_policies(
     lake: Lake,
     policy: str,
     agent_policies: Mapping[str, str],
     config: RolloutConfig,
     exploring: Mapping[str, Any],
-) -> AgentsActing:
+) -> BehaviorPolicies:
     """Return who acts: one for all, or for each agent the one named for it or else `policy`.
 
-    exploring: of all, as Acting has it. Raises: NotFound, NameRefused; ConfigInvalid for policies
-    by agent where there is only one.
+    exploring: of all, as Acting has it. Raises: NotFoundError, InvalidNameError; ConfigInvalidError
+    for policies by agent where there is only one.
     """
-    everyone = replace(_resolved(lake, policy), **exploring)
+    everyone = replace(_resolve_policy(lake, policy), **exploring)
     if not agent_policies:
         return everyone
     env = make_any(config.env_id, config.env_args)
     env.close()
     if not isinstance(env, Game):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{config.env_id}: found policies for {', '.join(agent_policies)}, expected one "
             "policy: it is an environment of one agent."
         )
-    own = {a: replace(_resolved(lake, text), **exploring) for a, text in agent_policies.items()}
+    own = {
+        a: replace(_resolve_policy(lake, text), **exploring) for a, text in agent_policies.items()
+    }
     return dict.fromkeys(env.agents, everyone) | own
 
 
-def named(acting: AgentsActing) -> dict[str, Any]:
+def describe_policies(acting: BehaviorPolicies) -> dict[str, Any]:
     """Return the policy's name and version, as receipts and records say it."""
-    if isinstance(acting, Acting):
+    if isinstance(acting, BehaviorPolicy):
         return {"policy": acting.name, "policy_version": acting.version}
     texts = [f"{agent}={one.name}:{one.version}" for agent, one in acting.items()]
     return {"policy": ", ".join(texts), "policy_version": None}
 
 
-def _resolved(lake: Lake, policy: str) -> Acting:
+def _resolve_policy(lake: Lake, policy: str) -> BehaviorPolicy:
     if policy == RANDOM:
-        return Acting()
+        return BehaviorPolicy()
     ref = lake.registry.resolve(policy)
-    return Acting(ref.name, ref.version, ref.path, manifest_sha256=ref.manifest_sha256)
+    return BehaviorPolicy(ref.name, ref.version, ref.path, manifest_sha256=ref.manifest_sha256)

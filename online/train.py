@@ -15,26 +15,26 @@ from typing import Any, Final
 
 import torch
 
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, TrainingFailed
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, TrainingError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.names import new_ulid
-from replaylake.offline.running.local_ray import import_ray, running_ray
+from replaylake.offline.running.local_ray import import_ray, open_ray
 from replaylake.offline.running.training.callbacks import RunStart
 from replaylake.offline.running.training.interruption import (
     Interruption,
     RunInterrupted,
-    interrupted_at_once,
+    interrupt_on_sigterm,
 )
 from replaylake.offline.running.training.lake_run import OnMetrics
 from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.online.training.callbacks import OnlineCallbacks
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
-from replaylake.online.training.job import first_record, prepared
+from replaylake.online.training.job import first_record, prepare
 from replaylake.online.training.progress import OnlineProgress
-from replaylake.online.training.result import OnlineResult, result_of_done
-from replaylake.online.training.run import Attempt
+from replaylake.online.training.result import OnlineResult, load_finished_result
+from replaylake.online.training.run import RunAttempt
 
 KIND: Final = "train online"
 
@@ -63,25 +63,25 @@ def train_online(
     Every step is recorded with the policy version and log-probability of its action. Ctrl-C and
     SIGTERM save a checkpoint first.
 
-    Raises: NotFound, NameRefused, SchemaMismatch, SpaceUnsupported, ConfigInvalid, ExtraMissing
-    before anything is collected; RolloutFailed where an environment raises or workers die again and
-    again; TrainingFailed; StorageFailed; RunInterrupted. No policy is registered then; what was
-    committed stays.
+    Raises: NotFoundError, InvalidNameError, SchemaMismatchError, SpaceUnsupportedError,
+    ConfigInvalidError, ExtraMissingError before anything is collected; RolloutError where an
+    environment raises or workers die again and again; TrainingError; StorageError; RunInterrupted.
+    No policy is registered then; what was committed stays.
     """
     callbacks = OnlineCallbacks(on_start, on_progress, on_metrics, on_remark, should_end)
     if request.config.learns_in_ray:
-        return _remotely(lake, Work(request), callbacks)
-    return _begun(lake, request, callbacks)
+        return _run_in_actor(lake, RunSpec(request), callbacks)
+    return _start(lake, request, callbacks)
 
 
-def _begun(lake: Lake, request: OnlineRequest, callbacks: OnlineCallbacks) -> OnlineResult:
-    job = prepared(lake, request)
+def _start(lake: Lake, request: OnlineRequest, callbacks: OnlineCallbacks) -> OnlineResult:
+    job = prepare(lake, request)
     run_id = new_ulid()
     with RunLease(lake.storage, run_id) as lease:
         record = RunRecord(lake.registry, run_id, first_record(job), kind=KIND)
         record.begin()
         with record.watched():
-            return Attempt(lake, job, record, lease, callbacks).carried_out()
+            return RunAttempt(lake, job, record, lease, callbacks).carried_out()
 
 
 def resume_online(
@@ -98,44 +98,44 @@ def resume_online(
 
     Steps that were committed after the checkpoint are learned from like any others. Episodes that
     were open when it was killed stay without an end (`complete` is false), and the first commit
-    names them. Raises: NotFound if there is no such run; CommitConflict while another process is at
-    work on it; else as train_online.
+    names them. Raises: NotFoundError if there is no such run; CommitConflictError while another
+    process is at work on it; else as train_online.
     """
     callbacks = OnlineCallbacks(on_start, on_progress, on_metrics, on_remark, should_end)
     record = find_run(lake.registry, run_id, kind=KIND)
     if record["status"] == "done":
-        return replace(result_of_done(lake, record), was_done=True)
+        return replace(load_finished_result(lake, record), was_done=True)
     request = OnlineRequest.from_json(record["request"])
     if request.config.learns_in_ray:
-        return _remotely(lake, Work(request, run_id), callbacks)
-    return _gone_on(lake, run_id, callbacks)
+        return _run_in_actor(lake, RunSpec(request, run_id), callbacks)
+    return _resume(lake, run_id, callbacks)
 
 
-def _gone_on(lake: Lake, run_id: str, callbacks: OnlineCallbacks) -> OnlineResult:
+def _resume(lake: Lake, run_id: str, callbacks: OnlineCallbacks) -> OnlineResult:
     record = find_run(lake.registry, run_id, kind=KIND)
-    job = prepared(lake, OnlineRequest.from_json(record["request"]), began=record)
+    job = prepare(lake, OnlineRequest.from_json(record["request"]), began=record)
     with RunLease(lake.storage, run_id) as lease:
         # Read again: whoever had the lease before may have ended it in between.
         record = find_run(lake.registry, run_id, kind=KIND)
         if record["status"] == "done":
-            return replace(result_of_done(lake, record), was_done=True)
+            return replace(load_finished_result(lake, record), was_done=True)
         running = RunRecord(lake.registry, run_id, record, kind=KIND)
         with running.watched():
-            return Attempt(lake, job, running, lease, callbacks, goes_on=True).carried_out()
+            return RunAttempt(lake, job, running, lease, callbacks, goes_on=True).carried_out()
 
 
-def _remotely(lake: Lake, work: Work, callbacks: OnlineCallbacks) -> OnlineResult:
+def _run_in_actor(lake: Lake, work: RunSpec, callbacks: OnlineCallbacks) -> OnlineResult:
     """Let an actor of Ray's do the run."""
     run_id = run_remotely(lake, work, callbacks, _train_here)
-    return result_of_done(lake, find_run(lake.registry, run_id, kind=KIND))
+    return load_finished_result(lake, find_run(lake.registry, run_id, kind=KIND))
 
 
-def _train_here(lake: Lake, work: Work, **callbacks: Any) -> str:
+def _train_here(lake: Lake, work: RunSpec, **callbacks: Any) -> str:
     """Do a run in this process, which is an actor's; returns its id."""
     told = OnlineCallbacks(**callbacks)
     if work.run_id is not None:
-        return _gone_on(lake, work.run_id, told).run_id
-    return _begun(lake, work.request, told).run_id
+        return _resume(lake, work.run_id, told).run_id
+    return _start(lake, work.request, told).run_id
 
 
 _NEEDS: Final = "a learner in Ray: found no ray, expected it for --learner-gpus"
@@ -149,7 +149,7 @@ _EVENTS: Final = ("on_start", "on_progress", "on_metrics", "on_remark")
 
 
 @dataclass(frozen=True)
-class Work:
+class RunSpec:
     """What the actor is to do: begin what is requested, or go on with a run."""
 
     request: OnlineRequest
@@ -161,7 +161,7 @@ Train = Callable[..., str]
 
 
 @dataclass(frozen=True)
-class _Interrupted:
+class _InterruptedRun:
     """In place of an exception, which Ray would take for its own."""
 
     run_id: str
@@ -177,14 +177,14 @@ class TrainerActor:
         self._lock = threading.Lock()
         self._is_ending = False
 
-    def run(self, work: Work) -> str | _Interrupted:
+    def run(self, work: RunSpec) -> str | _InterruptedRun:
         """Train to the end; returns the run's id. Raises: as train_online and resume_online."""
         callbacks = {name: self._teller(name) for name in _EVENTS}
         try:
             lake = open_lake(self._lake)
             return self._train(lake, work, should_end=lambda: self._is_ending, **callbacks)
         except RunInterrupted as error:
-            return _Interrupted(error.run_id, error.update)
+            return _InterruptedRun(error.run_id, error.update)
 
     def events(self) -> list[tuple[str, tuple[Any, ...]]]:
         """Return the calls of callbacks since the last time, in order."""
@@ -204,18 +204,18 @@ class TrainerActor:
         return tell
 
 
-def run_remotely(lake: Lake, work: Work, callbacks: OnlineCallbacks, train: Train) -> str:
+def run_remotely(lake: Lake, work: RunSpec, callbacks: OnlineCallbacks, train: Train) -> str:
     """Run the trainer in an actor and wait; returns the run's id.
 
-    Raises: as train_online; ConfigInvalid for CPUs and GPUs that Ray does not have; TrainingFailed
-    where the actor finds no place in time, does not answer, or its process or node died;
-    KeyboardInterrupt where it is interrupted before there is a run.
+    Raises: as train_online; ConfigInvalidError for CPUs and GPUs that Ray does not have;
+    TrainingError where the actor finds no place in time, does not answer, or its process or node
+    died; KeyboardInterrupt where it is interrupted before there is a run.
     """
     request, config = work.request, work.request.config
     _check_own_gpus(request)
     with (
-        interrupted_at_once(),
-        running_ray(
+        interrupt_on_sigterm(),
+        open_ray(
             _NEEDS,
             math.ceil(_num_cpus(config)),
             math.ceil(config.learner_gpus),
@@ -238,7 +238,7 @@ def _check_own_gpus(request: OnlineRequest) -> None:
     asked, found = request.config.learner_gpus, torch.cuda.device_count()
     is_ours = request.address is None and not import_ray(_NEEDS).is_initialized()
     if is_ours and asked > found:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"online: learner_gpus: found {asked:g} asked for and {found} on this machine, "
             "expected as many or more. Name a Ray cluster that has them with --address, or leave "
             "--learner-gpus out."
@@ -252,7 +252,7 @@ def _check_room(ray: Any, request: OnlineRequest) -> None:
     where = "Ray" if request.address is None else f"Ray at {request.address}"
     gpus = [float(node.get("GPU", 0)) for node in nodes]
     if config.learner_gpus > max(gpus, default=0.0):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{where}: found {sum(gpus):g} GPUs on {len(nodes)} nodes, {max(gpus, default=0):g} on "
             f"one at most; expected {config.learner_gpus:g} on one, for --learner-gpus. Start Ray "
             "on a machine that has them (`ray start --address ...`, with --num-gpus where it does "
@@ -260,7 +260,7 @@ def _check_room(ray: Any, request: OnlineRequest) -> None:
         )
     num_cpus, found = _num_cpus(config), sum(float(node.get("CPU", 0)) for node in nodes)
     if num_cpus > found:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{where}: found {found:g} CPUs, expected {num_cpus:g}: one for the learner, and "
             f"{config.worker_cpus:g} for each of {config.num_workers} workers. Take fewer "
             "--workers, or a smaller --worker-cpus."
@@ -271,7 +271,7 @@ class _RemoteRun:
     """A run in an actor, as the process sees it that asked for it."""
 
     def __init__(
-        self, ray: Any, lake: Lake, work: Work, callbacks: OnlineCallbacks, train: Train
+        self, ray: Any, lake: Lake, work: RunSpec, callbacks: OnlineCallbacks, train: Train
     ) -> None:
         self._ray, self._lake, self._callbacks = ray, lake, callbacks
         self._config = work.request.config
@@ -296,13 +296,13 @@ class _RemoteRun:
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, ReplayLakeError):
                 raise error.cause from error
-            raise TrainingFailed(
+            raise TrainingError(
                 f"learner: found {type(error.cause).__name__}: {error.cause}, expected a policy. "
                 "Run without --learner-gpus for the traceback."
             ) from error
         except exceptions.RayError as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise TrainingFailed(
+            raise TrainingError(
                 f"learner: its process is gone ({reason}), expected a policy. `replaylake runs "
                 "list` has the run, and `replaylake train online --resume RUN` goes on with it."
             ) from error
@@ -314,19 +314,19 @@ class _RemoteRun:
             raise RunInterrupted(self._run_id, self._last_saved(self._run_id)) from error
         finally:
             self._ray.kill(self._actor)
-        if isinstance(result, _Interrupted):
+        if isinstance(result, _InterruptedRun):
             raise RunInterrupted(result.run_id, result.update)
         return result
 
     def _wait_for_place(self) -> None:
-        """Wait until the actor's process runs. Raises: TrainingFailed where it finds no place."""
+        """Wait until the actor's process runs. Raises: TrainingError where it finds no place."""
         began, is_told = time.monotonic(), False
         while not self._ray.wait([self._ready], timeout=_POLL_S)[0]:
             if self._should_end():
                 raise KeyboardInterrupt
             waited_s = time.monotonic() - began
             if waited_s > self._config.start_timeout_s:
-                raise TrainingFailed(
+                raise TrainingError(
                     f"learner: found no process in {self._config.start_timeout_s:g} s, expected "
                     f"{self._place()}. Nothing was collected. Wait until others are done, or raise "
                     "start_timeout_s."
@@ -344,8 +344,8 @@ class _RemoteRun:
             if num
         )
 
-    def _result(self) -> str | _Interrupted:
-        """Hand on what is told until it is done. Raises: TrainingFailed where nothing is told."""
+    def _result(self) -> str | _InterruptedRun:
+        """Hand on what is told until it is done. Raises: TrainingError where nothing is told."""
         events, heard_at, ending_at = self._actor.events.remote(), time.monotonic(), math.inf
         while True:
             is_done = bool(self._ray.wait([self._done], timeout=_POLL_S)[0])
@@ -357,7 +357,7 @@ class _RemoteRun:
                 # What it told last came after what was asked for before.
                 if self._ray.wait([events], timeout=_SILENT_S)[0]:
                     self._hand_on(events)
-                found: str | _Interrupted = self._ray.get(self._done)
+                found: str | _InterruptedRun = self._ray.get(self._done)
                 return found
             if ending_at == math.inf and self._should_end():
                 self._actor.end.remote()
@@ -365,7 +365,7 @@ class _RemoteRun:
             if now - max(heard_at, ending_at) > _SILENT_S:
                 raise KeyboardInterrupt
             if now - heard_at > self._config.answer_timeout_s:
-                raise TrainingFailed(
+                raise TrainingError(
                     f"learner: found no answer in {self._config.answer_timeout_s:g} s, expected "
                     "one a few times a second: it hangs, or its node is out of reach. `replaylake "
                     f"train online --resume {self._run_id or 'RUN'}` goes on with the run."

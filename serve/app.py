@@ -29,15 +29,15 @@ from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.openapi import Docs
 from replaylake.serve.door.connections import NUM_REFUSED
-from replaylake.serve.door.door import Door, Doorkeeper
-from replaylake.serve.exchange import Answer, Endpoint, Request, RequestRefused
+from replaylake.serve.door.door import HandlerState, RequestHandler
+from replaylake.serve.exchange import Endpoint, Request, RequestRefusedError, Response
 from replaylake.serve.monitoring.metrics import Metrics
-from replaylake.serve.serving import Serving
+from replaylake.serve.serving import ServingState
 
 
-def create_app(load: Callable[[], Serving]) -> Starlette:
+def create_app(load: Callable[[], ServingState]) -> Starlette:
     """Return the app; `load` runs when a worker starts, and what it returned closes at the end."""
-    worker = _Worker()
+    worker = _LoadedServing()
     metrics = Metrics()
     about = About(worker.now, worker.is_ready, metrics)
     endpoints: dict[str, tuple[str, Endpoint]] = {
@@ -69,23 +69,23 @@ def create_app(load: Callable[[], Serving]) -> Starlette:
             fresh.cancel()
             await run_in_threadpool(serving.close)
 
-    keeper = Doorkeeper(lambda: worker.serving, metrics)
+    keeper = HandlerState(lambda: worker.serving, metrics)
 
-    async def not_routed(request: Request) -> Answer:
+    async def not_routed(request: Request) -> Response:
         """Refuse a wrong path or method in the form of every other error."""
         if request.path in endpoints:
             method, _ = endpoints[request.path]
             found, allow = f"{request.method[:20]} {request.path}", ((b"allow", method.encode()),)
-            raise RequestRefused(405, "method", found, method, allow)
-        raise RequestRefused(404, "path", request.path[:80], f"one of {', '.join(endpoints)}")
+            raise RequestRefusedError(405, "method", found, method, allow)
+        raise RequestRefusedError(404, "path", request.path[:80], f"one of {', '.join(endpoints)}")
 
     doors = {
-        (path, method): Door(path, endpoint, keeper)
+        (path, method): RequestHandler(path, endpoint, keeper)
         for path, (method, endpoint) in endpoints.items()
     }
     routes = [Route(path, door, methods=[method]) for (path, method), door in doors.items()]
     # Also keeps BentoML's own pages, which load scripts from elsewhere, from being served.
-    routes.append(Route("/{path:path}", Door("other", not_routed, keeper)))
+    routes.append(Route("/{path:path}", RequestHandler("other", not_routed, keeper)))
     app = _App(doors, routes=routes, lifespan=lifespan)
     app.state.is_ready = lambda: False
     return app
@@ -98,7 +98,7 @@ class _App(Starlette):
     door needs neither. They get the rest: lifespan, HEAD, wrong paths and methods.
     """
 
-    def __init__(self, doors: Mapping[tuple[str, str], Door], **options: Any) -> None:
+    def __init__(self, doors: Mapping[tuple[str, str], RequestHandler], **options: Any) -> None:
         super().__init__(**options)
         self._doors = doors
 
@@ -110,16 +110,18 @@ class _App(Starlette):
         return await super().__call__(scope, receive, send)
 
 
-class _Worker:
+class _LoadedServing:
     """What this process serves, once it is loaded."""
 
     def __init__(self) -> None:
-        self.serving: Serving | None = None
+        self.serving: ServingState | None = None
 
-    def now(self) -> Serving:
-        """Return it. Raises: RequestRefused (503)."""
+    def now(self) -> ServingState:
+        """Return it. Raises: RequestRefusedError (503)."""
         if self.serving is None:
-            raise RequestRefused(503, "server", "one that is starting or stopping", "a ready one")
+            raise RequestRefusedError(
+                503, "server", "one that is starting or stopping", "a ready one"
+            )
         return self.serving
 
     def is_ready(self) -> bool:

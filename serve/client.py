@@ -25,8 +25,6 @@ from urllib.parse import urlencode
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.serve.transport import RequestFailed as RequestFailed
-from replaylake.serve.transport import ServerUnreachable as ServerUnreachable
 from replaylake.serve.transport import Transport
 
 _NPY: Final = "application/x-npy"
@@ -34,7 +32,7 @@ _NPY: Final = "application/x-npy"
 _SMALL: Final = 64
 # Then what else there is stands in the query, which proxies cut at 8 KiB: a state of a few frames,
 # 75 kB of 3 x 84 x 84, goes into a body of JSON and the array with it.
-_LONGEST_IN_QUERY: Final = 4096
+_MAX_QUERY_CHARS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class Client:
             retry_s: how long a request is sent again before it fails; 0 for never.
             context: for https with other than the system's certificates.
 
-        Raises: ConfigInvalid if the URL is none of http or https.
+        Raises: ConfigInvalidError if the URL is none of http or https.
         """
         self.url = url.rstrip("/")
         self._transport = Transport(url, token, timeout_s, retry_s, context)
@@ -151,7 +149,7 @@ class Client:
             q_values: answer those as well.
             state: what the answer before had, of policies that remember.
 
-        Raises: RequestFailed, ServerUnreachable.
+        Raises: RequestFailedError, ServerUnreachableError.
         """
         request_id = request_id or uuid.uuid4().hex
         fields = {
@@ -197,7 +195,7 @@ class Client:
 
         observations is [B, *obs]. An array is sent as its bytes, unless a row has an id, a step, a
         state or a mask of its own: then as JSON. Row i is of the request `<request_id>/<i>`.
-        Raises: RequestFailed, ServerUnreachable.
+        Raises: RequestFailedError, ServerUnreachableError.
         """
         request_id = request_id or uuid.uuid4().hex
         fields = {
@@ -257,8 +255,8 @@ class Client:
             feedback_id: the caller's name for this report, under which it counts once; one is made
                 up for a sum.
 
-        Raises: RequestFailed (404: not the server's; 410: too old; 409: said otherwise before),
-        ServerUnreachable.
+        Raises: RequestFailedError (404: not the server's; 410: too old; 409: said otherwise
+        before), ServerUnreachableError.
         """
         if mode == "sum" and feedback_id is None:
             feedback_id = uuid.uuid4().hex
@@ -274,14 +272,14 @@ class Client:
             "mode": None if mode == "last" else mode,
             "feedback_id": feedback_id,
         }
-        self._post("/feedback", _given(report))
+        self._post("/feedback", _drop_none(report))
 
     def feedback_batch(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Send several reports, each the arguments of feedback as a mapping; all or none is taken.
 
-        A sum needs a feedback_id of its own. Raises: RequestFailed, ServerUnreachable.
+        A sum needs a feedback_id of its own. Raises: RequestFailedError, ServerUnreachableError.
         """
-        self._post("/feedback", {"feedback": [_given(report) for report in reports]})
+        self._post("/feedback", {"feedback": [_drop_none(report) for report in reports]})
 
     def episodes(self, episodes: Sequence[Mapping[str, Any]]) -> int:
         """Send whole episodes, or pieces of them, that were acted elsewhere; return their steps.
@@ -289,15 +287,20 @@ class Client:
         Each has `episode_id`, `observations` [T, *obs], `actions` [T, *act], `rewards` [T] and the
         further fields of POST /episodes (docs/HTTP.md); a log-probability that is not known is
         None or NaN. All or none is taken. Raises:
-        RequestFailed (409: it contradicts what was sent before), ServerUnreachable.
+        RequestFailedError (409: it contradicts what was sent before), ServerUnreachableError.
         """
-        given = [_given({**one, "log_probs": _known(one.get("log_probs"))}) for one in episodes]
+        given = [
+            _drop_none({**one, "log_probs": _nan_to_none(one.get("log_probs"))}) for one in episodes
+        ]
         answer = self._post("/episodes", {"episodes": given})
         steps: int = answer["steps"]
         return steps
 
     def policy(self) -> dict[str, Any]:
-        """Return what the server says of its policy. Raises: RequestFailed, ServerUnreachable."""
+        """Return what the server says of its policy.
+
+        Raises: RequestFailedError, ServerUnreachableError.
+        """
         return self._transport.request("GET", "/policy")
 
     def ready(self) -> bool:
@@ -307,8 +310,8 @@ class Client:
     def _act(
         self, name: str, raw: Any, fields: Mapping[str, Any], columns: Mapping[str, Any]
     ) -> dict[str, Any]:
-        given, rows = _given(fields), _given(columns)
-        is_short = len(given.get("state", "")) <= _LONGEST_IN_QUERY
+        given, rows = _drop_none(fields), _drop_none(columns)
+        is_short = len(given.get("state", "")) <= _MAX_QUERY_CHARS
         if isinstance(raw, np.ndarray) and raw.size > _SMALL and not rows and is_short:
             query = {key: _in_query(value) for key, value in given.items()}
             # One more dimension than an observation has makes it many.
@@ -320,11 +323,11 @@ class Client:
         return self._transport.request("POST", path, _to_json(content))
 
 
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _known(log_probs: Any) -> list[float | None] | None:
+def _nan_to_none(log_probs: Any) -> list[float | None] | None:
     """Return log-probabilities with None for those that are NaN."""
     if log_probs is None:
         return None

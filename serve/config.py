@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.feedback.decisions import DEFAULT_WINDOW_S
 from replaylake.datastore.lake.policies.exploration import parse_exploration
 from replaylake.datastore.storage.locations import absolute_lake
@@ -79,37 +79,37 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         if self.lake is None and (self.log_to is not None or self.canary):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"serve: found log_to {self.log_to}, canary {list(self.canary)} and no lake, "
                 "expected the lake that they are in."
             )
         if not 0 <= self.follow_s < float("inf"):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"serve: found follow_s {self.follow_s}, expected seconds, or 0 not to follow."
             )
         parse_canaries(self.canary)
         if self.workers < 1 or not 0 <= self.port <= 65535:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"serve: found {self.workers} workers and port {self.port}, expected at least 1 "
                 "worker and a port of 0 (any free one) to 65535."
             )
         if self.on_log_failure not in ON_LOG_FAILURE:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"serve: found on_log_failure {self.on_log_failure!r}, expected one of "
                 f"{', '.join(ON_LOG_FAILURE)}."
             )
         if not 0 <= self.sessionise_every_s < float("inf"):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"serve: found sessionise_every_s {self.sessionise_every_s}, expected seconds, or "
                 "0 not to."
             )
         if self.sessionise_every_s and self.log_to is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"serve: found sessionise_every_s {self.sessionise_every_s:g} and no log_to, "
                 "expected a dataset whose decisions are joined. Name it with --log-to."
             )
         if self.server not in SERVERS:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"serve: found server {self.server!r}, expected one of {', '.join(SERVERS)}."
             )
         parse_exploration(self.explore)
@@ -157,14 +157,14 @@ class ServeConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ServeConfig:
-        """Read a worker's variables. Raises: ConfigInvalid if one is absent or wrong."""
+        """Read a worker's variables. Raises: ConfigInvalidError if one is absent or wrong."""
 
         def read(name: str) -> str | None:
             return environment.get(f"REPLAYLAKE_SERVE_{name}") or None
 
         package, policy = read("PACKAGE"), read("POLICY")
         if package is None or policy is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "serve: found no REPLAYLAKE_SERVE_PACKAGE or REPLAYLAKE_SERVE_POLICY, expected the "
                 "policy package's folder and its name. `replaylake serve` sets both."
             )
@@ -193,4 +193,4 @@ class ServeConfig:
                 manifest_sha256=read("MANIFEST_SHA256"),
             )
         except ValueError as error:
-            raise ConfigInvalid(f"REPLAYLAKE_SERVE_*: {error}; expected a number.") from error
+            raise ConfigInvalidError(f"REPLAYLAKE_SERVE_*: {error}; expected a number.") from error

@@ -30,7 +30,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Answer:
+class Response:
     """What is sent back."""
 
     status: int
@@ -39,10 +39,10 @@ class Answer:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-Endpoint = Callable[[Request], Awaitable[Answer]]
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class RequestRefused(Exception):
+class RequestRefusedError(Exception):
     """A request that gets an error status; `serve/door/door.py` alone turns it into an answer."""
 
     def __init__(
@@ -58,12 +58,12 @@ class RequestRefused(Exception):
         self.headers = headers
 
 
-def json_answer(content: Any, status: int = 200) -> Answer:
+def json_response(content: Any, status: int = 200) -> Response:
     """Return an answer of JSON."""
-    return Answer(status, orjson.dumps(content))
+    return Response(status, orjson.dumps(content))
 
 
-def error_answer(error: RequestRefused) -> Answer:
+def error_response(error: RequestRefusedError) -> Response:
     """Return `{"error": {"field", "found", "expected"}}`, as all errors are."""
     body = {"field": error.field, "found": error.found, "expected": error.expected}
-    return Answer(error.status, orjson.dumps({"error": body}), JSON, error.headers)
+    return Response(error.status, orjson.dumps({"error": body}), JSON, error.headers)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from replaylake.datastore.episodes.spaces import Box, describe
-from replaylake.datastore.errors import PackageInvalid, ReplayLakeError, SpaceUnsupported
+from replaylake.datastore.errors import PackageInvalidError, ReplayLakeError, SpaceUnsupportedError
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.feedback.decisions import ensure_feedback_tables
 from replaylake.datastore.feedback.journal import JournalConfig
@@ -22,12 +22,12 @@ from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
 from replaylake.datastore.storage.locations import Location, check_shareable, parse_location
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.recording.sessioniser import Sessioniser
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.reload import Follower, Following, followed_alias
-from replaylake.serve.versions.router import Router, Served, parse_canaries
+from replaylake.serve.recording.sessioniser import FeedbackJoinProcess
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.reload import AliasFollower, FollowedAlias, parse_alias
+from replaylake.serve.versions.router import Router, ServedPolicy, parse_canaries
 from replaylake.serve.versions.state_tokens import StateSigner
-from replaylake.serve.versions.trial import check_same_door, try_policy
+from replaylake.serve.versions.trial import check_same_spaces, smoke_test
 
 # Without --log-to nobody may feed back, so the key that signs ids need not outlive the process.
 _UNLOGGED: Final = b"nothing is logged"
@@ -36,24 +36,28 @@ _REMOTE_FACTOR: Final = 10
 
 
 def check_exploration(exploration: Exploration, spec: PolicySpec) -> None:
-    """Refuse what the head cannot do, rather than serve without it. Raises: SpaceUnsupported."""
+    """Refuse what the head cannot do, rather than serve without it.
+
+    Raises: SpaceUnsupportedError.
+    """
     if exploration.epsilon and isinstance(spec.action_space, Box):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"--explore epsilon: found actions {describe(spec.action_space)}, expected countable "
             "ones: Discrete, MultiDiscrete or MultiBinary. Explore with a temperature, or serve "
             "without."
         )
     if exploration.temperature and spec.head in ("deterministic", "sampled"):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"--explore temperature: found head {spec.head}, expected one with a density. "
             "Serve without --explore, or train an algorithm whose policy is stochastic."
         )
 
 
-def load_serving(config: ServeConfig) -> Serving:
+def load_serving(config: ServeConfig) -> ServingState:
     """Load the policies and open the log: what each worker does when it starts.
 
-    Raises: PackageInvalid, NotFound, SchemaMismatch, SpaceUnsupported, ConfigInvalid.
+    Raises: PackageInvalidError, NotFoundError, SchemaMismatchError, SpaceUnsupportedError,
+    ConfigInvalidError.
     """
     exploration = parse_exploration(config.explore)
     reference = config.reference or f"{config.policy}:{config.version}"
@@ -65,14 +69,14 @@ def load_serving(config: ServeConfig) -> Serving:
     }
     if config.lake is None:
         signer = DecisionSigner(_UNLOGGED, config.policy)
-        return Serving(Router(main), signer, exploration=exploration, **common)
+        return ServingState(Router(main), signer, exploration=exploration, **common)
     lake = open_lake(config.lake)
     main = replace(main, promotion=_promotion(lake.registry, main.name, main.version))
     router = Router(main, _load_canaries(lake.registry, config, main, exploration))
     follower = _follower(lake.registry, config, router, exploration)
     if config.log_to is None:
         signer = DecisionSigner(_UNLOGGED, config.policy)
-        return Serving(router, signer, exploration=exploration, follower=follower, **common)
+        return ServingState(router, signer, exploration=exploration, follower=follower, **common)
     signer = DecisionSigner(lake.signing_key(), config.log_to)
     journal = JournalConfig(sync_every=config.sync_every)
     log = DecisionLog(
@@ -85,15 +89,15 @@ def load_serving(config: ServeConfig) -> Serving:
     )
     common["states"] = StateSigner(lake.signing_key())
     if config.sessionise_every_s:
-        common["sessioniser"] = Sessioniser(
+        common["sessioniser"] = FeedbackJoinProcess(
             log.dataset, config.lake, config.sessionise_every_s, config.window_s
         )
-    return Serving(router, signer, log, exploration, follower=follower, **common)
+    return ServingState(router, signer, log, exploration, follower=follower, **common)
 
 
 def load_registered(
     ref: PolicyRef, reference: str, exploration: Exploration, beside: PolicySpec
-) -> Served:
+) -> ServedPolicy:
     """Load a version of the lake, check it and warm it up: what it returns can answer.
 
     beside: the spec of what is served already. Raises: as load_serving.
@@ -111,31 +115,31 @@ def _load_served(
     reference: str,
     exploration: Exploration,
     beside: PolicySpec | None = None,
-) -> Served:
+) -> ServedPolicy:
     what = f"policy {name}:{version}"
     policy = load_policy(package, manifest_sha256)
     about = policy.manifest.body
-    _check_named(about, name, version, what)
+    _check_identity(about, name, version, what)
     check_exploration(exploration, policy.spec)
     if beside is not None:
-        check_same_door(policy.spec, beside, what)
-    try_policy(policy, exploration, what)
-    return Served(name, version, policy, reference, about, time.time_ns() // 1_000_000)
+        check_same_spaces(policy.spec, beside, what)
+    smoke_test(policy, exploration, what)
+    return ServedPolicy(name, version, policy, reference, about, time.time_ns() // 1_000_000)
 
 
-def _check_named(about: Mapping[str, Any], name: str, version: int, what: str) -> None:
+def _check_identity(about: Mapping[str, Any], name: str, version: int, what: str) -> None:
     """Refuse a package that says that it is another one; those from outside a lake say nothing."""
     found = about.get("version")
     if found is not None and (about.get("name"), found) != (name, version):
-        raise PackageInvalid(
+        raise PackageInvalidError(
             f"{what}: found a package that says it is {about.get('name')}:{found}, expected "
             f"{name}:{version}. Register the policy again."
         )
 
 
 def _load_canaries(
-    registry: Registry, config: ServeConfig, main: Served, exploration: Exploration
-) -> list[tuple[Served, float]]:
+    registry: Registry, config: ServeConfig, main: ServedPolicy, exploration: Exploration
+) -> list[tuple[ServedPolicy, float]]:
     loaded = []
     for canary in parse_canaries(config.canary):
         ref = registry.resolve(canary.reference)
@@ -146,7 +150,7 @@ def _load_canaries(
 
 def _load_registered(
     registry: Registry, ref: PolicyRef, reference: str, exploration: Exploration, spec: PolicySpec
-) -> Served:
+) -> ServedPolicy:
     served = load_registered(ref, reference, exploration, spec)
     return replace(served, promotion=_promotion(registry, ref.name, ref.version))
 
@@ -161,26 +165,26 @@ def _promotion(registry: Registry, name: str, version: int) -> dict[str, Any] | 
 
 def _follower(
     registry: Registry, config: ServeConfig, router: Router, exploration: Exploration
-) -> Follower | None:
+) -> AliasFollower | None:
     """Return what keeps the router where its aliases are, having looked once; None for never.
 
     A worker that is started again, long after its server, so begins where the others are.
     """
     spec = router.one.policy.spec
 
-    def load(name: str, version: int, reference: str) -> Served:
+    def load(name: str, version: int, reference: str) -> ServedPolicy:
         ref = registry.resolve(f"{name}:{version}")
         return _load_registered(registry, ref, reference, exploration, spec)
 
     references = [config.reference, *(canary.reference for canary in parse_canaries(config.canary))]
-    named = enumerate(map(followed_alias, references))
-    followed = [Following(arm, *alias) for arm, alias in named if alias is not None]
+    named = enumerate(map(parse_alias, references))
+    followed = [FollowedAlias(arm, *alias) for arm, alias in named if alias is not None]
     if not followed or not config.follow_s:
         return None
     assert config.lake is not None, "it has a registry"
     is_remote = isinstance(parse_location(config.lake), Location)
     interval_s = config.follow_s * (_REMOTE_FACTOR if is_remote else 1)
-    follower = Follower(registry, router, load, followed, interval_s)
+    follower = AliasFollower(registry, router, load, followed, interval_s)
     follower.look()
     return follower
 
@@ -197,7 +201,7 @@ def check_servable(config: ServeConfig) -> None:
         ref = open_lake(config.lake).registry.resolve(canary.reference)
         theirs = check_package(ref.path, ref.manifest_sha256).spec
         check_exploration(exploration, theirs)
-        check_same_door(theirs, spec, f"--canary {ref}")
+        check_same_spaces(theirs, spec, f"--canary {ref}")
     if config.log_to is not None:
         dataset = open_lake(config.lake).dataset(config.log_to)
         ensure_feedback_tables(dataset, spec.observation_space, spec.action_space, spec.encoding)

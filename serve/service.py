@@ -16,7 +16,7 @@ import bentoml
 
 from replaylake.serve.app import create_app
 from replaylake.serve.config import state_key
-from replaylake.serve.door.connections import guard_connections
+from replaylake.serve.door.connections import limit_connections
 from replaylake.serve.processes.launch import SUPERVISOR, watch_parent
 from replaylake.serve.processes.worker import load
 from replaylake.serve.safety.limits import Safety
@@ -27,7 +27,7 @@ os.environ["REPLAYLAKE_SERVE_STATE_KEY"] = state_key()
 app = create_app(load)
 # Here, because BentoML's uvicorn has chosen its protocol by the time it makes a PolicyService.
 _SAFETY: Final = Safety.from_environment(os.environ)
-guard_connections(_SAFETY.connection_limits)
+limit_connections(_SAFETY.connection_limits)
 # Of a request that its app left unanswered BentoML says nothing for this long; its own default is
 # 60 s, which would also cut short a longer deadline.
 _TIMEOUT_S: Final = math.ceil(_SAFETY.deadline_s) + 5
@@ -47,7 +47,7 @@ class PolicyService:
     """A policy, its decisions and their rewards."""
 
     def __init__(self) -> None:
-        _talk_on_stderr()
+        _redirect_logs_to_stderr()
         if SUPERVISOR not in os.environ:  # under `bentoml serve`, where nothing watches yet
             watch_parent()
 
@@ -58,7 +58,7 @@ class PolicyService:
         return bool(app.state.is_ready())
 
 
-def _talk_on_stderr() -> None:
+def _redirect_logs_to_stderr() -> None:
     """Move BentoML's log lines off stdout, which is for data, and drop its narration."""
     logging.getLogger("bentoml").setLevel(logging.WARNING)
     for name in (None, "bentoml", "uvicorn.error", "circus"):

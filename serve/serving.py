@@ -9,18 +9,18 @@ from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.recording.received_log import ReceivedLog
-from replaylake.serve.recording.sessioniser import Sessioniser
+from replaylake.serve.recording.sessioniser import FeedbackJoinProcess
 from replaylake.serve.safety.access_log import AccessLog
 from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.limits import Limits
 from replaylake.serve.safety.tokens import Tokens
-from replaylake.serve.versions.reload import Follower
+from replaylake.serve.versions.reload import AliasFollower
 from replaylake.serve.versions.router import Router
 from replaylake.serve.versions.state_tokens import StateSigner
 
 
 @dataclass
-class Serving:
+class ServingState:
     """What a worker holds while it runs.
 
     log is None where nothing is logged, follower where no alias is followed. states signs what
@@ -35,8 +35,8 @@ class Serving:
     tokens: Tokens = field(default_factory=Tokens)
     hosts: AllowedHosts = field(default_factory=AllowedHosts)
     access_log: AccessLog | None = None
-    follower: Follower | None = None
-    sessioniser: Sessioniser | None = None
+    follower: AliasFollower | None = None
+    sessioniser: FeedbackJoinProcess | None = None
     received: ReceivedLog | None = None  # opened with the first episode that was acted elsewhere
     states: StateSigner = field(default_factory=lambda: StateSigner(os.urandom(32)))
     takes_options: bool = True

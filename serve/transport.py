@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
 
 JSON: Final = "application/json"
-_FIRST_PAUSE_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 2.0
+_MIN_BACKOFF_S: Final = 0.05
+_MAX_BACKOFF_S: Final = 2.0
 
 
-class RequestFailed(ReplayLakeError):
+class RequestFailedError(ReplayLakeError):
     """The server refused: `field` of the request, what it `found` there and `expected`."""
 
     def __init__(self, status: int, field: str, found: str, expected: str) -> None:
@@ -28,7 +28,7 @@ class RequestFailed(ReplayLakeError):
         self.status, self.field, self.found, self.expected = status, field, found, expected
 
 
-class ServerUnreachable(ReplayLakeError):
+class ServerUnreachableError(ReplayLakeError):
     """No answer came, however often the request was sent."""
 
 
@@ -43,10 +43,13 @@ class Transport:
         retry_s: float,
         context: ssl.SSLContext | None,
     ) -> None:
-        """Connect with the first request. Raises: ConfigInvalid if the URL is none of http(s)."""
+        """Connect with the first request.
+
+        Raises: ConfigInvalidError if the URL is none of http(s).
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"client: found the URL {url!r}, expected one such as http://127.0.0.1:3000."
             )
         self.url = url.rstrip("/")
@@ -79,12 +82,12 @@ class Transport:
     ) -> dict[str, Any]:
         """Send a request until it is answered, and return the answer's JSON.
 
-        Raises: RequestFailed, ServerUnreachable.
+        Raises: RequestFailedError, ServerUnreachableError.
         """
         headers = self._headers
         if body is not None:
             headers = {**headers, "Content-Type": content_type}
-        until, pause_s = time.monotonic() + self._retry_s, _FIRST_PAUSE_S
+        until, pause_s = time.monotonic() + self._retry_s, _MIN_BACKOFF_S
         while True:
             was_used = self._is_used()
             failure: Exception
@@ -99,20 +102,20 @@ class Transport:
                 if status < 400:
                     answer: dict[str, Any] = json.loads(data)
                     return answer
-                refused = _refusal(status, data)
+                refused = _request_failed_error(status, data)
                 if status != 503:
                     raise refused
                 wait_s, failure = _seconds(retry_after, pause_s), refused
             if time.monotonic() + wait_s > until:
-                if isinstance(failure, RequestFailed):
+                if isinstance(failure, RequestFailedError):
                     raise failure
-                raise ServerUnreachable(
+                raise ServerUnreachableError(
                     f"{self.url}{path.partition('?')[0]}: {failure!r}, expected an answer within "
                     f"{self._retry_s:g} s of trying. Is the server running, and is this its URL?"
                 ) from failure
             time.sleep(wait_s)
             # Not all at once: many clients wait for one server.
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
+            pause_s = min(2 * pause_s, _MAX_BACKOFF_S) * random.uniform(0.75, 1.25)
 
     def _once(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
@@ -161,10 +164,10 @@ def _seconds(retry_after: str | None, otherwise_s: float) -> float:
     return float(retry_after) if retry_after is not None and retry_after.isdigit() else otherwise_s
 
 
-def _refusal(status: int, data: bytes) -> RequestFailed:
+def _request_failed_error(status: int, data: bytes) -> RequestFailedError:
     try:
         error = json.loads(data)["error"]
-        return RequestFailed(status, error["field"], error["found"], error["expected"])
+        return RequestFailedError(status, error["field"], error["found"], error["expected"])
     except (ValueError, KeyError, TypeError):
         found = data[:120].decode("utf-8", "replace") or "an empty answer"
-        return RequestFailed(status, "answer", found, "one of a ReplayLake server")
+        return RequestFailedError(status, "answer", found, "one of a ReplayLake server")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import replaylake as rl
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck
@@ -109,7 +109,7 @@ def test_it_goes_on(lake: rl.Lake, tmp_path: Path, script: ModuleType) -> None:
     compact(lake, "robots", open_s=0.0)
     assert robots.snapshot().num_steps == before + 3
     assert lake.snapshot("robots@first").num_steps == 6
-    assert sessionise(lake, "served", now_s=script.NOW_S + 60).steps == 0
+    assert join_feedback(lake, "served", now_s=script.NOW_S + 60).steps == 0
     other = rl.open(tmp_path / "other", create=True)
     copy(lake, "robots", other)
     query = script.QUERIES["steps"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 
 pytestmark = pytest.mark.slow
@@ -129,9 +129,9 @@ def test_the_loop_on_s3(url):
 
     lake = open_lake(url)
     # What was decided within a minute waits: another machine's server may hold what came before.
-    first_run = sessionise(lake, "cartpole")
+    first_run = join_feedback(lake, "cartpole")
     assert first_run.steps == 0
-    joined = sessionise(lake, "cartpole", now_s=time.time() + 120)
+    joined = join_feedback(lake, "cartpole", now_s=time.time() + 120)
     assert (joined.joined, joined.episodes, joined.steps) == (2, 2, 2)
     # The killed server's two records came from its journals, here.
     assert first_run.recovered + joined.recovered == 2

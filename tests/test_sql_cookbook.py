@@ -14,8 +14,8 @@ import pytest
 from replaylake.cli.output.report import table_lines
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.interchange.formats.checks import Finding, Places
-from replaylake.datastore.interchange.formats.format import Rejected
+from replaylake.datastore.interchange.formats.checks import Finding, RowLocations
+from replaylake.datastore.interchange.formats.format import RejectedEpisode
 from replaylake.datastore.interchange.ingest.quarantine import quarantine
 from replaylake.datastore.lake.commit import DropCounts
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -89,17 +89,17 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
     return lake
 
 
-def _refused() -> list[Rejected]:
-    def places(first: int, num: int) -> Places:
+def _refused() -> list[RejectedEpisode]:
+    def places(first: int, num: int) -> RowLocations:
         rows = np.arange(first, first + num)
-        return Places(rows, lambda found: (["log.csv"] * len(found), found.tolist()))
+        return RowLocations(rows, lambda found: (["log.csv"] * len(found), found.tolist()))
 
     payoffs = pa.table({"user": ["u7", "u7"], "payoff": [1.0, float("nan")]})
     finding = Finding("not_finite", "log.csv row 5, column 'payoff': found NaN or infinity")
     faults = (Finding("gap", "log.csv row 12"), Finding("shape", "log.csv row 12"))
     return [
-        Rejected("u7", 2, (finding,), rows=payoffs, places=places(4, 2)),
-        Rejected("u9", 1, faults, rows=payoffs.slice(0, 1), places=places(12, 1)),
+        RejectedEpisode("u7", 2, (finding,), rows=payoffs, places=places(4, 2)),
+        RejectedEpisode("u9", 1, faults, rows=payoffs.slice(0, 1), places=places(12, 1)),
     ]
 
 

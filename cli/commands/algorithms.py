@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import Report, count, table_lines
+from replaylake.cli.output.report import CommandOutput, count, table_lines
 
 if TYPE_CHECKING:
     from replaylake.offline.algorithms.info import AlgorithmInfo
@@ -49,7 +49,7 @@ def list_algorithms(
         raise typer.BadParameter(
             f"found it beside {name}, expected a name or --for. Leave one out.", param_hint="--for"
         )
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     if name is not None:
         rows = _with_options(name)
         report.answer({"algorithms": rows}, _option_lines(rows))
@@ -72,22 +72,22 @@ def _row(info: AlgorithmInfo) -> dict[str, Any]:
 
 
 def _with_options(name: str) -> list[dict[str, Any]]:
-    from replaylake.offline.algorithms.catalog import algorithms_named, reference
+    from replaylake.offline.algorithms.catalog import find_algorithms, reference
     from replaylake.offline.algorithms.description import options
 
-    named = algorithms_named(name)
+    named = find_algorithms(name)
     # A bare name is ours where there are both, as `train` takes it.
     meant = [info for info in named if reference(info) == name] or named
     return [{**_row(info), "options": [asdict(one) for one in options(info)]} for info in meant]
 
 
-def _for_dataset(report: Report, lake: str, dataset: str) -> dict[str, Any]:
+def _for_dataset(report: CommandOutput, lake: str, dataset: str) -> dict[str, Any]:
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.offline.algorithms.suitability import suitable
+    from replaylake.offline.algorithms.suitability import list_suitability
 
     snapshot = open_lake(lake).snapshot(dataset)
     with report.waiting(f"reading {dataset}"):
-        found = suitable(snapshot)
+        found = list_suitability(snapshot)
     refused = [{**_row(one.algorithm), "why": one.refusal} for one in found if one.refusal]
     rows = [_row(one.algorithm) for one in found if one.refusal is None]
     report.say(

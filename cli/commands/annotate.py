@@ -15,15 +15,15 @@ from replaylake.cli.options import (
     LakeOption,
     parse_pairs,
 )
-from replaylake.cli.output.report import Report, count
+from replaylake.cli.output.report import CommandOutput, count
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.labels.annotate import AnnotationReceipt
 
-_NO = 3
+_EXIT_NO = 3
 
 
-class To(StrEnum):
+class RewardTarget(StrEnum):
     """Which step of an episode gets a reward that is the episode's."""
 
     last = "last"
@@ -69,8 +69,9 @@ def annotate(
         ),
     ] = None,
     to: Annotated[
-        To, typer.Option("--to", help="With a key of episodes: which step gets the reward.")
-    ] = To.last,
+        RewardTarget,
+        typer.Option("--to", help="With a key of episodes: which step gets the reward."),
+    ] = RewardTarget.last,
     again: Annotated[
         bool, typer.Option("--again", help="Apply the same labels to steps that came since.")
     ] = False,
@@ -97,7 +98,7 @@ def annotate(
     from replaylake.datastore.maintenance.labels.annotate import annotate as run
     from replaylake.datastore.maintenance.labels.labels import parse_key, read_labels
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     key = parse_key(_pairs(on, "--on"))
     expressions = parse_pairs(assigned or [], "--set")
     opened = open_lake(lake)
@@ -118,7 +119,7 @@ def annotate(
         )
     report.answer(receipt.to_json(), _summary(receipt))
     if receipt.refused:
-        raise typer.Exit(_NO)
+        raise typer.Exit(_EXIT_NO)
 
 
 def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:

@@ -13,12 +13,12 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     parse_size,
-    usage_errors,
+    translate_usage_errors,
 )
-from replaylake.cli.output.report import Report, count, size
+from replaylake.cli.output.report import CommandOutput, count, size
 
 if TYPE_CHECKING:
-    from replaylake.datastore.maintenance.compact import Compacted
+    from replaylake.datastore.maintenance.compact import CompactReceipt
 
 
 def compact(
@@ -48,22 +48,22 @@ def compact(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.compact import check_target
     from replaylake.datastore.maintenance.compact import compact as run
-    from replaylake.datastore.maintenance.retention import retention_of
+    from replaylake.datastore.maintenance.retention import read_retention
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     target_bytes = None if target is None else parse_size(target, "--target")
     if target_bytes is not None:
-        with usage_errors("--target"):
+        with translate_usage_errors("--target"):
             check_target(target_bytes)
     opened = open_lake(lake)
     if target_bytes is None:
-        target_bytes = retention_of(opened.dataset(dataset).snapshot().table).target_shard_bytes
+        target_bytes = read_retention(opened.dataset(dataset).snapshot().table).target_shard_bytes
     with report.progress("compacted", "shards") as progress:
         tables = run(opened, dataset, target_bytes=target_bytes, on_progress=progress)
     report.answer({"tables": [table.to_json() for table in tables]}, _lines(tables))
 
 
-def _lines(tables: Sequence[Compacted]) -> Iterator[str]:
+def _lines(tables: Sequence[CompactReceipt]) -> Iterator[str]:
     for table in tables:
         if not table.num_commits:
             yield f"{table.table}@{table.version}: {count(table.shards_after, 'shard')}, no change"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import Report, count, size
+from replaylake.cli.output.report import CommandOutput, count, size
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.copy.copy import CopyReceipt
@@ -49,7 +49,7 @@ def copy(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.copy.copy import copy as run
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     source = open_lake(lake)
     source.snapshot(name)  # before the target is made
     with report.progress("copied", "bytes") as progress:

@@ -15,7 +15,7 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
 )
-from replaylake.cli.output.report import Report, count, number_text, size, table_lines
+from replaylake.cli.output.report import CommandOutput, count, number_text, size, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
@@ -35,7 +35,7 @@ def list_datasets(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     rows = opened.sql(f"SELECT {', '.join(_COLUMNS)} FROM datasets ORDER BY dataset").to_pylist()
     if not rows:
@@ -73,32 +73,32 @@ def show(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     if page is None:
         with report.waiting(f"reading {name}"):
             body = opened.snapshot(name).describe()
-        report.answer(body, _shown(body))
+        report.answer(body, _dataset_lines(body))
         return
     found = _write_page(opened, name, page, report)
     body = {**found.summary, "report": str(page), "profile": found.to_json()}
-    report.answer(body, [*_shown(found.summary), f"  report       {page}"])
+    report.answer(body, [*_dataset_lines(found.summary), f"  report       {page}"])
 
 
-def _write_page(opened: Lake, name: str, page: Path, report: Report) -> Profile:
+def _write_page(opened: Lake, name: str, page: Path, report: CommandOutput) -> Profile:
     from replaylake.cli.output.page import html
-    from replaylake.datastore.lake.profile.profile import profile
-    from replaylake.datastore.storage.storage import written_whole
+    from replaylake.datastore.lake.profile.profile import compute_profile
+    from replaylake.datastore.storage.storage import atomic_write
 
     snapshot = opened.snapshot(name)
     with report.progress("profiled", "steps") as progress:
-        found = profile(snapshot, opened.dataset(snapshot.dataset).history(), progress)
-    with written_whole(page) as stream:
+        found = compute_profile(snapshot, opened.dataset(snapshot.dataset).history(), progress)
+    with atomic_write(page) as stream:
         stream.write(html(found).encode())
     return found
 
 
-def _shown(body: Mapping[str, Any]) -> Iterator[str]:
+def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:
     yield f"{body['dataset']}@{body['version']}"
     yield (
         f"  {count(body['num_episodes'], 'episode')}, {count(body['num_steps'], 'step')}, "

@@ -14,14 +14,14 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
 )
-from replaylake.cli.output.report import Report, count
+from replaylake.cli.output.report import CommandOutput, count
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
-    from replaylake.datastore.maintenance.delete import Deleted
-    from replaylake.datastore.maintenance.purge.purge import Purged
+    from replaylake.datastore.maintenance.delete import DeleteReceipt
+    from replaylake.datastore.maintenance.purge.purge import PurgeReceipt
 
-_NO = 3
+_EXIT_NO = 3
 
 
 def delete(
@@ -59,7 +59,7 @@ def delete(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     if purge:
         _purge(report, opened, dataset, where, yes)
@@ -68,20 +68,20 @@ def delete(
 
     with report.waiting(f"deleting from {dataset}" if yes else f"looking through {dataset}"):
         done = run(opened, dataset, where, dry_run=not yes)
-    report.answer(done.to_json(), _deleted(done))
+    report.answer(done.to_json(), _delete_lines(done))
 
 
-def _purge(report: Report, lake: Lake, dataset: str, where: str, yes: bool) -> None:
+def _purge(report: CommandOutput, lake: Lake, dataset: str, where: str, yes: bool) -> None:
     from replaylake.datastore.maintenance.purge.purge import purge as run
 
     with report.waiting(f"purging {dataset}" if yes else f"looking through {dataset}"):
         done = run(lake, dataset, where, dry_run=not yes)
-    report.answer(done.to_json(), _purged(done))
+    report.answer(done.to_json(), _purge_lines(done))
     if not done.dry_run and not done.is_proven:
-        raise typer.Exit(_NO)
+        raise typer.Exit(_EXIT_NO)
 
 
-def _deleted(done: Deleted) -> Iterator[str]:
+def _delete_lines(done: DeleteReceipt) -> Iterator[str]:
     feedback = f"{count(done.num_decisions, 'decision')}, {count(done.num_rewards, 'reward')}"
     what = f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')}, {feedback}"
     if done.num_rejected:
@@ -103,7 +103,7 @@ def _deleted(done: Deleted) -> Iterator[str]:
         yield from _undecided(done)
 
 
-def _undecided(done: Deleted | Purged) -> Iterator[str]:
+def _undecided(done: DeleteReceipt | PurgeReceipt) -> Iterator[str]:
     if done.num_undecided:
         yield (
             f"  {count(done.num_undecided, 'episode')} in quarantine may be meant, too: the "
@@ -112,7 +112,7 @@ def _undecided(done: Deleted | Purged) -> Iterator[str]:
         )
 
 
-def _purged(done: Purged) -> Iterator[str]:
+def _purge_lines(done: PurgeReceipt) -> Iterator[str]:
     if done.num_episodes == 0:
         yield f"{done.dataset}: nothing to purge"
         yield from _undecided(done)

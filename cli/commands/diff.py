@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import Report, count
+from replaylake.cli.output.report import CommandOutput, count
 
 if TYPE_CHECKING:
-    from replaylake.datastore.lake.versions.diff import Changes, Difference, EpisodeKey
+    from replaylake.datastore.lake.versions.diff import ChangeCounts, EpisodeKey, VersionDiff
 
-_SHOWN = 2
+_MAX_SHOWN = 2
 
 
 def diff(
@@ -51,14 +51,14 @@ def diff(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.versions.diff import diff as difference_of
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     with report.waiting(f"comparing {first} and {second}"):
         found = difference_of(opened.snapshot(first), opened.snapshot(second), limit=limit)
-    report.answer(asdict(found), _shown(found))
+    report.answer(asdict(found), _diff_lines(found))
 
 
-def _shown(found: Difference) -> Iterator[str]:
+def _diff_lines(found: VersionDiff) -> Iterator[str]:
     yield f"{found.dataset}@{found.from_version} to {found.dataset}@{found.to_version}"
     for noun, changes in (("episode", found.episodes), ("step", found.steps)):
         yield f"  {noun + 's':<9} {_counts(changes)}"
@@ -78,11 +78,11 @@ def _shown(found: Difference) -> Iterator[str]:
             yield f"  {verb}: {_names(keys, getattr(found.episodes, verb))}"
 
 
-def _counts(changes: Changes) -> str:
+def _counts(changes: ChangeCounts) -> str:
     return f"{changes.added:,} added, {changes.removed:,} removed, {changes.changed:,} changed"
 
 
 def _names(keys: tuple[EpisodeKey, ...], num_all: int) -> str:
-    texts = [f"{k.episode_id}{f' ({k.agent_id})' if k.agent_id else ''}" for k in keys[:_SHOWN]]
+    texts = [f"{k.episode_id}{f' ({k.agent_id})' if k.agent_id else ''}" for k in keys[:_MAX_SHOWN]]
     more = num_all - len(texts)
     return ", ".join(texts) + (f" and {more:,} more" if more else "")

@@ -17,11 +17,17 @@ from replaylake.cli.options import (
     LakeOption,
     parse_env_args,
 )
-from replaylake.cli.output.report import Report, count, interval_text, number_text, table_lines
+from replaylake.cli.output.report import (
+    CommandOutput,
+    count,
+    interval_text,
+    number_text,
+    table_lines,
+)
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.policies.policy import Policy
-    from replaylake.offline.evaluation.comparison import Compared
+    from replaylake.offline.evaluation.comparison import PolicyComparison
     from replaylake.offline.evaluation.evaluate import Evaluation
     from replaylake.offline.evaluation.video import Video
 
@@ -94,7 +100,7 @@ def evaluate(
       replaylake evaluate clone --env CartPole-v1 --episodes 1 --video clone.gif
     """
     _check_number(policies, comparing, video)
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     if plot is not None:
         from replaylake.cli.output.curves import check_picture
 
@@ -197,7 +203,7 @@ def _film(path: Path, env: str, env_args: Mapping[str, Any]) -> Video:
 
 
 def _evaluate(
-    report: Report,
+    report: CommandOutput,
     policy: Policy,
     env: str,
     env_args: Mapping[str, Any],
@@ -228,14 +234,14 @@ def _evaluate(
 
 
 def _compare(
-    report: Report,
+    report: CommandOutput,
     acting: _Acting,
     env: str,
     env_args: Mapping[str, Any],
     episodes: int,
     seed: int,
     deterministic: bool,
-) -> list[Compared]:
+) -> list[PolicyComparison]:
     from replaylake.offline.evaluation.comparison import compare
 
     with report.progress("ran", "episodes") as progress:
@@ -257,7 +263,7 @@ def _sentence(label: str, result: Evaluation) -> str:
     )
 
 
-def _body(compared: Sequence[Compared], acting: _Acting) -> dict[str, Any]:
+def _body(compared: Sequence[PolicyComparison], acting: _Acting) -> dict[str, Any]:
     policies = [
         {
             **acting[one.policy][1],
@@ -273,7 +279,7 @@ def _body(compared: Sequence[Compared], acting: _Acting) -> dict[str, Any]:
     return {"env_id": compared[0].evaluation.env_id, "policies": policies}
 
 
-def _table(compared: Sequence[Compared], seed: int) -> Iterator[str]:
+def _table(compared: Sequence[PolicyComparison], seed: int) -> Iterator[str]:
     first = compared[0].evaluation
     episodes = len(first.returns)
     yield (

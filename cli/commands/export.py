@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption, usage_errors
-from replaylake.cli.output.report import Report, count, size
+from replaylake.cli.options import (
+    DEFAULT_LAKE,
+    DebugOption,
+    JsonOption,
+    LakeOption,
+    translate_usage_errors,
+)
+from replaylake.cli.output.report import CommandOutput, count, size
 
 if TYPE_CHECKING:
     from replaylake.datastore.interchange.export.export import ExportReceipt
@@ -75,8 +81,8 @@ def export(
     from replaylake.datastore.interchange.export.export import writable_format
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
-    with usage_errors("--to"):
+    report = CommandOutput(as_json)
+    with translate_usage_errors("--to"):
         writable_format(form)
     with report.progress("wrote", "steps") as progress:
         receipt = run(

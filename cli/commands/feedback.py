@@ -14,7 +14,7 @@ from replaylake.cli.options import (
     LakeOption,
     parse_duration,
 )
-from replaylake.cli.output.report import Report, count, table_lines
+from replaylake.cli.output.report import CommandOutput, count, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.feedback.status import FeedbackCounts, FeedbackStatus
@@ -58,7 +58,7 @@ def status(
     from replaylake.datastore.feedback.status import feedback_status
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     window_s = parse_duration(window, "--window")
     found = feedback_status(open_lake(lake), dataset, window_s=window_s)
     report.answer(found.to_json(), _lines(found))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import Report, table_lines
+from replaylake.cli.output.report import CommandOutput, table_lines
 
 
 def formats(
@@ -29,6 +29,6 @@ def formats(
         for known in sorted(FORMATS, key=lambda known: known.name)
     ]
     shown = [{**row, "reads": "yes", "writes": "yes" if row["writes"] else "no"} for row in rows]
-    Report(as_json).answer(
+    CommandOutput(as_json).answer(
         {"formats": rows}, table_lines(shown, ("name", "reads", "writes", "about"))
     )

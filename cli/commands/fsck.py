@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import Report, count, size
+from replaylake.cli.output.report import CommandOutput, count, size
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.fsck.fsck import FsckReport
 
-_NO = 3
+_EXIT_NO = 3
 
 
 def fsck(
@@ -62,7 +62,7 @@ def fsck(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.fsck.fsck import fsck as check
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     with report.progress("checked", "shards") as progress:
         found = check(
@@ -75,7 +75,7 @@ def fsck(
         )
     report.answer(found.to_json(), _lines(found))
     if not found.is_clean:
-        raise typer.Exit(_NO)
+        raise typer.Exit(_EXIT_NO)
 
 
 def _lines(found: FsckReport) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import Report, table_lines
+from replaylake.cli.output.report import CommandOutput, table_lines
 
 _COLUMNS = (
     "version",
@@ -43,9 +43,9 @@ def history(
       replaylake history cartpole --limit 5 --json
     """
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.datastore.lake.versions.history import history as history_of
+    from replaylake.datastore.lake.versions.history import read_history as history_of
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     with report.waiting(f"reading the log of {dataset}"):
         opened = open_lake(lake)
         found = history_of(opened.dataset(dataset), opened.tags, limit=limit)

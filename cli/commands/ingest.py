@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from replaylake.cli.mapping import misspelt, resolve
+from replaylake.cli.mapping import iter_misspellings, resolve
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -24,14 +24,14 @@ from replaylake.cli.options import (
 )
 from replaylake.cli.output.follow import follow_lines
 from replaylake.cli.output.receipt import check_lines, receipt_lines
-from replaylake.cli.output.report import Report, count
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.cli.output.report import CommandOutput, count
+from replaylake.datastore.errors import ConfigInvalidError
 
 if TYPE_CHECKING:
     from replaylake.cli.output.progress import ProgressReport
     from replaylake.datastore.episodes.spaces import Space
     from replaylake.datastore.interchange.ingest.alignment import Align
-    from replaylake.datastore.interchange.ingest.inspection import Progress
+    from replaylake.datastore.interchange.ingest.inspection import IngestProgress
     from replaylake.datastore.lake.lake import Lake
 
 
@@ -283,10 +283,10 @@ def ingest(
       replaylake ingest log.csv --dataset ads --map observation=age,hour --map reward=click
       tail -F app.jsonl | replaylake ingest - --dataset app --follow --flush-every 10s
     """
-    from replaylake.datastore.interchange.ingest.ingest import NothingValid
+    from replaylake.datastore.interchange.ingest.ingest import NothingValidError
     from replaylake.datastore.interchange.ingest.ingest import ingest as run
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     env_args = parse_env_args(env_arg, has_env=env is not None)
     flags = {
         "map": parse_pairs(mapping or [], "--map"),
@@ -305,10 +305,10 @@ def ingest(
         "format": form,
     }
     options, form = resolve(flags, mapping_file)
-    for hint in misspelt(options.mapping):
+    for hint in iter_misspellings(options.mapping):
         report.say(hint)
     if follow:
-        with _flags_are_usage():
+        with _translate_flag_errors():
             follow_lines(
                 report,
                 _lake(lake),
@@ -325,7 +325,7 @@ def ingest(
         if value is not None:
             raise typer.BadParameter("found it without --follow.", param_hint=flag)
     observation_space, action_space = (None, None) if env is None else _spaces(env, env_args)
-    with report.progress(*_STAGES["hash"]) as progress, _flags_are_usage():
+    with report.progress(*_STAGES["hash"]) as progress, _translate_flag_errors():
         try:
             receipt = run(
                 _lake(lake),
@@ -336,17 +336,17 @@ def ingest(
                 observation_space=observation_space,
                 action_space=action_space,
                 on_invalid=on_invalid.value,
-                on_progress=partial(_tell, progress),
+                on_progress=partial(_print_progress, progress),
                 align=None if env is None else _alignment(env, env_args),
             )
-        except NothingValid as error:
+        except NothingValidError as error:
             if not as_json:  # main() prints the checks with the error
                 report.answer({}, check_lines(error.checks))
             raise
     report.answer(receipt.to_json(), receipt_lines(receipt))
 
 
-def _tell(progress: ProgressReport, done: Progress) -> None:
+def _print_progress(progress: ProgressReport, done: IngestProgress) -> None:
     verb, unit = _STAGES[done.stage]
     progress.stage(verb, unit)
     if unit == "bytes":
@@ -358,11 +358,11 @@ def _tell(progress: ProgressReport, done: Progress) -> None:
 
 
 @contextmanager
-def _flags_are_usage() -> Iterator[None]:
+def _translate_flag_errors() -> Iterator[None]:
     """Report a flag that the library refuses, whatever the log holds, as wrong usage (exit 2)."""
     try:
         yield
-    except ConfigInvalid as error:
+    except ConfigInvalidError as error:
         flag, colon, message = str(error).partition(": ")
         if not (flag.startswith("--") and colon):
             raise

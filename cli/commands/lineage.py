@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import Report, cell_text, count
+from replaylake.cli.output.report import CommandOutput, cell_text, count
 
 
 def lineage(
@@ -49,21 +49,21 @@ def lineage(
         raise typer.BadParameter("expected --dataset beside it.", param_hint="--episode")
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.lineage import lineage as trace
-    from replaylake.datastore.maintenance.lineage.episode_lineage import of_episode
+    from replaylake.datastore.maintenance.lineage.episode_lineage import trace_episode
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     if decision is not None:
-        body = trace.of_decision(opened, decision)
+        body = trace.trace_decision(opened, decision)
         report.answer(body, _decision_lines(body))
     elif policy is not None:
-        body = trace.of_policy(opened, policy)
+        body = trace.trace_policy(opened, policy)
         report.answer(body, _policy_lines(body, ""))
     elif episode is not None:
-        body = of_episode(opened, given[0], episode)
+        body = trace_episode(opened, given[0], episode)
         report.answer(body, _episode_lines(body))
     else:
-        body = trace.of_dataset(opened, given[0])
+        body = trace.trace_dataset(opened, given[0])
         report.answer(body, _dataset_lines(body))
 
 
@@ -104,7 +104,7 @@ def _policy_lines(body: Mapping[str, Any], indent: str) -> Iterator[str]:
         before = "" if move["from_version"] is None else f" from {move['from_version']}"
         by = "" if move["by"] is None else f" by {move['by']}"
         yield f"{indent}  {move['alias']} moved{before} to {move['to_version']} at {move['at']}{by}"
-    yield from (f"{indent}  {_served_text(one)}" for one in body["served"])
+    yield from (f"{indent}  {_format_served(one)}" for one in body["served"])
 
 
 def _episode_lines(body: Mapping[str, Any]) -> Iterator[str]:
@@ -122,12 +122,12 @@ def _episode_lines(body: Mapping[str, Any]) -> Iterator[str]:
         gone = ", deleted" if policy["deleted"] else ""
         learned = "learned from it" if policy["trained"] == "yes" else "unknown"
         yield f"  policy {policy['policy']}:{policy['version']}{gone}: {learned}, {policy['why']}"
-        yield from (f"    {_served_text(one)}" for one in policy["served"])
+        yield from (f"    {_format_served(one)}" for one in policy["served"])
     if not body["policies"]:
         yield "  no policy learned from it"
 
 
-def _served_text(one: Mapping[str, Any]) -> str:
+def _format_served(one: Mapping[str, Any]) -> str:
     return (
         f"served into {one['dataset']}: {count(one['num_decisions'], 'decision')}, "
         f"{one['first_at']} to {one['last_at']}"

@@ -16,11 +16,11 @@ from replaylake.cli.options import (
     LakeOption,
     parse_duration,
 )
-from replaylake.cli.output.report import Report, answer_stream, size, table_lines
-from replaylake.cli.stopping import stopped_by_signals
+from replaylake.cli.output.report import CommandOutput, result_stream, size, table_lines
+from replaylake.cli.stopping import stop_on_signals
 
 if TYPE_CHECKING:
-    from replaylake.datastore.maintenance.maintain import Maintained
+    from replaylake.datastore.maintenance.maintain import MaintainReceipt
 
 _COLUMNS = ("dataset", "version", "trimmed", "compacted", "dropped", "vacuumed", "freed")
 _INTERVAL_S = 2.0
@@ -53,7 +53,7 @@ def maintain(
     from replaylake.datastore.maintenance.maintain import maintain as run
     from replaylake.datastore.maintenance.maintain import maintain_every
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     every_s = None if every is None else parse_duration(every, "--every")
     if every_s is not None and every_s < 1:
         raise typer.BadParameter(f"found {every!r}, expected at least 1s.", param_hint="--every")
@@ -62,12 +62,12 @@ def maintain(
 
     on_step = _Steps(report)
 
-    def on_round(done: list[Maintained]) -> None:
+    def on_round(done: list[MaintainReceipt]) -> None:
         nonlocal failed
         failed = any(one.error for one in done)
         _answer(report, done)
 
-    with stopped_by_signals(report) as stop:
+    with stop_on_signals(report) as stop:
         if every_s is None:
             on_round(run(opened, datasets or (), stop=stop, on_step=on_step))
         else:
@@ -81,7 +81,7 @@ def maintain(
 class _Steps:
     """Says what is being done, no more often than every two seconds."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: CommandOutput) -> None:
         self._report = report
         self._said = time.monotonic()
 
@@ -91,7 +91,7 @@ class _Steps:
             self._report.say(f"{dataset or 'lake'}: {what}")
 
 
-def _answer(report: Report, done: Sequence[Maintained]) -> None:
+def _answer(report: CommandOutput, done: Sequence[MaintainReceipt]) -> None:
     for one in done:
         if one.error:
             report.say(f"error: {one.dataset or 'lake'}: {one.error}")
@@ -106,4 +106,4 @@ def _answer(report: Report, done: Sequence[Maintained]) -> None:
     body = {"datasets": [one.to_json() for one in done]}
     report.answer(body, table_lines(rows, _COLUMNS) if rows else [])
     # The next round may be hours away.
-    answer_stream().flush()
+    result_stream().flush()

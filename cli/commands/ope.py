@@ -17,17 +17,23 @@ from replaylake.cli.options import (
     DebugOption,
     JsonOption,
     LakeOption,
-    usage_errors,
+    translate_usage_errors,
 )
-from replaylake.cli.output.plots import STYLE, calm, shortened
-from replaylake.cli.output.report import Report, count, interval_text, number_text, table_lines
-from replaylake.datastore.storage.storage import written_whole
+from replaylake.cli.output.plots import STYLE, shorten_name, simplify_axes
+from replaylake.cli.output.report import (
+    CommandOutput,
+    count,
+    interval_text,
+    number_text,
+    table_lines,
+)
+from replaylake.datastore.storage.storage import atomic_write
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.holdout import Holdout
     from replaylake.offline.evaluation.ope.question import PolicyReport
 
-_NO = 3
+_EXIT_NO = 3
 _DIGITS = 4
 
 
@@ -149,7 +155,7 @@ def ope(
       replaylake ope live --policy clone --explore epsilon=0.05
       replaylake ope obd --target-prob target_prob --unseen --json
     """
-    with usage_errors("--explore"):
+    with translate_usage_errors("--explore"):
         exploration = _exploration(explore)
     split = _holdout(holdout, holdout_after)
     if plot is not None:
@@ -160,10 +166,10 @@ def ope(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
     from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-    from replaylake.offline.evaluation.ope.question import Listener, Question
+    from replaylake.offline.evaluation.ope.question import EvaluationRequest, ProgressCallbacks
 
-    report = Report(as_json)
-    question = Question(
+    report = CommandOutput(as_json)
+    question = EvaluationRequest(
         dataset=dataset,
         policy=policy,
         target_prob=target_prob,
@@ -181,14 +187,14 @@ def ope(
         fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
     )
     with report.progress("reading the steps", "") as progress:
-        listener = Listener(lambda stage: progress.stage(stage, ""), progress)
+        listener = ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress)
         found = evaluate_policy(open_lake(lake), question, listener)
     if plot is not None:
         draw_estimates(plot, found)
         report.say(f"drew {plot}")
     report.answer(found.to_json(), _lines(found))
     if found.verdict == "not supported":
-        raise typer.Exit(_NO)
+        raise typer.Exit(_EXIT_NO)
 
 
 def _exploration(text: str | None) -> Any:
@@ -213,7 +219,7 @@ def _holdout(share: float | None, after: str | None) -> Holdout | None:
                 param_hint="--holdout-after",
             ) from error
         time = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
-    with usage_errors("--holdout"):
+    with translate_usage_errors("--holdout"):
         return Holdout(share, time)
 
 
@@ -228,8 +234,8 @@ def _lines(found: PolicyReport) -> Iterator[str]:
     yield from (f"  note: {note}" for note in found.notes)
     log = found.estimates.log_interval
     yield (
-        f"log mean {_rounded(found.estimates.log_mean):,}"
-        f"{interval_text(_rounded(log.low), _rounded(log.high))}"
+        f"log mean {_round_digits(found.estimates.log_mean):,}"
+        f"{interval_text(_round_digits(log.low), _round_digits(log.high))}"
     )
     yield ""
     yield from _table(found)
@@ -299,14 +305,14 @@ def _table(found: PolicyReport) -> list[str]:
     rows = [
         {
             "estimator": one.estimator,
-            "value": _rounded(one.value),
-            "low": _rounded(one.ci_low),
-            "high": _rounded(one.ci_high),
-            "difference": _rounded(one.difference),
-            "from": _rounded(one.difference_low),
-            "to": _rounded(one.difference_high),
-            "effective episodes": _rounded(one.effective_sample_size),
-            "max weight": _rounded(one.max_weight),
+            "value": _round_digits(one.value),
+            "low": _round_digits(one.ci_low),
+            "high": _round_digits(one.ci_high),
+            "difference": _round_digits(one.difference),
+            "from": _round_digits(one.difference_low),
+            "to": _round_digits(one.difference_high),
+            "effective episodes": _round_digits(one.effective_sample_size),
+            "max weight": _round_digits(one.max_weight),
             **({"interval": "no interval" if one.no_interval else ""} if is_lacking else {}),
             **({"propensities": one.propensities} if is_fitted else {}),
         }
@@ -330,7 +336,7 @@ def _diagnostics(found: PolicyReport) -> Iterator[str]:
         yield f"probability of actions that were never logged: {seen.unsupported_mass:.2%}"
 
 
-def _rounded(value: float | None) -> float | None:
+def _round_digits(value: float | None) -> float | None:
     """Return so many significant digits, for a table whose columns align."""
     return None if value is None else float(f"{value:.{_DIGITS}g}")
 
@@ -343,7 +349,7 @@ _BARS = 40
 def draw_estimates(path: Path, found: PolicyReport) -> None:
     """Draw each estimate with its interval, and how the episodes' weights are spread.
 
-    Raises: StorageFailed.
+    Raises: StorageError.
     """
     estimates = found.estimates.estimates
     has_weights = found.weights is not None
@@ -358,9 +364,9 @@ def draw_estimates(path: Path, found: PolicyReport) -> None:
         if has_weights:
             _weights(grid[1], np.asarray(found.weights))
         name = found.policy["policy"] or found.policy["target_prob"]
-        title = f"{shortened(str(name), 40)} on {found.dataset}@{found.version}: {found.verdict}"
+        title = f"{shorten_name(str(name), 40)} on {found.dataset}@{found.version}: {found.verdict}"
         figure.suptitle(title, fontsize=9.5, x=0.01, ha="left")
-        with written_whole(path) as file:
+        with atomic_write(path) as file:
             figure.savefig(file, format=path.suffix.lower().lstrip("."))
 
 
@@ -383,7 +389,7 @@ def _forest(axes: Any, found: PolicyReport) -> None:
     axes.set_xlabel(
         f"value, {percent} interval{fitted}; hollow: model alone, no interval; grey: the log's mean"
     )
-    calm(axes)
+    simplify_axes(axes)
 
 
 def _weights(axes: Any, weights: Any) -> None:
@@ -396,4 +402,4 @@ def _weights(axes: Any, weights: Any) -> None:
         axes.set_xscale("log")
     axes.set_xlabel(f"weights; {1 - len(positive) / len(weights):.1%} are 0")
     axes.set_ylabel("episodes")
-    calm(axes)
+    simplify_axes(axes)

@@ -14,7 +14,7 @@ from replaylake.cli.options import (
     LakeOption,
     PolicyArgument,
 )
-from replaylake.cli.output.report import Report, size
+from replaylake.cli.output.report import CommandOutput, size
 
 _LARGEST: Final = 4
 
@@ -41,7 +41,7 @@ def package(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.serve.package.bento import package_bento
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     ref = open_lake(lake).registry.resolve(policy)
     report.say(f"policy {ref} ({ref.selected_by})")
     with report.waiting(f"building a Bento of {ref}"):

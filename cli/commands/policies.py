@@ -17,7 +17,7 @@ from replaylake.cli.options import (
     LakeOption,
     PolicyArgument,
 )
-from replaylake.cli.output.report import Report, table_lines, tree_lines
+from replaylake.cli.output.report import CommandOutput, table_lines, tree_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.policies.aliases import Move
@@ -33,7 +33,7 @@ def list_policies(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     rows = [{**row, "created_at": _time(row["created_ms"])} for row in registry.list()]
     for row in rows:
@@ -62,7 +62,7 @@ def show_policy(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.policies.package import check_package
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     ref = registry.resolve(policy)
     entry = registry.show(ref)
@@ -72,7 +72,7 @@ def show_policy(
         "selected_by": ref.selected_by,
         "manifest": check_package(ref.path, ref.manifest_sha256).body,
     }
-    report.answer(body, _shown(str(ref), body))
+    report.answer(body, _policy_lines(str(ref), body))
 
 
 def alias_policy(
@@ -94,7 +94,7 @@ def alias_policy(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     ref = registry.resolve(policy)
     move = registry.aliases.move(ref.name, alias, ref.version, by=user_name())
@@ -124,13 +124,13 @@ def policy_history(
       replaylake policies history clone
     """
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.datastore.maintenance.lineage.served_versions import served_versions
+    from replaylake.datastore.maintenance.lineage.served_versions import list_served_versions
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     name = opened.registry.resolve(policy).name
     moves = opened.registry.alias_history(name)
-    served = [one.to_json() for one in served_versions(opened, name)]
+    served = [one.to_json() for one in list_served_versions(opened, name)]
     body = {
         "policy": name,
         "moves": [{**move.to_json(), "at": _time(move.at_ms)} for move in moves],
@@ -156,7 +156,7 @@ def note_policy(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     ref = registry.resolve(policy)
     note = registry.marks.add_note(ref.name, ref.version, text, by=by or user_name())
@@ -221,7 +221,7 @@ def delete_policy(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     name, colon, version = policy.partition(":")
     if not colon or not version.isdecimal():
@@ -243,7 +243,7 @@ def delete_policy(
 def _protect(policy: str, is_on: bool, by: str | None, lake: str, as_json: bool) -> None:
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     ref = registry.resolve(policy)
     changed = registry.marks.protect(ref.name, ref.version, is_on, by=by or user_name())
@@ -283,7 +283,7 @@ def _move_row(move: Move) -> dict[str, Any]:
     }
 
 
-def _shown(ref: str, body: Mapping[str, Any]) -> Iterator[str]:
+def _policy_lines(ref: str, body: Mapping[str, Any]) -> Iterator[str]:
     yield f"{ref} ({body['selected_by']})"
     yield f"  aliases  {', '.join(body['aliases']) or 'none'}"
     yield f"  run      {body['run_id']}"

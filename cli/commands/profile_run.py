@@ -9,7 +9,7 @@ import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.progress import time_left
-from replaylake.cli.output.report import Report, count, table_lines
+from replaylake.cli.output.report import CommandOutput, count, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.runs.summary import RunSummary
@@ -40,17 +40,17 @@ def profile(
       replaylake profile 01m7xx --last
     """
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.datastore.lake.runs.metrics import read_logged
-    from replaylake.datastore.lake.runs.summary import find_run, summarise
-    from replaylake.online.monitoring.profile import profile_of
+    from replaylake.datastore.lake.runs.metrics import read_logged_metrics
+    from replaylake.datastore.lake.runs.summary import find_run, summarize
+    from replaylake.online.monitoring.profile import build_run_profile
     from replaylake.online.monitoring.timings import PROFILE
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     record = find_run(opened.registry.runs(), run)
-    logged = read_logged(opened.storage, record["run_id"], f"{PROFILE}/")
-    found = profile_of(record, logged, only_last=last)
-    summary = summarise(opened.storage, record)
+    logged = read_logged_metrics(opened.storage, record["run_id"], f"{PROFILE}/")
+    found = build_run_profile(record, logged, only_last=last)
+    summary = summarize(opened.storage, record)
     body = {
         "run_id": summary.run_id,
         "status": summary.status,

@@ -14,18 +14,18 @@ from replaylake.cli.options import (
     DebugOption,
     JsonOption,
     LakeOption,
-    usage_errors,
+    translate_usage_errors,
 )
-from replaylake.cli.output.report import Report, count, table_lines
+from replaylake.cli.output.report import CommandOutput, count, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
     from replaylake.datastore.lake.policies.aliases import Move
     from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
-    from replaylake.offline.evaluation.ope.promotion import Gate, Unanswered
-    from replaylake.offline.evaluation.ope.question import Question
+    from replaylake.offline.evaluation.ope.promotion import GateNotApplicable, GateResult
+    from replaylake.offline.evaluation.ope.question import EvaluationRequest
 
-_NO: Final = 3
+_EXIT_NO: Final = 3
 _CHAMPION: Final = "champion"
 _GATE: Final = "Of the gate"
 
@@ -183,13 +183,13 @@ def promote(
       replaylake promote clone:3 --to challenger --note 'ten times the data'
     """
     _check_gate_options(context, gate=gate, force=force, dataset=dataset)
-    with usage_errors("--explore"):
+    with translate_usage_errors("--explore"):
         from replaylake.datastore.lake.policies.exploration import parse_exploration
 
         exploration = parse_exploration(explore)
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     registry = opened.registry
     ref = _candidate(registry, policy)
@@ -203,11 +203,11 @@ def promote(
     if gate:
         from replaylake.datastore.lake.holdout import Holdout
         from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-        from replaylake.offline.evaluation.ope.question import Question
+        from replaylake.offline.evaluation.ope.question import EvaluationRequest
 
-        with usage_errors("--holdout"):
+        with translate_usage_errors("--holdout"):
             split = None if holdout is None else Holdout(holdout)
-        question = Question(
+        question = EvaluationRequest(
             dataset=str(dataset),
             policy=str(ref),
             where=where,
@@ -220,7 +220,7 @@ def promote(
             seed=seed,
             fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
         )
-        found = _asked(report, opened, ref, champion, question, alpha, margin)
+        found = _evaluate_gate(report, opened, ref, champion, question, alpha, margin)
     passed = found is None or found.passed
     move = None
     if passed or force:
@@ -245,9 +245,9 @@ def promote(
         "move": None if move is None else move.to_json(),
         "gate": None if found is None else found.to_json(),
     }
-    report.answer(body, _promoted(ref, to, found, move))
+    report.answer(body, _promotion_lines(ref, to, found, move))
     if move is None:
-        raise typer.Exit(_NO)
+        raise typer.Exit(_EXIT_NO)
 
 
 def rollback(
@@ -287,7 +287,7 @@ def rollback(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     move = registry.aliases.rollback(
         registry.resolve(policy).name,
@@ -297,7 +297,7 @@ def rollback(
         by=by or user_name(),
         note=note,
     )
-    report.answer({"move": move.to_json()}, [_moved(move)])
+    report.answer({"move": move.to_json()}, [_format_move(move)])
 
 
 def user_name() -> str | None:
@@ -308,23 +308,23 @@ def user_name() -> str | None:
         return None
 
 
-def _asked(
-    report: Report,
+def _evaluate_gate(
+    report: CommandOutput,
     lake: Lake,
     ref: PolicyRef,
     champion: int | None,
-    question: Question,
+    question: EvaluationRequest,
     alpha: float,
     margin: float,
-) -> Gate | Unanswered:
-    from replaylake.offline.evaluation.ope.promotion import gate
-    from replaylake.offline.evaluation.ope.question import Listener
+) -> GateResult | GateNotApplicable:
+    from replaylake.offline.evaluation.ope.promotion import evaluate_gate
+    from replaylake.offline.evaluation.ope.question import ProgressCallbacks
 
     against = None if champion is None else lake.registry.resolve(f"{ref.name}:{champion}")
     with report.progress("reading the steps", "") as progress:
-        listener = Listener(lambda stage: progress.stage(stage, ""), progress)
+        listener = ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress)
         options = {"alpha": alpha, "margin": margin}
-        return gate(lake, ref, against, question, **options, listener=listener)
+        return evaluate_gate(lake, ref, against, question, **options, listener=listener)
 
 
 def _candidate(registry: Registry, text: str) -> PolicyRef:
@@ -353,28 +353,28 @@ def _check_gate_options(
             raise typer.BadParameter("found it without --gate.", param_hint=parameter.opts[0])
 
 
-def _promoted(
-    ref: PolicyRef, alias: str, gate: Gate | Unanswered | None, move: Move | None
+def _promotion_lines(
+    ref: PolicyRef, alias: str, gate: GateResult | GateNotApplicable | None, move: Move | None
 ) -> Iterator[str]:
     if gate is not None:
         yield from gate_lines(gate)
     if move is None:
         yield f"{ref} is not promoted to {alias}: --force does it all the same, on record"
     else:
-        yield _moved(move)
+        yield _format_move(move)
 
 
-def _moved(move: Move) -> str:
+def _format_move(move: Move) -> str:
     before = "" if move.from_version is None else f", was {move.policy}:{move.from_version}"
     forced = ", forced against the gate" if move.forced else ""
     return f"{move.policy}@{move.alias} is {move.policy}:{move.to_version}{before}{forced}"
 
 
-def gate_lines(gate: Gate | Unanswered) -> Iterator[str]:
+def gate_lines(gate: GateResult | GateNotApplicable) -> Iterator[str]:
     """Yield what a gate found: the two policies, a table of the estimators, the reasons."""
-    from replaylake.offline.evaluation.ope.promotion import Unanswered
+    from replaylake.offline.evaluation.ope.promotion import GateNotApplicable
 
-    if isinstance(gate, Unanswered):
+    if isinstance(gate, GateNotApplicable):
         yield f"refused: {gate.reason}"
         return
     report = gate.candidate
@@ -404,11 +404,11 @@ def gate_lines(gate: Gate | Unanswered) -> Iterator[str]:
     rows = [
         {
             "estimator": one.estimator,
-            "candidate": _rounded(one.candidate),
-            "champion" if gate.champion is not None else "log": _rounded(one.against),
-            "difference": _rounded(one.difference),
-            "from": _rounded(one.low),
-            "to": _rounded(one.high),
+            "candidate": _round_digits(one.candidate),
+            "champion" if gate.champion is not None else "log": _round_digits(one.against),
+            "difference": _round_digits(one.difference),
+            "from": _round_digits(one.low),
+            "to": _round_digits(one.high),
             **({"interval": "no interval" if one.no_interval else ""} if is_lacking else {}),
         }
         for one in gate.comparisons
@@ -425,6 +425,6 @@ def gate_lines(gate: Gate | Unanswered) -> Iterator[str]:
         yield f"{'passed' if gate.passed else 'refused'}: {reason}"
 
 
-def _rounded(value: float | None) -> float | None:
+def _round_digits(value: float | None) -> float | None:
     """Return four significant digits, for a table whose columns align."""
     return None if value is None else float(f"{value:.4g}")

@@ -14,12 +14,12 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     PolicyArgument,
-    usage_errors,
+    translate_usage_errors,
 )
-from replaylake.cli.output.report import Report, count, number_text, table_lines
+from replaylake.cli.output.report import CommandOutput, count, number_text, table_lines
 
 if TYPE_CHECKING:
-    from replaylake.offline.evaluation.ope.decision_replay import Replayed
+    from replaylake.offline.evaluation.ope.decision_replay import DecisionReplay
 
 _NUM_GROUPS: Final = 10
 
@@ -71,14 +71,14 @@ def replay_decisions(
       replaylake replay-decisions clone:3 live --explore epsilon=0.05
       replaylake replay-decisions clone:3 live --where 'policy_version = 2' --by action
     """
-    with usage_errors("--explore"):
+    with translate_usage_errors("--explore"):
         from replaylake.datastore.lake.policies.exploration import parse_exploration
 
         exploration = parse_exploration(explore)
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.offline.evaluation.ope.decision_replay import replay_decisions as replay
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     with report.progress("replayed", "decisions") as progress:
         found = replay(
             open_lake(lake),
@@ -93,7 +93,7 @@ def replay_decisions(
     report.answer(found.to_json(), _lines(found))
 
 
-def _lines(found: Replayed) -> Iterator[str]:
+def _lines(found: DecisionReplay) -> Iterator[str]:
     body = found.to_json()
     yield (
         f"policy {body['policy']}:{body['policy_version']} ({body['selected_by']}), acting "
@@ -150,9 +150,9 @@ def _groups(groups: list[dict[str, Any]], by: str) -> Iterator[str]:
         {
             by: one["group"],
             "decisions": one["num_decisions"],
-            "agreement": _rounded(one["agreement"]),
-            "mean prob": _rounded(one["mean_prob"]),
-            "total variation": _rounded(one["total_variation"]),
+            "agreement": _round_digits(one["agreement"]),
+            "mean prob": _round_digits(one["mean_prob"]),
+            "total variation": _round_digits(one["total_variation"]),
         }
         for one in groups[:_NUM_GROUPS]
     ]
@@ -161,5 +161,5 @@ def _groups(groups: list[dict[str, Any]], by: str) -> Iterator[str]:
         yield f"and {count(len(groups) - _NUM_GROUPS, 'group')} more, which agree no less: --json"
 
 
-def _rounded(value: float | None) -> float | None:
+def _round_digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")

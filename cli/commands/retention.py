@@ -14,9 +14,9 @@ from replaylake.cli.options import (
     LakeOption,
     parse_duration,
     parse_size,
-    usage_errors,
+    translate_usage_errors,
 )
-from replaylake.cli.output.report import Report, duration, size
+from replaylake.cli.output.report import CommandOutput, duration, size
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.retention import Retention
@@ -83,7 +83,7 @@ def retention(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.retention import (
         check_field,
-        retention_of,
+        read_retention,
         set_retention,
     )
 
@@ -98,11 +98,11 @@ def retention(
         if text is None:
             continue
         stated[field] = value = _value(text, option, parse)
-        with usage_errors(option):
+        with translate_usage_errors(option):
             check_field(field, value)
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
-    now = retention_of(opened.dataset(dataset).snapshot().table)
+    now = read_retention(opened.dataset(dataset).snapshot().table)
     if stated:
         now = set_retention(opened, dataset, stated)
     report.answer({"dataset": dataset, **now.to_json()}, _lines(dataset, now))

@@ -15,9 +15,9 @@ from replaylake.cli.options import (
     LakeOption,
     parse_env_args,
     parse_pairs,
-    usage_errors,
+    translate_usage_errors,
 )
-from replaylake.cli.output.report import Report, count, number_text, size
+from replaylake.cli.output.report import CommandOutput, count, number_text, size
 from replaylake.cli.run_options import EnvRunner
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def rollout(
     from replaylake.online.rollout import fresh_seed
     from replaylake.online.rollout import rollout as run
 
-    report = Report(as_json)
-    with usage_errors("--explore"):
+    report = CommandOutput(as_json)
+    with translate_usage_errors("--explore"):
         exploration = parse_exploration("temperature=1" if explore is None else explore)
     config = RolloutConfig(
         env,

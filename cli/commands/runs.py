@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import Report, table_lines
+from replaylake.cli.output.report import CommandOutput, table_lines
 from replaylake.cli.output.run_lines import (
     Curves,
     about,
-    chosen_update,
     comparison_lines,
+    find_selected_update,
     run_lines,
     run_row,
-    shown_columns,
+    select_columns,
     time_text,
 )
 
@@ -57,27 +57,27 @@ def list_runs(
       replaylake runs list --status done --dataset cartpole
     """
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.datastore.lake.runs.summary import STATUSES, dataset_texts, summarise
+    from replaylake.datastore.lake.runs.summary import STATUSES, dataset_texts, summarize
 
     if status is not None and status not in STATUSES:
         raise typer.BadParameter(
             f"found {status!r}, expected one of {', '.join(STATUSES)}.", param_hint="--status"
         )
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     records = [
         record
         for record in opened.registry.runs()
         if dataset is None or dataset in [text.partition("@")[0] for text in dataset_texts(record)]
     ]
-    rows = [summarise(opened.storage, record) for record in records]
+    rows = [summarize(opened.storage, record) for record in records]
     rows = [row for row in rows if status in (None, row.status)]
     if not rows:
         report.say(f"no such runs in {lake}: `replaylake train` makes them")
     shown = [run_row(row) for row in rows]
     report.answer(
         {"runs": [_json(row) for row in rows]},
-        table_lines(shown, shown_columns(shown)) if rows else [],
+        table_lines(shown, select_columns(shown)) if rows else [],
     )
 
 
@@ -104,16 +104,22 @@ def show_run(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.checkpoints import Checkpoints
     from replaylake.datastore.lake.runs.metrics import read_curves
-    from replaylake.datastore.lake.runs.summary import find_run, summarise
+    from replaylake.datastore.lake.runs.summary import find_run, summarize
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     _check_plot(plot)
     opened = open_lake(lake)
     record = find_run(opened.registry.runs(), run)
-    summary = summarise(opened.storage, record)
+    summary = summarize(opened.storage, record)
     curves = read_curves(opened.storage, summary.run_id)
-    names = _chosen_names([curves], metrics)
-    _draw(report, plot, {summary.run_id: curves}, names, {summary.run_id: chosen_update(record)})
+    names = _select_metrics([curves], metrics)
+    _draw(
+        report,
+        plot,
+        {summary.run_id: curves},
+        names,
+        {summary.run_id: find_selected_update(record)},
+    )
     body = {
         **_json(summary),
         "record": dict(record),
@@ -144,9 +150,9 @@ def compare_runs(
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.metrics import read_curves
-    from replaylake.datastore.lake.runs.summary import differing, find_run, summarise
+    from replaylake.datastore.lake.runs.summary import find_differences, find_run, summarize
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     _check_plot(plot)
     opened = open_lake(lake)
     known = opened.registry.runs()
@@ -155,12 +161,12 @@ def compare_runs(
         raise typer.BadParameter(
             f"found {len(records)} run, expected two or more.", param_hint="RUN"
         )
-    summaries = [summarise(opened.storage, record) for record in records.values()]
+    summaries = [summarize(opened.storage, record) for record in records.values()]
     curves = {run_id: read_curves(opened.storage, run_id) for run_id in records}
-    names = _chosen_names(list(curves.values()), metrics)
-    chosen = {run_id: chosen_update(record) for run_id, record in records.items()}
+    names = _select_metrics(list(curves.values()), metrics)
+    chosen = {run_id: find_selected_update(record) for run_id, record in records.items()}
     _draw(report, plot, curves, names, chosen)
-    options = differing(list(records.values()))
+    options = find_differences(list(records.values()))
     found = {name: [about(one.get(name), name) for one in curves.values()] for name in names}
     body = {
         "runs": [_json(summary) for summary in summaries],
@@ -179,7 +185,7 @@ def _check_plot(plot: Path | None) -> None:
 
 
 def _draw(
-    report: Report,
+    report: CommandOutput,
     plot: Path | None,
     curves: Mapping[str, Curves],
     names: Sequence[str],
@@ -188,10 +194,10 @@ def _draw(
     if plot is None:
         return
     from replaylake.cli.output.curves import draw_learning_curves
-    from replaylake.datastore.errors import NotFound
+    from replaylake.datastore.errors import NotFoundError
 
     if not names:
-        raise NotFound(
+        raise NotFoundError(
             f"--plot {plot}: found no metrics of {', '.join(curves)} yet, expected some. Wait for "
             "the first ones: a run logs them every `log_updates` updates."
         )
@@ -199,22 +205,22 @@ def _draw(
     report.say(f"wrote {plot}")
 
 
-def _chosen_names(curves: Sequence[Curves], wanted: list[str] | None) -> list[str]:
+def _select_metrics(curves: Sequence[Curves], wanted: list[str] | None) -> list[str]:
     """Return the metrics to show: those that were asked for, else all, measures first.
 
     What the links of an online run took is shown by `replaylake profile`, unless it is asked for.
 
-    Raises: NotFound for one that none of the runs has, with the near ones.
+    Raises: NotFoundError for one that none of the runs has, with the near ones.
     """
     from difflib import get_close_matches
 
-    from replaylake.datastore.errors import NotFound
+    from replaylake.datastore.errors import NotFoundError
 
     names = list(dict.fromkeys(name for one in curves for name in one))
     for name in wanted or ():
         if name not in names:
             near = get_close_matches(name, names, n=3, cutoff=0.5) or names
-            raise NotFound(
+            raise NotFoundError(
                 f"--metric {name}: found no such metric, expected {' or '.join(near) or 'none'}."
             )
     ranks = ("selection/", "evaluation/", "holdout/", "return")

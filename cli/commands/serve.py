@@ -14,9 +14,9 @@ from replaylake.cli.options import (
     LakeOption,
     PolicyArgument,
     parse_duration,
-    usage_errors,
+    translate_usage_errors,
 )
-from replaylake.cli.output.report import Report, answer_stream
+from replaylake.cli.output.report import CommandOutput, result_stream
 
 if TYPE_CHECKING:
     from replaylake.serve.config import ServeConfig
@@ -151,7 +151,7 @@ def serve(
     from replaylake.serve.safety.limits import Safety
     from replaylake.serve.versions.router import parse_canaries
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     if on_log_failure not in ON_LOG_FAILURE:
         raise typer.BadParameter(
             f"found {on_log_failure!r}, expected refuse or serve", param_hint="--on-log-failure"
@@ -159,15 +159,15 @@ def serve(
     every_s = 0.0
     if sessionise_every is not None:
         every_s = parse_duration(sessionise_every, "--sessionise-every")
-    with usage_errors("--explore"):
+    with translate_usage_errors("--explore"):
         exploration = parse_exploration(explore)
-    with usage_errors("--canary"):
+    with translate_usage_errors("--canary"):
         parse_canaries(canary or ())
     if server not in SERVERS:
         raise typer.BadParameter(
             f"found {server!r}, expected bentoml or uvicorn", param_hint="--server"
         )
-    with usage_errors("--allowed-host, --body-timeout, --deadline"):
+    with translate_usage_errors("--allowed-host, --body-timeout, --deadline"):
         safety = Safety(
             act_token_file=act_token_file,
             feedback_token_file=feedback_token_file,
@@ -223,12 +223,12 @@ def serve(
             "explore": explore,
         }
         report.answer(body, [])
-        answer_stream().flush()
+        result_stream().flush()
 
     raise typer.Exit(run(config, answer))
 
 
-def _check(config: ServeConfig, report: Report) -> None:
+def _check(config: ServeConfig, report: CommandOutput) -> None:
     """Print what would keep it from being served. Raises: typer.Exit with 1 if anything would."""
     from replaylake.serve.processes.check import check_server
 

@@ -15,14 +15,14 @@ from replaylake.cli.options import (
     LakeOption,
     parse_duration,
 )
-from replaylake.cli.output.report import Report, answer_stream, count
-from replaylake.cli.stopping import stopped_by_signals
+from replaylake.cli.output.report import CommandOutput, count, result_stream
+from replaylake.cli.stopping import stop_on_signals
 
 if TYPE_CHECKING:
-    from replaylake.datastore.feedback.sessionise import SessionReceipt
+    from replaylake.datastore.feedback.sessionise import JoinReceipt
 
 
-def sessionise(
+def join_feedback(
     dataset: Annotated[
         str,
         typer.Argument(
@@ -54,10 +54,10 @@ def sessionise(
       replaylake sessionise live
       replaylake sessionise live --every 60s
     """
-    from replaylake.datastore.feedback.sessionise import sessionise as run
+    from replaylake.datastore.feedback.sessionise import join_feedback as run
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     window_s = parse_duration(window, "--window")
     if every is not None:
         _run_every(report, lake, dataset, parse_duration(every, "--every"), window_s)
@@ -67,34 +67,36 @@ def sessionise(
     report.answer(receipt.to_json(), _summary(receipt))
 
 
-def _run_every(report: Report, lake: str, dataset: str, every_s: float, window_s: float) -> None:
-    from replaylake.datastore.feedback.rounds import Rounds, sessionise_every
+def _run_every(
+    report: CommandOutput, lake: str, dataset: str, every_s: float, window_s: float
+) -> None:
+    from replaylake.datastore.feedback.rounds import FeedbackJoiner, join_every
     from replaylake.datastore.lake.lake import open_lake
 
     if every_s <= 0:
         raise typer.BadParameter("found 0s, expected more.", param_hint="--every")
-    rounds = Rounds(open_lake(lake), dataset, window_s=window_s)
+    rounds = FeedbackJoiner(open_lake(lake), dataset, window_s=window_s)
     failed = False
 
-    def on_round(receipt: SessionReceipt) -> None:
+    def on_round(receipt: JoinReceipt) -> None:
         nonlocal failed
         failed = False
         if receipt.has_changed:
             report.answer(receipt.to_json(), [receipt.line()])
-            answer_stream().flush()
+            result_stream().flush()
 
     def on_failure(error: Exception) -> None:
         nonlocal failed
         failed = True
         report.say(f"error: {error}; the next round tries again")
 
-    with stopped_by_signals(report) as stop:
-        sessionise_every(rounds, every_s, stop=stop, on_round=on_round, on_failure=on_failure)
+    with stop_on_signals(report) as stop:
+        join_every(rounds, every_s, stop=stop, on_round=on_round, on_failure=on_failure)
     if failed:
         raise typer.Exit(1)
 
 
-def _summary(receipt: SessionReceipt) -> Iterator[str]:
+def _summary(receipt: JoinReceipt) -> Iterator[str]:
     yield (
         f"{receipt.dataset}@{receipt.version}: {count(receipt.episodes, 'episode')}, "
         f"{count(receipt.steps, 'step')} added"

@@ -19,8 +19,14 @@ from replaylake.cli.options import (
     LakeOption,
     parse_pairs,
 )
-from replaylake.cli.output.report import Report, answer_stream, count, fitting, table_lines
-from replaylake.datastore.errors import NotFound
+from replaylake.cli.output.report import (
+    CommandOutput,
+    count,
+    fit_columns,
+    result_stream,
+    table_lines,
+)
+from replaylake.datastore.errors import NotFoundError
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
@@ -95,7 +101,7 @@ def sql(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     text = _query_text(query, file)
     parameters = {
         key: parse_literal(value, "--param", key)
@@ -135,7 +141,7 @@ def _query_text(query: str | None, file: Path | None) -> str:
     try:
         return sys.stdin.read() if str(file) == "-" else Path(str(file)).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise NotFound(
+        raise NotFoundError(
             f"--file {file}: could not be read ({error}), expected a text file with one SELECT."
         ) from error
 
@@ -154,7 +160,9 @@ def _format(form: OutputFormat | None, as_json: bool, output: Path | None) -> st
     return form.value
 
 
-def _save(report: Report, rows: Any, form: str, output: Path, also: Mapping[str, Any]) -> None:
+def _save(
+    report: CommandOutput, rows: Any, form: str, output: Path, also: Mapping[str, Any]
+) -> None:
     from replaylake.datastore.query.results import write_result
 
     if form == "table":
@@ -174,13 +182,13 @@ def _save(report: Report, rows: Any, form: str, output: Path, also: Mapping[str,
     report.answer(body, [f"wrote {count(rows.num_rows, 'row')} to {output}"])
 
 
-def _print(report: Report, rows: Any, form: str, also: Mapping[str, Any]) -> None:
+def _print(report: CommandOutput, rows: Any, form: str, also: Mapping[str, Any]) -> None:
     from replaylake.datastore.query.results import write_result
 
     if form == "table":
         _print_table(report, rows)
         return
-    stream = answer_stream()
+    stream = result_stream()
     if form == "parquet" and stream.isatty():
         raise typer.BadParameter(
             "a terminal cannot show Parquet: add --output FILE, or pipe it on.",
@@ -191,14 +199,14 @@ def _print(report: Report, rows: Any, form: str, also: Mapping[str, Any]) -> Non
     stream.buffer.flush()
 
 
-def _print_table(report: Report, rows: Any) -> None:
+def _print_table(report: CommandOutput, rows: Any) -> None:
     """Print the columns that fit on the terminal, and name the others; off a terminal, all."""
     from replaylake.datastore.query.results import python_rows
 
     values, columns = list(python_rows(rows)), rows.column_names
-    if answer_stream().isatty():
+    if result_stream().isatty():
         width = shutil.get_terminal_size().columns
-        columns = fitting(values, columns, width)
+        columns = fit_columns(values, columns, width)
     report.answer({}, table_lines(values, columns))
     report.say(count(rows.num_rows, "row"))
     left_out = [name for name in rows.column_names if name not in columns]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import Report, table_lines
+from replaylake.cli.output.report import CommandOutput, table_lines
 
 _COLUMNS = ("dataset", "tag", "version", "created_at")
 
@@ -42,7 +42,7 @@ def set_tag(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     pinned = opened.snapshot(snapshot)
     name, version = pinned.dataset, pinned.version
@@ -69,7 +69,7 @@ def list_tags(
     """
     from replaylake.datastore.lake.lake import open_lake
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     if dataset is not None:
         opened.dataset(dataset).snapshot()  # a dataset that is not there has no tags to list
@@ -111,7 +111,7 @@ def remove_tag(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.names import parse_snapshot
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
     name, tag = parse_snapshot(snapshot)
     if not isinstance(tag, str):

@@ -18,15 +18,15 @@ from replaylake.cli.options import (
     parse_env_args,
 )
 from replaylake.cli.output.progress import time_left
-from replaylake.cli.output.report import Report, count, interval_text, number_text
+from replaylake.cli.output.report import CommandOutput, count, interval_text, number_text
 from replaylake.cli.run_options import (
     AssignmentsOption,
     ConfigOption,
     ResumeOption,
-    check_alone,
+    announce_start,
+    check_no_other_options,
     check_project,
-    how_it_goes_on,
-    tell_start,
+    print_resume_hint,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from replaylake.offline.running.train import TrainResult
     from replaylake.offline.running.training.callbacks import RunStart
     from replaylake.offline.running.training.config import TrainConfig
-    from replaylake.offline.running.training.trainer import Progress
+    from replaylake.offline.running.training.trainer import TrainProgress
 
 _METRICS_SHOWN: Final = 4
 
@@ -169,9 +169,11 @@ def offline(
         "env_args": parse_env_args(env_arg, has_env=env is not None) or None,
     }
     if resume is not None:
-        check_alone(datasets, policy, config, assignments, *given.values(), *asked.values())
+        check_no_other_options(
+            datasets, policy, config, assignments, *given.values(), *asked.values()
+        )
     else:
-        _check_given(datasets, policy)
+        _check_required(datasets, policy)
     check_project(wandb)
     options = read_options(config, assignments or []) | given
 
@@ -180,9 +182,9 @@ def offline(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.summary import find_run
     from replaylake.offline.running import train as training
-    from replaylake.offline.running.local_ray import quiet_at_exit
+    from replaylake.offline.running.local_ray import silence_exit_output
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
 
     def run(**callbacks: Any) -> TrainResult:
@@ -190,22 +192,22 @@ def offline(
             run_id = find_run(opened.registry.runs(), resume)["run_id"]
             return training.resume(opened, run_id, **callbacks)
         settings = _settings(options)
-        pinned = [_pinned(report, opened, text) for text in datasets or []]
+        pinned = [_pin_snapshot(report, opened, text) for text in datasets or []]
         return training.train(
             opened, pinned, settings, policy_name=policy or "", **asked, **callbacks
         )
 
     with watchers(report, opened, wandb_project=wandb) as watch:
         try:
-            with how_it_goes_on(report, "train offline", without="from the beginning"):
-                result = _with_progress(report, watch, run)
+            with print_resume_hint(report, "train offline", without="from the beginning"):
+                result = _run_with_progress(report, watch, run)
         finally:
             if "ray" in sys.modules:
-                quiet_at_exit()
+                silence_exit_output()
     report.answer(_body(result), _summary(result))
 
 
-def _check_given(datasets: Sequence[str] | None, policy: str | None) -> None:
+def _check_required(datasets: Sequence[str] | None, policy: str | None) -> None:
     if not datasets:
         raise typer.BadParameter(
             "found none, expected at least one dataset, or --resume RUN.",
@@ -215,7 +217,9 @@ def _check_given(datasets: Sequence[str] | None, policy: str | None) -> None:
         raise typer.BadParameter("found none, expected a name.", param_hint="--policy")
 
 
-def _with_progress(report: Report, watch: Watchers, run: Callable[..., TrainResult]) -> TrainResult:
+def _run_with_progress(
+    report: CommandOutput, watch: Watchers, run: Callable[..., TrainResult]
+) -> TrainResult:
     with (
         report.waiting("reading the episodes") as waiting,
         report.progress("read", "shards") as reading,
@@ -228,9 +232,9 @@ def _with_progress(report: Report, watch: Watchers, run: Callable[..., TrainResu
 
         def tell_begin(start: RunStart) -> None:
             waiting.end()
-            tell_start(report, watch, start)
+            announce_start(report, watch, start)
 
-        def tell(done: Progress) -> None:
+        def tell(done: TrainProgress) -> None:
             left = f"  {time_left(done.left_s)} left" if done.update < done.updates else ""
             rate = f"{done.updates_per_s:,.0f} updates/s"
             progress(done.update, done.updates, f"{_metrics(done.metrics)}  {rate}{left}")
@@ -241,7 +245,7 @@ def _with_progress(report: Report, watch: Watchers, run: Callable[..., TrainResu
 def _settings(options: Mapping[str, Any]) -> TrainConfig:
     """Sort options into the training's own and the algorithm's.
 
-    Raises: ConfigInvalid; typer.BadParameter (exit 2) where none is the algorithm.
+    Raises: ConfigInvalidError; typer.BadParameter (exit 2) where none is the algorithm.
     """
     from replaylake.offline.running.training.config import train_config
 
@@ -254,7 +258,7 @@ def _settings(options: Mapping[str, Any]) -> TrainConfig:
     return train_config(options)
 
 
-def _pinned(report: Report, lake: Lake, text: str) -> str:
+def _pin_snapshot(report: CommandOutput, lake: Lake, text: str) -> str:
     """Say what a dataset holds; return it with that version, so that it is what is trained on.
 
     What has a version or a tag already stays as it is: the run's record keeps the tag's name.

@@ -21,16 +21,16 @@ from replaylake.cli.options import (
     LakeOption,
     parse_env_args,
 )
-from replaylake.cli.output.report import Report, count, interval_text, number_text
+from replaylake.cli.output.report import CommandOutput, count, interval_text, number_text
 from replaylake.cli.run_options import (
     AssignmentsOption,
     ConfigOption,
     EnvRunner,
     ResumeOption,
-    check_alone,
+    announce_start,
+    check_no_other_options,
     check_project,
-    how_it_goes_on,
-    tell_start,
+    print_resume_hint,
 )
 
 if TYPE_CHECKING:
@@ -275,9 +275,11 @@ def online(
     }
     given = {key: value for key, value in flags.items() if value is not None}
     if resume is not None:
-        check_alone(env, dataset, policy, env_args, config, assignments, address, *given.values())
+        check_no_other_options(
+            env, dataset, policy, env_args, config, assignments, address, *given.values()
+        )
     else:
-        _check_given({"--env": env, "--dataset": dataset, "--policy": policy})
+        _check_required({"--env": env, "--dataset": dataset, "--policy": policy})
     made_with = parse_env_args(env_args)
     options = read_options(config, assignments or []) | given
 
@@ -285,11 +287,11 @@ def online(
     from replaylake.cli.output.watch import watchers
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.summary import find_run
-    from replaylake.offline.running.local_ray import quiet_at_exit
+    from replaylake.offline.running.local_ray import silence_exit_output
     from replaylake.online import train as training
     from replaylake.online.training.config import OnlineRequest, online_config
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake, create=resume is None)
     request: OnlineRequest | None = None
     if resume is None:
@@ -310,12 +312,12 @@ def online(
         watch = stack.enter_context(watchers(report, opened, wandb_project=wandb))
         server = _metrics_server(report, stack, metrics_port)
         try:
-            with how_it_goes_on(report, "train online", without="from what was collected"):
-                result = _with_progress(report, opened, watch, server, run)
+            with print_resume_hint(report, "train online", without="from what was collected"):
+                result = _run_with_progress(report, opened, watch, server, run)
         finally:
             if "ray" in sys.modules:
-                quiet_at_exit()
-    report.answer(answer_of(result), summary_of(result))
+                silence_exit_output()
+    report.answer(result_body(result), iter_summary(result))
 
 
 def _shares(texts: Sequence[str]) -> dict[str, float]:
@@ -334,7 +336,7 @@ def _shares(texts: Sequence[str]) -> dict[str, float]:
     return shares
 
 
-def _check_given(required: Mapping[str, str | None]) -> None:
+def _check_required(required: Mapping[str, str | None]) -> None:
     for option, value in required.items():
         if value is None:
             raise typer.BadParameter("found none, or --resume RUN.", param_hint=option)
@@ -355,7 +357,9 @@ def _algorithm_of(lake: Lake, policy: str) -> str:
     return str(check_package(lake.registry.resolve(policy).path).body.get("algorithm"))
 
 
-def _metrics_server(report: Report, stack: ExitStack, port: int | None) -> MetricsServer | None:
+def _metrics_server(
+    report: CommandOutput, stack: ExitStack, port: int | None
+) -> MetricsServer | None:
     if port is None:
         return None
     from replaylake.online.monitoring.prometheus import MetricsServer
@@ -365,8 +369,8 @@ def _metrics_server(report: Report, stack: ExitStack, port: int | None) -> Metri
     return server
 
 
-def _with_progress(
-    report: Report,
+def _run_with_progress(
+    report: CommandOutput,
     lake: Lake,
     watch: Watchers,
     server: MetricsServer | None,
@@ -376,7 +380,7 @@ def _with_progress(
 
         def tell_begin(start: RunStart) -> None:
             waiting.end()
-            tell_start(report, watch, start)
+            announce_start(report, watch, start)
             if server is not None:
                 row = next(r for r in lake.registry.runs() if r["run_id"] == start.run_id)
                 server.begin(start.run_id, policy=row["policy"], env=row["env_id"])
@@ -414,7 +418,7 @@ def progress_text(done: OnlineProgress) -> str:
     return "  ".join(said)
 
 
-def answer_of(result: OnlineResult) -> dict[str, Any]:
+def result_body(result: OnlineResult) -> dict[str, Any]:
     """Return what a run made, for --json."""
     request = result.request
     return {
@@ -444,7 +448,7 @@ def answer_of(result: OnlineResult) -> dict[str, Any]:
     }
 
 
-def summary_of(result: OnlineResult) -> Iterator[str]:
+def iter_summary(result: OnlineResult) -> Iterator[str]:
     """Return what a run made, line by line."""
     if result.was_done:
         yield f"run {result.run_id} is done already: nothing was changed"

@@ -15,10 +15,10 @@ from replaylake.cli.options import (
     LakeOption,
     parse_duration,
 )
-from replaylake.cli.output.report import Report, count
+from replaylake.cli.output.report import CommandOutput, count
 
 if TYPE_CHECKING:
-    from replaylake.datastore.maintenance.trim import Trimmed
+    from replaylake.datastore.maintenance.trim import TrimReceipt
 
 
 def trim(
@@ -60,7 +60,7 @@ def trim(
         raise typer.BadParameter(
             "found neither, expected one or both.", param_hint="--max-steps / --older-than"
         )
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     age_s = None if older_than is None else parse_duration(older_than, "--older-than")
     with report.waiting(f"trimming {dataset}" if yes else f"looking through {dataset}"):
         done = run(
@@ -69,7 +69,7 @@ def trim(
     report.answer(done.to_json(), _lines(done))
 
 
-def _lines(done: Trimmed) -> Iterator[str]:
+def _lines(done: TrimReceipt) -> Iterator[str]:
     what = f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')}"
     left = f"{count(done.steps_left, 'step')} left"
     if not done.num_episodes:

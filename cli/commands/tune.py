@@ -11,7 +11,7 @@ import typer
 from replaylake.cli.config import read_options
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.report import (
-    Report,
+    CommandOutput,
     cell_text,
     count,
     interval_text,
@@ -66,14 +66,14 @@ def tune(
 
     # After the options are parsed: torch takes a second to import.
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.offline.running.local_ray import quiet_at_exit
+    from replaylake.offline.running.local_ray import silence_exit_output
     from replaylake.offline.running.training.interruption import RunInterrupted
     from replaylake.offline.running.tune import resume_sweep
     from replaylake.offline.running.tune import tune as tune_options
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     opened = open_lake(lake)
-    quiet_at_exit()
+    silence_exit_output()
 
     def tell_start(start: SweepStart) -> None:
         report.say("\n".join(_start_lines(start)))

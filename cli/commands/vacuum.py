@@ -16,12 +16,12 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     parse_duration,
-    usage_errors,
+    translate_usage_errors,
 )
-from replaylake.cli.output.report import Report, count, size
+from replaylake.cli.output.report import CommandOutput, count, size
 
 if TYPE_CHECKING:
-    from replaylake.datastore.maintenance.vacuum import Vacuumed
+    from replaylake.datastore.maintenance.vacuum import VacuumReceipt
 
 _MAX_SHOWN = 20
 
@@ -58,10 +58,10 @@ def vacuum(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.vacuum import vacuum as run
 
-    report = Report(as_json)
+    report = CommandOutput(as_json)
     age_s = None if older_than is None else parse_duration(older_than, "--older-than")
     opened = open_lake(lake)
-    with report.progress("deleted", "files") as progress, usage_errors("--older-than"):
+    with report.progress("deleted", "files") as progress, translate_usage_errors("--older-than"):
         found = run(
             opened,
             datasets or (),
@@ -75,7 +75,7 @@ def vacuum(
     report.answer(found.to_json(), _lines(found))
 
 
-def _lines(found: Vacuumed) -> Iterator[str]:
+def _lines(found: VacuumReceipt) -> Iterator[str]:
     for file in found.garbage[:_MAX_SHOWN]:
         yield f"{file.path}  {size(file.size_bytes)}"
     if len(found.garbage) > _MAX_SHOWN:

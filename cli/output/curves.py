@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING, Any, Final
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from replaylake.cli.output.plots import STYLE, calm, shortened
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.storage.storage import written_whole
+from replaylake.cli.output.plots import STYLE, shorten_name, simplify_axes
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.storage.storage import atomic_write
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.runs.metrics import Curve
 
 FORMATS: Final = (".png", ".svg", ".pdf")
 # Told apart with any kind of colour vision (Okabe & Ito 2008), then by dashes.
-_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES: Final = ("-", "--", ":", "-.")
 _COLUMNS: Final = 2
 # Points so few are marked, or a measurement made ten times would show no dots.
-_MARKED: Final = 40
+_MAX_MARKED: Final = 40
 
 
 def check_picture(path: Path) -> Path:
-    """Return the path if a picture can go there. Raises: ConfigInvalid."""
+    """Return the path if a picture can go there. Raises: ConfigInvalidError."""
     if path.suffix.lower() not in FORMATS:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--plot {path}: found {path.suffix or 'no suffix'}, expected {', '.join(FORMATS)}. "
             "Give the file one of these endings."
         )
     if not path.absolute().parent.is_dir():
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--plot {path}: found no folder {path.absolute().parent}, expected one. Make it first."
         )
     return path
@@ -53,7 +53,7 @@ def draw_learning_curves(
         names: of the metrics, in the order in which they are drawn.
         chosen: by label, the update whose policy was registered: a ring on its lines.
 
-    Raises: ConfigInvalid for another kind of file, StorageFailed.
+    Raises: ConfigInvalidError for another kind of file, StorageError.
     """
     num_rows = -(-len(names) // _COLUMNS)
     drawn = [one[name] for one in curves.values() for name in names if name in one]
@@ -65,13 +65,13 @@ def draw_learning_curves(
             for number, (label, metrics) in enumerate(curves.items()):
                 if name in metrics:
                     _line(axes, metrics[name], number, label, chosen.get(label))
-            axes.set_title(shortened(name, 60), fontsize=9, loc="left", color="#222")
+            axes.set_title(shorten_name(name, 60), fontsize=9, loc="left", color="#222")
             # All alike, so that a lone point stands where it was measured.
             axes.set_xlim(-0.02 * last, 1.03 * last or 1)
             axes.xaxis.set_major_formatter(lambda update, _: f"{update:,.0f}")
             axes.locator_params(axis="x", nbins=6)
             axes.set_xlabel("update")
-            calm(axes)
+            simplify_axes(axes)
         for axes in grid[len(names) :]:
             axes.set_visible(False)
         _legend(figure, list(grid[: len(names)]))
@@ -81,7 +81,7 @@ def draw_learning_curves(
 def draw_returns(path: Path, returns: Mapping[str, Sequence[float]], env_id: str) -> None:
     """Draw how the returns of episodes are spread, a histogram a policy over the same bins.
 
-    Raises: ConfigInvalid for another kind of file, StorageFailed.
+    Raises: ConfigInvalidError for another kind of file, StorageError.
     """
     import numpy as np
 
@@ -91,30 +91,30 @@ def draw_returns(path: Path, returns: Mapping[str, Sequence[float]], env_id: str
         figure = Figure(figsize=(7.0, 1.0 + 1.5 * num), layout="constrained", dpi=130)
         grid = figure.subplots(num, 1, sharex=True, squeeze=False).ravel()
         for number, (axes, (label, values)) in enumerate(zip(grid, returns.items(), strict=True)):
-            colour = _COLOURS[number % len(_COLOURS)]
+            colour = _COLORS[number % len(_COLORS)]
             axes.hist(values, bins=list(edges), color=colour, alpha=0.75)
             mean = float(np.mean(values))
             axes.axvline(mean, color="#222", linewidth=1.2)
             axes.set_title(
-                f"{shortened(label, 40)}: mean {mean:,.6g}", fontsize=9, loc="left", color="#222"
+                f"{shorten_name(label, 40)}: mean {mean:,.6g}", fontsize=9, loc="left", color="#222"
             )
             axes.set_ylabel("episodes")
             axes.yaxis.get_major_locator().set_params(integer=True)
-            calm(axes)
-        grid[-1].set_xlabel(f"return in {shortened(env_id, 60)}")
+            simplify_axes(axes)
+        grid[-1].set_xlabel(f"return in {shorten_name(env_id, 60)}")
         _save(figure, path)
 
 
 def _line(axes: Any, curve: Curve, number: int, label: str, chosen: int | None) -> None:
-    colour = _COLOURS[number % len(_COLOURS)]
+    colour = _COLORS[number % len(_COLORS)]
     axes.plot(
         curve.updates,
         curve.values,
         color=colour,
-        linestyle=_DASHES[number // len(_COLOURS) % len(_DASHES)],
+        linestyle=_DASHES[number // len(_COLORS) % len(_DASHES)],
         linewidth=1.4,
-        marker="." if len(curve.updates) <= _MARKED else None,
-        label=shortened(label, 40),
+        marker="." if len(curve.updates) <= _MAX_MARKED else None,
+        label=shorten_name(label, 40),
     )
     for update, value in zip(curve.updates, curve.values, strict=True):
         if update == chosen:
@@ -135,5 +135,5 @@ def _legend(figure: Figure, grid: Sequence[Any]) -> None:
 
 def _save(figure: Figure, path: Path) -> None:
     kind = path.suffix.lower().removeprefix(".")
-    with written_whole(path) as stream:
+    with atomic_write(path) as stream:
         figure.savefig(stream, format=kind)

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from replaylake.cli.output.receipt import rename_lines, shortened
-from replaylake.cli.output.report import Report, count
+from replaylake.cli.output.receipt import rename_lines, shorten_line
+from replaylake.cli.output.report import CommandOutput, count
 
 if TYPE_CHECKING:
     from replaylake.datastore.episodes.spaces import Space
     from replaylake.datastore.interchange.formats.checks import Finding
     from replaylake.datastore.interchange.formats.format import ReadOptions
     from replaylake.datastore.interchange.ingest.stream.lines import LineReader
-    from replaylake.datastore.interchange.ingest.stream.receipt import Progress, StreamReceipt
+    from replaylake.datastore.interchange.ingest.stream.receipt import StreamProgress, StreamReceipt
     from replaylake.datastore.lake.lake import Lake
 
 _STDIN: Final = "-"
 _FORMATS: Final = ("auto", "jsonl")
 # Rejected lines that are said as they come; the receipt counts all.
-_MAX_SAID: Final = 20
+_MAX_REPORTED: Final = 20
 
 
 def follow_lines(
-    report: Report,
+    report: CommandOutput,
     lake: Lake,
     sources: Sequence[Path],
     dataset: str,
@@ -58,14 +58,14 @@ def follow_lines(
     def say(finding: Finding) -> None:
         nonlocal num_said
         num_said += 1
-        if num_said <= _MAX_SAID:
+        if num_said <= _MAX_REPORTED:
             report.say(f"rejected: {finding.check}: {finding.message}")
-        elif num_said == _MAX_SAID + 1:
+        elif num_said == _MAX_REPORTED + 1:
             report.say("rejected: further lines; the receipt counts them")
 
-    with report.progress("committed", "steps") as progress, _until_told() as stop:
+    with report.progress("committed", "steps") as progress, _stop_on_signals() as stop:
 
-        def tell(done: Progress) -> None:
+        def tell(done: StreamProgress) -> None:
             waiting = f"{done.num_waiting:,} waiting" if done.num_waiting else ""
             progress(done.num_committed, None, waiting)
 
@@ -94,7 +94,7 @@ def _reader(source: Path) -> LineReader:
 
 
 @contextmanager
-def _until_told() -> Iterator[threading.Event]:
+def _stop_on_signals() -> Iterator[threading.Event]:
     """Return an event that SIGINT and SIGTERM set; a second one ends the process as usual."""
     stop = threading.Event()
     before: dict[int, Any] = {}
@@ -127,7 +127,7 @@ def _summary(receipt: StreamReceipt) -> Iterator[str]:
     )
     for reason in receipt.reasons:
         said = count(reason.num_lines, "line")
-        yield f"  rejected {said} for {reason.check}, such as {shortened(reason.example)}"
+        yield f"  rejected {said} for {reason.check}, such as {shorten_line(reason.example)}"
     yield from rename_lines(receipt.renames)
     for note in receipt.notes:
-        yield f"  note: {shortened(note)}"
+        yield f"  note: {shorten_line(note)}"

@@ -12,7 +12,7 @@ from replaylake.cli.output.report import count, number_text, size
 if TYPE_CHECKING:
     from replaylake.datastore.lake.profile.column_statistics import Dimension
     from replaylake.datastore.lake.profile.profile import Profile
-    from replaylake.datastore.lake.profile.vectors import Counted
+    from replaylake.datastore.lake.profile.vectors import ValueCounts
 
 _STYLE: Final = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1b2733; max-width: 62rem; margin: 2rem auto;
@@ -61,11 +61,11 @@ def html(profile: Profile) -> str:
 
 def _overview(profile: Profile) -> Iterator[str]:
     summary = profile.summary
-    yield _said(
+    yield _paragraph(
         f"{count(summary['num_episodes'], 'episode')}, {count(summary['num_steps'], 'step')}, "
         f"{count(summary['num_shards'], 'shard')}, {size(summary['num_bytes'])}"
     )
-    yield _said(
+    yield _paragraph(
         f"observation {summary['observation_space']}; action {summary['action_space']}. Counts, "
         f"least and greatest values and means are of all steps; histograms of numbers are of "
         f"{profile.num_sampled:,} of them, evenly spread."
@@ -76,13 +76,13 @@ def _episodes(profile: Profile) -> Iterator[str]:
     summary = profile.summary
     yield "<h2>Episodes</h2>"
     if summary["mean_return"] is not None:
-        yield _said(
+        yield _paragraph(
             f"return: mean {number_text(summary['mean_return'])}, from "
             f"{number_text(summary['min_return'])} to {number_text(summary['max_return'])}; "
             f"length: mean {number_text(summary['mean_num_steps'])}"
         )
     else:
-        yield _said("returns are unknown: some reward of each episode is")
+        yield _paragraph("returns are unknown: some reward of each episode is")
     yield _row(
         plots.distribution(profile.returns, "return"),
         plots.distribution(profile.lengths, "steps an episode"),
@@ -94,9 +94,9 @@ def _rewards(profile: Profile) -> Iterator[str]:
     reward = profile.reward
     yield "<h2>Rewards</h2>"
     if not reward.num:
-        yield _said("no step has a reward")
+        yield _paragraph("no step has a reward")
         return
-    yield _said(
+    yield _paragraph(
         f"{reward.share_zero:.1%} of {count(reward.num, 'reward')} are zero; from "
         f"{number_text(reward.minimum)} to {number_text(reward.maximum)}, mean "
         f"{number_text(reward.mean)}"
@@ -104,17 +104,17 @@ def _rewards(profile: Profile) -> Iterator[str]:
     yield _row(plots.distribution(reward.histogram, "reward", "steps"))
 
 
-def _space(title: str, found: Sequence[Dimension], counted: Sequence[Counted]) -> Iterator[str]:
+def _space(title: str, found: Sequence[Dimension], counted: Sequence[ValueCounts]) -> Iterator[str]:
     yield f"<h2>{title}</h2>"
     if not found and not counted:
-        yield _said("no numbers to draw")
+        yield _paragraph("no numbers to draw")
     yield _row(*map(plots.counts, counted))
     names = {one.name for one in counted}
     picture = plots.dimensions([one for one in found if one.name not in names])
     if picture:
         yield f'<div class="whole">{picture}</div>'
         if any(one.low is not None or one.high is not None for one in found):
-            yield _said("dashed: the space's bounds, where they are near the data")
+            yield _paragraph("dashed: the space's bounds, where they are near the data")
     if found:
         yield _table(_STATISTICS, map(_statistics, found), num_texts=1)
 
@@ -138,16 +138,18 @@ def _coverage(profile: Profile) -> Iterator[str]:
     found = profile.coverage
     yield "<h2>Coverage</h2>"
     if (found.action_share, found.state_share, found.map_share) == (None, None, None):
-        yield _said("cannot be told of what has no numbers")
+        yield _paragraph("cannot be told of what has no numbers")
     if found.action_share is not None:
         kind = "actions were taken" if found.action_entropy is not None else "action range is used"
-        yield _said(f"{found.action_share:.1%} of the {kind}")
+        yield _paragraph(f"{found.action_share:.1%} of the {kind}")
     if found.action_entropy is not None:
-        yield _said(f"entropy of the actions: {found.action_entropy:.2f} of the greatest possible")
+        yield _paragraph(
+            f"entropy of the actions: {found.action_entropy:.2f} of the greatest possible"
+        )
     if found.state_share is not None:
-        yield _said(f"{found.state_share:.1%} of the discrete observations were seen")
+        yield _paragraph(f"{found.state_share:.1%} of the discrete observations were seen")
     if found.observation_map is not None and found.map_share is not None:
-        yield _said(
+        yield _paragraph(
             "where observations lie, on the two axes along which they vary most "
             f"({found.map_share:.0%} of their variance); darker is more, white is never"
         )
@@ -158,10 +160,12 @@ def _propensities(profile: Profile) -> Iterator[str]:
     found = profile.propensities
     yield "<h2>Propensities</h2>"
     if found is None:
-        yield _said("not recorded: off-policy evaluation by importance weights is not possible")
+        yield _paragraph(
+            "not recorded: off-policy evaluation by importance weights is not possible"
+        )
         return
     what = "probability" if found.high == 1 else "density"
-    yield _said(
+    yield _paragraph(
         f"{what} of the logged action, known for {count(found.num, 'step')}: from "
         f"{number_text(found.minimum)} to {number_text(found.maximum)}. Small ones make large "
         "importance weights."
@@ -177,7 +181,7 @@ def _policies(profile: Profile) -> Iterator[str]:
         for one in profile.policies
     ]
     if [one.policy for one in profile.policies] == [None]:
-        yield _said("not recorded: which policy acted is unknown")
+        yield _paragraph("not recorded: which policy acted is unknown")
         return
     yield f'<div class="whole">{plots.policies(profile.policies, profile.by_timestamp)}</div>'
     yield _table(("policy", "steps", "share"), rows, num_texts=1)
@@ -187,9 +191,9 @@ def _missing(profile: Profile) -> Iterator[str]:
     yield "<h2>Missing values</h2>"
     lacking = {name: share for name, share in profile.missing.items() if share > 0}
     if not lacking:
-        yield _said("every column has a value in every row")
+        yield _paragraph("every column has a value in every row")
         return
-    yield _said("share of rows without a value; other columns have one in every row")
+    yield _paragraph("share of rows without a value; other columns have one in every row")
     ordered = sorted(lacking.items(), key=lambda item: -item[1])
     yield _table(("column", "missing"), [[escape(n), f"{s:.1%}"] for n, s in ordered], num_texts=1)
 
@@ -197,7 +201,7 @@ def _missing(profile: Profile) -> Iterator[str]:
 def _checks(profile: Profile) -> Iterator[str]:
     yield "<h2>Door checks</h2>"
     if not profile.checks:
-        yield _said("no ingest of this dataset reported any")
+        yield _paragraph("no ingest of this dataset reported any")
     else:
         rows = [
             [
@@ -211,10 +215,10 @@ def _checks(profile: Profile) -> Iterator[str]:
         ]
         yield _table(("check", "outcome", "episodes", "rows", "example"), rows, num_texts=2)
     if profile.left_out:
-        yield _said(f"not drawn: {', '.join(profile.left_out)}")
+        yield _paragraph(f"not drawn: {', '.join(profile.left_out)}")
 
 
-def _said(text: str) -> str:
+def _paragraph(text: str) -> str:
     return f'<p class="said">{escape(text)}</p>'
 
 

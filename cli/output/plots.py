@@ -10,18 +10,18 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from replaylake.datastore.errors import ExtraMissing
+from replaylake.datastore.errors import ExtraMissingError
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.profile.column_statistics import Dimension, Histogram
     from replaylake.datastore.lake.profile.profile import PolicyShare
-    from replaylake.datastore.lake.profile.vectors import Counted
+    from replaylake.datastore.lake.profile.vectors import ValueCounts
 
 try:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 except ModuleNotFoundError as _error:
-    raise ExtraMissing(
+    raise ExtraMissingError(
         "pictures: found no matplotlib, expected it to draw them. Install replaylake[plot]."
     ) from _error
 
@@ -74,7 +74,7 @@ def dimensions(found: Sequence[Dimension]) -> str | None:
         for axes, one in zip(grid, drawn, strict=False):
             assert one.histogram is not None
             _bars(axes, one.histogram)
-            axes.set_title(shortened(one.name), fontsize=8.5, loc="left", color="#222")
+            axes.set_title(shorten_name(one.name), fontsize=8.5, loc="left", color="#222")
             axes.set_yticks([])
             for bound in (one.low, one.high):
                 if bound is not None and _is_near(bound, one):
@@ -86,7 +86,7 @@ def dimensions(found: Sequence[Dimension]) -> str | None:
         return _svg(figure)
 
 
-def counts(found: Counted) -> str:
+def counts(found: ValueCounts) -> str:
     """Draw how often each value of a discrete space occurs, at most 60 of them one by one."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 2.3), layout="constrained")
@@ -94,14 +94,14 @@ def counts(found: Counted) -> str:
         places = range(found.start, found.start + len(found.counts))
         axes.bar(places, found.counts, width=0.8 if len(found.counts) <= 60 else 1.0, color=_FILL)
         if len(found.names) and len(found.counts) <= 20:
-            axes.set_xticks(list(places), [shortened(name, 16) for name in found.names])
+            axes.set_xticks(list(places), [shorten_name(name, 16) for name in found.names])
             if max(map(len, found.names)) * len(found.names) > _MAX_LEVEL:
                 axes.tick_params(axis="x", labelrotation=60)
         elif len(found.counts) <= 20:
             axes.set_xticks(list(places))
-        axes.set_xlabel(shortened(found.name))
+        axes.set_xlabel(shorten_name(found.name))
         axes.set_ylabel("steps")
-        calm(axes)
+        simplify_axes(axes)
         return _svg(figure)
 
 
@@ -117,7 +117,7 @@ def ends(terminated: int, truncated: int, still_open: int) -> str:
         axes.invert_yaxis()
         axes.set_xlabel("episodes")
         axes.margins(x=0.16)
-        calm(axes)
+        simplify_axes(axes)
         return _svg(figure)
 
 
@@ -154,13 +154,13 @@ def policies(found: Sequence[PolicyShare], by_timestamp: bool) -> str:
                 linewidth=0,
                 antialiased=False,
                 color=colours(number),
-                label=shortened(policy_name(one), 34),
+                label=shorten_name(policy_name(one), 34),
             )
         axes.set_xlabel("time" if by_timestamp else "rows, in the order they were committed")
         axes.set_ylabel("steps")
         axes.set_xticks([])
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
-        calm(axes)
+        simplify_axes(axes)
         return _svg(figure)
 
 
@@ -187,10 +187,10 @@ def _bars(axes: Any, found: Histogram, *, is_labelled: bool = False) -> None:
     else:
         widths = [b - a for a, b in zip(found.edges[:-1], found.edges[1:], strict=True)]
         axes.bar(found.edges[:-1], found.counts, width=widths, align="edge", color=_FILL)
-    calm(axes)
+    simplify_axes(axes)
 
 
-def calm(axes: Any) -> None:
+def simplify_axes(axes: Any) -> None:
     """Leave of an axis what helps reading."""
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -208,7 +208,7 @@ def _is_near(bound: float, one: Dimension) -> bool:
     return one.minimum - 2 * width <= bound <= one.maximum + 2 * width
 
 
-def shortened(name: str, num: int = 28) -> str:
+def shorten_name(name: str, num: int = 28) -> str:
     """Return a name as matplotlib can show it, cut to so many characters."""
     # Matplotlib reads $...$ as mathematics, and a name may hold anything.
     text = "".join(c if c.isprintable() else "?" for c in name).replace("$", r"\$")

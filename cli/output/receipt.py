@@ -10,7 +10,7 @@ from replaylake.cli.output.report import count, size, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.interchange.formats.checks import Check
-    from replaylake.datastore.interchange.ingest.receipt import Receipt
+    from replaylake.datastore.interchange.ingest.receipt import IngestReceipt
 
 _CHECK_COLUMNS: Final = ("check", "outcome", "episodes", "rows")
 # A note may list names without end, and a word of one (a path, a JSON object) may be as long.
@@ -19,7 +19,7 @@ _MAX_WORD: Final = 60
 _MAX_RENAMES: Final = 3
 
 
-def receipt_lines(receipt: Receipt) -> Iterator[str]:
+def receipt_lines(receipt: IngestReceipt) -> Iterator[str]:
     """Return the receipt, what matters most first; what --json has in full is shortened."""
     episodes, steps = receipt.episodes, receipt.steps
     if receipt.version is None:
@@ -45,7 +45,7 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
         )
     yield from rename_lines(receipt.renames)
     for note in receipt.notes:
-        yield f"  note: {shortened(note)}"
+        yield f"  note: {shorten_line(note)}"
     if receipt.alignment is not None:
         yield from (f"  alignment: {line}" for line in receipt.alignment.lines())
 
@@ -67,7 +67,7 @@ def check_lines(checks: Sequence[Check]) -> Iterator[str]:
     yield f"  {header}"
     for line, check in zip(lines, checks, strict=True):
         yield f"  {line}"
-        yield f"    such as {shortened(check.example)}"
+        yield f"    such as {shorten_line(check.example)}"
         if check.advice:
             yield f"    {check.advice}"
 
@@ -77,22 +77,22 @@ def rename_lines(renames: Mapping[str, str]) -> Iterator[str]:
     if len(renames) > _MAX_RENAMES:
         theirs, ours = next(pair for pair in renames.items() if pair[0])
         yield (
-            f"  {len(renames):,} columns renamed, such as {shortened(repr(theirs))} -> {ours}; "
+            f"  {len(renames):,} columns renamed, such as {shorten_line(repr(theirs))} -> {ours}; "
             "--json lists all"
         )
         return
     for theirs, ours in renames.items():
-        yield f"  column {shortened(repr(theirs))} is now {ours}"
+        yield f"  column {shorten_line(repr(theirs))} is now {ours}"
 
 
-def shortened(text: str) -> str:
+def shorten_line(text: str) -> str:
     """Return one line of at most 240 characters; long words lose their middle, as in `part...7`."""
-    words = (_without_middle(word) for word in re.split(r"\s+", text))
+    words = (_elide_middle(word) for word in re.split(r"\s+", text))
     line = " ".join(words)
     return line if len(line) <= _MAX_NOTE else f"{line[:_MAX_NOTE]}... (--json has all)"
 
 
-def _without_middle(word: str) -> str:
+def _elide_middle(word: str) -> str:
     if len(word) <= _MAX_WORD:
         return word
     half = _MAX_WORD // 2 - 2

@@ -17,7 +17,7 @@ _MAX_TEXT: Final = 100
 _MAX_VECTOR: Final = 44
 # What a terminal obeys instead of showing it: control characters (C0 but tab and newline, DEL, C1),
 # marks that turn the direction of text, and halves of surrogate pairs, which no stream encodes.
-_NOT_SHOWN: Final = re.compile(
+_CONTROL_CHARS: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
@@ -25,7 +25,7 @@ _answers: ContextVar[TextIO | None] = ContextVar("answers", default=None)
 
 
 @contextmanager
-def only_answers_on_stdout() -> Iterator[None]:
+def reserve_stdout() -> Iterator[None]:
     """Send what libraries print to stderr: with --json, stdout is parsed."""
     token = _answers.set(sys.stdout)
     try:
@@ -35,12 +35,12 @@ def only_answers_on_stdout() -> Iterator[None]:
         _answers.reset(token)
 
 
-def answer_stream() -> TextIO:
-    """Return stdout as it is outside of `only_answers_on_stdout`."""
+def result_stream() -> TextIO:
+    """Return stdout as it is outside of `reserve_stdout`."""
     return _answers.get() or sys.stdout
 
 
-class Report:
+class CommandOutput:
     """The two streams of one command."""
 
     def __init__(self, as_json: bool) -> None:
@@ -52,11 +52,11 @@ class Report:
             print_json(body)
         else:
             for line in lines:
-                print(shown(line), file=answer_stream())
+                print(escape_controls(line), file=result_stream())
 
     def say(self, text: str) -> None:
         """Print talk on stderr."""
-        print(shown(text), file=sys.stderr, flush=True)
+        print(escape_controls(text), file=sys.stderr, flush=True)
 
     def progress(self, verb: str, unit: str) -> ProgressReport:
         """Return a context manager to be called with (done, total) as work goes on."""
@@ -67,17 +67,17 @@ class Report:
         return WaitingReport(what)
 
 
-def shown(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return a text that does nothing to a terminal: what it obeys is named, as Python does."""
-    return _NOT_SHOWN.sub(lambda found: ascii(found.group())[1:-1], text)
+    return _CONTROL_CHARS.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 def print_json(body: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout; a number that JSON lacks (NaN, infinity) becomes null."""
     text = json.dumps(_plain(body), ensure_ascii=False, allow_nan=False)
     # In JSON these stand in strings alone, where \\u names the same characters.
-    text = _NOT_SHOWN.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
-    print(text, file=answer_stream())
+    text = _CONTROL_CHARS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+    print(text, file=result_stream())
 
 
 def table_lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
@@ -102,7 +102,7 @@ def table_lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> li
     return lines
 
 
-def fitting(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], width: int) -> list[str]:
+def fit_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], width: int) -> list[str]:
     """Return the columns, from the left and at least one, whose table is no wider than `width`."""
     shown: list[str] = []
     for column in columns:

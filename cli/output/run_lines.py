@@ -32,7 +32,7 @@ COLUMNS: Final = (
 _ONLINE: Final = ("env_steps", "return", "staleness")
 Curves = Mapping[str, "Curve"]
 # Of a record, what is said above it, or drawn below.
-_TOLD: Final = (
+_SHOWN_ELSEWHERE: Final = (
     "run_id",
     "kind",
     "status",
@@ -60,15 +60,15 @@ def run_row(summary: RunSummary) -> dict[str, Any]:
     return {
         **summary.to_json(),
         "datasets": " ".join(summary.datasets),
-        "env_steps": _reached(summary.env_steps, summary.steps),
-        "updates": _reached(summary.update, summary.updates),
+        "env_steps": _format_reached(summary.env_steps, summary.steps),
+        "updates": _format_reached(summary.update, summary.updates),
         "return": summary.mean_return,
         "started_at": time_text(summary.started_ms),
         "took": None if summary.duration_s is None else time_left(summary.duration_s),
     }
 
 
-def shown_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def select_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the columns of a table of runs."""
     return [
         column
@@ -77,7 +77,7 @@ def shown_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _reached(done: int | None, asked: int | None) -> str:
+def _format_reached(done: int | None, asked: int | None) -> str:
     reached = number_text(done) if done is not None else ""
     return reached + (f"/{asked:,}" if asked is not None else "")
 
@@ -115,21 +115,23 @@ def run_lines(
     if error := body["record"].get("error"):
         yield f"  {'error'.ljust(12)}{' '.join(str(error).split())}"
     yield "  record"
-    told = {key: value for key, value in body["record"].items() if key not in _TOLD}
+    told = {key: value for key, value in body["record"].items() if key not in _SHOWN_ELSEWHERE}
     yield from tree_lines(told, "    ")
     for name in names if drawn else names[:1]:
         yield ""
-        yield from _plotted(name, [curves[name]], mark=chosen_update(body["record"]))
+        yield from _plot_lines(name, [curves[name]], mark=find_selected_update(body["record"]))
     if names and not drawn:
         yield ""
         yield from _sparklines(curves, names)
 
 
-def _plotted(name: str, curves: Sequence[Curve | None], mark: int | None = None) -> Iterator[str]:
-    from replaylake.cli.output.text_plot import letters, text_plot
+def _plot_lines(
+    name: str, curves: Sequence[Curve | None], mark: int | None = None
+) -> Iterator[str]:
+    from replaylake.cli.output.text_plot import curve_letters, text_plot
 
     yield name
-    marks = letters(len(curves))
+    marks = curve_letters(len(curves))
     points = {
         letter: (one.updates, one.values)
         for letter, one in zip(marks, curves, strict=True)
@@ -168,11 +170,11 @@ def comparison_lines(
     curves: Sequence[Curves],
     drawn: bool,
 ) -> Iterator[str]:
-    from replaylake.cli.output.text_plot import letters
+    from replaylake.cli.output.text_plot import curve_letters
 
-    marks = letters(len(summaries))
+    marks = curve_letters(len(summaries))
     rows = [{"": mark, **run_row(one)} for mark, one in zip(marks, summaries, strict=True)]
-    yield from table_lines(rows, ("", *shown_columns(rows)))
+    yield from table_lines(rows, ("", *select_columns(rows)))
     yield ""
     if options:
         rows = [
@@ -194,7 +196,7 @@ def comparison_lines(
     shared = [name for name in metrics if drawn or sum(name in one for one in curves) > 1]
     for name in shared if drawn else shared[:1]:
         yield ""
-        yield from _plotted(name, [one.get(name) for one in curves])
+        yield from _plot_lines(name, [one.get(name) for one in curves])
 
 
 def _text(value: Any) -> Any:
@@ -202,7 +204,7 @@ def _text(value: Any) -> Any:
     return str(value) if isinstance(value, list | tuple) else value
 
 
-def chosen_update(record: Mapping[str, Any]) -> int | None:
+def find_selected_update(record: Mapping[str, Any]) -> int | None:
     """Return the update whose policy was registered, if one was chosen by a measure."""
     if (selection := record.get("selection") or {}).get("measure") in (None, "last"):
         return None

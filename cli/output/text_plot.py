@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.cli.output.report import answer_stream, number_text
+from replaylake.cli.output.report import number_text, result_stream
 
 Points = tuple[NDArray[Any], NDArray[Any]]
 """Places on the x axis, growing, and values: [n] each; what is not finite is left out."""
@@ -25,7 +25,7 @@ _DOTS: Final = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _SEVERAL: Final = "*"
 
 
-def letters(num: int) -> list[str]:
+def curve_letters(num: int) -> list[str]:
     """Return what several curves are drawn with: A, B, ..., then numbers and small letters."""
     marks = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789abcdefghijklmnopqrstuvwxyz"
     return [marks[number % len(marks)] for number in range(num)]
@@ -77,10 +77,10 @@ def text_plot(
     scale = _Scale(float(left), float(right), float(low), float(high))
     if is_lone and _is_unicode():
         (points,) = finite.values()
-        cells = _dotted(points, scale, width, height)
+        cells = _draw_dots(points, scale, width, height)
     else:
-        cells = _lettered(finite, scale, width, height)
-    return _framed(cells, scale, width, mark)
+        cells = _draw_letters(finite, scale, width, height)
+    return _add_axes(cells, scale, width, mark)
 
 
 class _Scale:
@@ -109,7 +109,7 @@ class _Scale:
         return min(num - 1, int((place - self.left) / (self.right - self.left) * num))
 
 
-def _dotted(points: Points, scale: _Scale, width: int, height: int) -> list[list[str]]:
+def _draw_dots(points: Points, scale: _Scale, width: int, height: int) -> list[list[str]]:
     bits = np.zeros((height, width), np.int64)
     for column, (top, bottom) in enumerate(_spans(points, scale, width * 2, height * 4)):
         for row in range(top, bottom + 1):
@@ -117,7 +117,7 @@ def _dotted(points: Points, scale: _Scale, width: int, height: int) -> list[list
     return [[chr(_BRAILLE + cell) if cell else " " for cell in row] for row in bits.tolist()]
 
 
-def _lettered(
+def _draw_letters(
     curves: Mapping[str, Points], scale: _Scale, width: int, height: int
 ) -> list[list[str]]:
     cells = [[" "] * width for _ in range(height)]
@@ -145,7 +145,7 @@ def _spans(points: Points, scale: _Scale, width: int, height: int) -> list[tuple
     return spans
 
 
-def _framed(cells: list[list[str]], scale: _Scale, width: int, mark: int | None) -> list[str]:
+def _add_axes(cells: list[list[str]], scale: _Scale, width: int, mark: int | None) -> list[str]:
     bar, corner, line, pointer = ("│", "└", "─", "▲") if _is_unicode() else ("|", "+", "-", "^")
     high, low = number_text(scale.high), number_text(scale.low)
     gutter = max(len(high), len(low))
@@ -182,7 +182,7 @@ def _level(value: float, low: float, spread: float, num: int) -> int:
 
 def _is_unicode() -> bool:
     try:
-        (_BLOCKS + chr(_BRAILLE)).encode(getattr(answer_stream(), "encoding", None) or "ascii")
+        (_BLOCKS + chr(_BRAILLE)).encode(getattr(result_stream(), "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from replaylake.cli.output.report import Report
-from replaylake.datastore.errors import ConfigInvalid, ExtraMissing
-from replaylake.datastore.interchange.formats.rlds.tfrecord import masked
+from replaylake.cli.output.report import CommandOutput
+from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError
+from replaylake.datastore.interchange.formats.rlds.tfrecord import mask_crc
 from replaylake.datastore.lake.runs.metrics import RUNS
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ OnMetrics = Callable[[int, Mapping[str, float]], None]
 class Watchers:
     """What `watchers` returns: `begin` it with the run, then call it with each point."""
 
-    def __init__(self, report: Report, lake: Lake, wandb_project: str | None) -> None:
+    def __init__(self, report: CommandOutput, lake: Lake, wandb_project: str | None) -> None:
         self._report = report
         self._lake = lake
         self._wandb_project = wandb_project
@@ -59,7 +59,7 @@ class Watchers:
             run_id: as the registry has it.
             resumed_after: the update of the checkpoint that a resumed run goes on from.
 
-        Raises: ConfigInvalid where W&B refuses the run.
+        Raises: ConfigInvalidError where W&B refuses the run.
         """
         folder = self._lake.storage.state_folder(f"{RUNS}/{run_id}")
         if self._lake.storage.is_remote:
@@ -95,14 +95,14 @@ class Watchers:
             )
         except wandb.Error as error:
             reason = " ".join(str(error).split()).rstrip(".")
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"Weights & Biases: {reason}, expected to begin run {run_id} of project "
                 f"{self._wandb_project!r}. Run `wandb login`, set WANDB_MODE=offline, or leave out "
                 "--wandb: TensorBoard's event files are written either way."
             ) from error
         if not run.offline:
             self._report.say(f"at Weights & Biases: {run.url}")
-        self._told["Weights & Biases"] = _told_to_wandb(run)
+        self._told["Weights & Biases"] = _make_wandb_logger(run)
         self._closing["Weights & Biases"] = run.finish
 
     def _attempt(self, name: str, call: Callable[[], None]) -> bool:
@@ -115,7 +115,7 @@ class Watchers:
         return True
 
 
-def watchers(report: Report, lake: Lake, *, wandb_project: str | None = None) -> Watchers:
+def watchers(report: CommandOutput, lake: Lake, *, wandb_project: str | None = None) -> Watchers:
     """Return a context manager that shows a run while it goes on.
 
     TensorBoard's event files are always written: into the run's folder, `_lake/runs/<run_id>/
@@ -126,12 +126,12 @@ def watchers(report: Report, lake: Lake, *, wandb_project: str | None = None) ->
             watch.begin(run_id)
             ...  # watch(update, metrics) as they come
 
-    Raises: ExtraMissing for a W&B project where the library is not installed.
+    Raises: ExtraMissingError for a W&B project where the library is not installed.
     """
     return Watchers(report, lake, wandb_project)
 
 
-def _told_to_wandb(run: Any) -> OnMetrics:
+def _make_wandb_logger(run: Any) -> OnMetrics:
     newest = 0
 
     def tell(update: int, values: Mapping[str, float]) -> None:
@@ -150,7 +150,7 @@ def _wandb() -> Any:
     try:
         import wandb
     except ModuleNotFoundError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             "--wandb: found no wandb, expected it to report the run. Install replaylake[wandb]; "
             "TensorBoard's event files are written without it."
         ) from error
@@ -183,9 +183,11 @@ class EventFile:
         name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
         self.path = folder / name
         self._file = self.path.open("ab")
-        self._write(_FILE_VERSION + _sized(b"brain.Event:2"))
+        self._write(_FILE_VERSION + _prefix_length(b"brain.Event:2"))
         if resumed_after is not None:
-            self._write(_STEP + _varint(resumed_after + 1) + _SESSION_LOG + _sized(_STARTED))
+            self._write(
+                _STEP + _varint(resumed_after + 1) + _SESSION_LOG + _prefix_length(_STARTED)
+            )
 
     def __enter__(self) -> EventFile:
         return self
@@ -200,8 +202,8 @@ class EventFile:
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Append scalars, float32 in the file; TensorBoard sees them at once. Raises: OSError."""
-        summary = b"".join(_VALUE + _sized(_scalar(name, values[name])) for name in values)
-        self._write(_STEP + _varint(step) + _SUMMARY + _sized(summary))
+        summary = b"".join(_VALUE + _prefix_length(_scalar(name, values[name])) for name in values)
+        self._write(_STEP + _varint(step) + _SUMMARY + _prefix_length(summary))
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -219,10 +221,10 @@ def _scalar(name: str, value: float) -> bytes:
         packed = struct.pack("<f", value)
     except OverflowError:
         packed = struct.pack("<f", math.copysign(math.inf, value))
-    return _TAG + _sized(name.encode()) + _SIMPLE_VALUE + packed
+    return _TAG + _prefix_length(name.encode()) + _SIMPLE_VALUE + packed
 
 
-def _sized(data: bytes) -> bytes:
+def _prefix_length(data: bytes) -> bytes:
     return _varint(len(data)) + data
 
 
@@ -240,7 +242,7 @@ def _crc(data: bytes) -> bytes:
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    return struct.pack("<I", masked(crc ^ 0xFFFFFFFF))
+    return struct.pack("<I", mask_crc(crc ^ 0xFFFFFFFF))
 
 
 def _crc_table() -> Iterator[int]:

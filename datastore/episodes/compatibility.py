@@ -19,29 +19,29 @@ from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Space, Tuple, bounds, children, describe
 
 
-def compatible(first: Space, second: Space, *, any_width: bool = False) -> bool:
+def is_compatible(first: Space, second: Space, *, any_width: bool = False) -> bool:
     """Whether values of one space are stored as values of the other.
 
     `any_width` lets int32 stand for int64 too, and so on: values that are cast, not joined.
     """
-    return bool(_stored(first, any_width) == _stored(second, any_width))
+    return bool(_storage_form(first, any_width) == _storage_form(second, any_width))
 
 
-def difference(first: DatasetSpec, second: DatasetSpec) -> str | None:
+def find_spec_mismatch(first: DatasetSpec, second: DatasetSpec) -> str | None:
     """Say what keeps two datasets from being joined, as `the ... is A and B`; None if nothing."""
     for what, one, other in (
         ("observation space", first.observation_space, second.observation_space),
         ("action space", first.action_space, second.action_space),
     ):
-        if not compatible(one, other):
+        if not is_compatible(one, other):
             return f"the {what} is {describe(one)} and {describe(other)}"
     sizes = first.mask_size, second.mask_size
     if None not in sizes and sizes[0] != sizes[1]:
         return f"the action mask has {sizes[0]} and {sizes[1]} actions"
-    return encoding_difference(first.encoding, second.encoding)
+    return find_encoding_mismatch(first.encoding, second.encoding)
 
 
-def joined(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:
+def join_specs(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:
     """Return the spec that two datasets without a `difference` have together.
 
     Bounds are those that hold for both; a mask is there, and a reward may be unknown, if either
@@ -59,7 +59,7 @@ def joined(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:
     )
 
 
-def encoding_difference(first: Encoding | None, second: Encoding | None) -> str | None:
+def find_encoding_mismatch(first: Encoding | None, second: Encoding | None) -> str | None:
     """Say what keeps vectors made by two encodings from meaning the same; None if nothing."""
     one, other = (None if encoding is None else encoding.rules for encoding in (first, second))
     if one == other:
@@ -67,20 +67,21 @@ def encoding_difference(first: Encoding | None, second: Encoding | None) -> str 
     if one is None or other is None:
         return "one has encoded columns (categories, times, action names) and the other has not"
     if one.action_names != other.action_names:
-        return f"the action names are {_few(one.action_names)} and {_few(other.action_names)}"
+        mine, theirs = _abbreviate(one.action_names), _abbreviate(other.action_names)
+        return f"the action names are {mine} and {theirs}"
     pairs = [pair for pair in zip(one.fields, other.fields, strict=False) if pair[0] != pair[1]]
     names = [[field.name for field in encoding.fields] for encoding in (one, other)]
     where = f"column {pairs[0][0].name!r}" if names[0] == names[1] else f"{names[0]} and {names[1]}"
     return f"the columns that observations are encoded from differ ({where})"
 
 
-def _few(names: tuple[str, ...] | None) -> str:
+def _abbreviate(names: tuple[str, ...] | None) -> str:
     return "none" if names is None else ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _stored(space: Space, any_width: bool) -> Any:
+def _storage_form(space: Space, any_width: bool) -> Any:
     if isinstance(space, Dict | Tuple):
-        return {key: _stored(sub, any_width) for key, sub in children(space).items()}
+        return {key: _storage_form(sub, any_width) for key, sub in children(space).items()}
     if isinstance(space, Box):
         dtype = np.dtype(space.dtype)
         if any_width:

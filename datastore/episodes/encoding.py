@@ -22,7 +22,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, FormatTooNew
+from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError, FormatTooNewError
 
 FORMAT_VERSION: Final = 1
 NUMBER: Final = "number"
@@ -50,8 +50,8 @@ def _circle(size: int) -> Array:
 
 
 # Tables, and not sines of the times at hand: a vector of times and a single one give the same bits.
-_OF_DAY: Final = _circle(_DAY_MINUTES)
-_OF_WEEK: Final = _circle(7)
+_DAY_CIRCLE: Final = _circle(_DAY_MINUTES)
+_WEEK_CIRCLE: Final = _circle(7)
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Field:
             into[np.arange(len(into)), values] = 1
         elif self.kind == TIME:
             minutes = _local_minutes(np.asarray(values, np.int64), self.timezone)
-            into[:, :2] = _OF_DAY[minutes % _DAY_MINUTES]
+            into[:, :2] = _DAY_CIRCLE[minutes % _DAY_MINUTES]
             # 1970-01-01 was a Thursday, day 3 of a week that begins on Monday.
-            into[:, 2:] = _OF_WEEK[(minutes // _DAY_MINUTES + 3) % 7]
+            into[:, 2:] = _WEEK_CIRCLE[(minutes // _DAY_MINUTES + 3) % 7]
         else:
             into[:, 0] = values
 
@@ -114,14 +114,14 @@ class Field:
         if fits and self.kind == NUMBER:
             fits = -_MAX_FLOAT32 <= value <= _MAX_FLOAT32
         if fits and self.kind == TIME:
-            fits = _parsed_time(value) is not None
+            fits = _parse_time(value) is not None
         return None if fits else _EXPECTED[self.kind]
 
     def read(self, value: Any) -> Any:
         """Return a JSON value that has no `fault` as `write` takes it."""
         if self.kind == CATEGORY:
             return self._codes.get(value, 0)
-        return _parsed_time(value) if self.kind == TIME else value
+        return _parse_time(value) if self.kind == TIME else value
 
 
 _MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
@@ -187,7 +187,7 @@ class Encoding:
             listed = ", ".join(one.name for one in self.fields)
             return unknown[0], values[unknown[0]], f"only the fields {listed}"
         for one in self.fields:
-            value = _given(values, one)
+            value = _get_value(values, one)
             if value is None:
                 if one.fill is None:
                     return one.name, None, _EXPECTED[one.kind]
@@ -198,16 +198,16 @@ class Encoding:
         return None
 
     def encode_one(self, values: Mapping[str, Any]) -> Array:
-        """Return the vector [D] of a JSON object. Raises: EpisodeInvalid naming the field."""
+        """Return the vector [D] of a JSON object. Raises: EpisodeInvalidError naming the field."""
         if (fault := self.find_fault(values)) is not None:
             name, found, expected = fault
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"observation.{name}: found {'nothing' if found is None else repr(found)}, "
                 f"expected {expected}. Correct the field."
             )
         columns = {}
         for one in self.fields:
-            value = _given(values, one)
+            value = _get_value(values, one)
             columns[one.name] = [one.read(one.fill if value is None else value)]
         vector: Array = self.encode(columns)[0]
         return vector
@@ -233,14 +233,17 @@ class Encoding:
         }
 
 
-NOTHING: Final = Encoding()
+NO_ENCODING: Final = Encoding()
 
 
 def from_json(data: Mapping[str, Any]) -> Encoding:
-    """Read what `to_json` wrote. Raises: FormatTooNew; KeyError, TypeError on anything else."""
+    """Read what `to_json` wrote.
+
+    Raises: FormatTooNewError; KeyError, TypeError on anything else.
+    """
     version = int(data["format_version"])
     if version > FORMAT_VERSION:
-        raise FormatTooNew(
+        raise FormatTooNewError(
             f"encoding: found format {version}, this ReplayLake reads up to {FORMAT_VERSION}. "
             "Install a later one."
         )
@@ -263,16 +266,16 @@ def from_json(data: Mapping[str, Any]) -> Encoding:
 
 
 def check_timezone(name: str) -> None:
-    """Refuse a zone that this machine does not know. Raises: ConfigInvalid."""
+    """Refuse a zone that this machine does not know. Raises: ConfigInvalidError."""
     try:
         ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--timezone: found {name!r}, expected a zone such as Europe/Berlin or UTC."
         ) from error
 
 
-def _given(values: Mapping[str, Any], one: Field) -> Any:
+def _get_value(values: Mapping[str, Any], one: Field) -> Any:
     """Return a field's value, or None where there is none; an empty text is none, as in a CSV."""
     value = values.get(one.name)
     return None if value == "" and one.kind in (CATEGORY, TIME) else value
@@ -297,7 +300,7 @@ def _offset_minutes(slot: int, timezone: str) -> int:
     return 0 if offset is None else math.floor(offset.total_seconds() / 60)
 
 
-def _parsed_time(text: str) -> int | None:
+def _parse_time(text: str) -> int | None:
     """Return us since 1970, UTC, of an ISO time with a zone; None for another text."""
     try:
         moment = datetime.fromisoformat(text)

@@ -27,7 +27,7 @@ from replaylake.datastore.episodes.spaces import (
     leaves,
     take,
 )
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 
 MAX_STEP: Final = 2**31 - 1
 # Fields of Episode that hold one value a step and may be absent.
@@ -85,7 +85,7 @@ class Episode:
         return len(self.rewards)
 
 
-def checked(
+def validate(
     episode: Episode,
     observation_space: Space,
     action_space: Space,
@@ -100,33 +100,38 @@ def checked(
     log-probability is above 0. Observation bounds are for `check_in_spaces`, because real logs
     overshoot nominal ones.
 
-    Raises: EpisodeInvalid with the episode, the field, what was found and what was expected.
+    Raises: EpisodeInvalidError with the episode, the field, what was found and what was expected.
     """
     try:
-        return _checked(episode, observation_space, action_space, rewards_optional)
-    except EpisodeInvalid as error:
+        return _validate(episode, observation_space, action_space, rewards_optional)
+    except EpisodeInvalidError as error:
         name = episode.source_episode_id or episode.episode_id
-        raise EpisodeInvalid(f"episode {name}: {error}") from error
+        raise EpisodeInvalidError(f"episode {name}: {error}") from error
 
 
 def check_in_spaces(episode: Episode, observation_space: Space, action_space: Space) -> None:
-    """Refuse observations and actions outside an environment's bounds. Raises: EpisodeInvalid."""
+    """Refuse observations and actions outside an environment's bounds.
+
+    Raises: EpisodeInvalidError.
+    """
     try:
         check_bounds(observation_space, episode.observations, "observation")
         check_bounds(action_space, episode.actions, "action")
-    except EpisodeInvalid as error:
+    except EpisodeInvalidError as error:
         name = episode.source_episode_id or episode.episode_id
-        raise EpisodeInvalid(f"episode {name}: {error}") from error
+        raise EpisodeInvalidError(f"episode {name}: {error}") from error
 
 
-def _checked(
+def _validate(
     episode: Episode, observation_space: Space, action_space: Space, rewards_optional: bool
 ) -> Episode:
     num = len(episode.rewards)
     if num == 0:
-        raise EpisodeInvalid("found no steps, expected at least one. Leave empty episodes out.")
+        raise EpisodeInvalidError(
+            "found no steps, expected at least one. Leave empty episodes out."
+        )
     if episode.first_step < 0 or episode.first_step + num - 1 > MAX_STEP:
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"step: found {episode.first_step}..{episode.first_step + num - 1}, expected "
             f"0..{MAX_STEP}. Renumber the steps from 0."
         )
@@ -135,25 +140,27 @@ def _checked(
         final = take(as_values(observation_space, as_batch(final), "final_observation", 1), 0)
     actions = as_values(action_space, episode.actions, "action", num)
     _check_discrete(action_space, actions, "action")
-    masks = _checked_masks(episode.action_masks, num)
+    masks = _validate_masks(episode.action_masks, num)
     if masks is not None and isinstance(action_space, Discrete):
         _check_allowed(np.asarray(actions), action_space, masks)
-    log_probs = _checked_log_probs(episode.behavior_log_probs, num)
+    log_probs = _validate_log_probs(episode.behavior_log_probs, num)
     if log_probs is not None and is_countable(action_space):
         _check_probabilities(log_probs)
     return replace(
         episode,
         observations=as_values(observation_space, episode.observations, "observation", num),
         actions=actions,
-        rewards=_checked_rewards(episode.rewards, num, rewards_optional),
+        rewards=_validate_rewards(episode.rewards, num, rewards_optional),
         final_observation=final,
         behavior_log_probs=log_probs,
-        policy_versions=_optional(episode.policy_versions, np.int64, "policy_version", num),
-        policies=_checked_policies(episode.policies, num),
+        policy_versions=_validate_optional(
+            episode.policy_versions, np.int64, "policy_version", num
+        ),
+        policies=_validate_policies(episode.policies, num),
         action_masks=masks,
-        timestamps=_optional(episode.timestamps, np.int64, "timestamp", num),
-        env_steps=_optional(episode.env_steps, np.int32, "env_step", num),
-        extras={name: _checked_extra(name, array, num) for name, array in episode.extras.items()},
+        timestamps=_validate_optional(episode.timestamps, np.int64, "timestamp", num),
+        env_steps=_validate_optional(episode.env_steps, np.int32, "env_step", num),
+        extras={name: _validate_extra(name, array, num) for name, array in episode.extras.items()},
     )
 
 
@@ -181,7 +188,7 @@ def _check_allowed(actions: Array, space: Discrete, masks: Array) -> None:
     allowed[inside] = masks[inside, chosen[inside]]
     if not allowed.all():
         row = int(np.argmin(allowed))
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"action at step {row}: found {actions[row]}, which its action_mask forbids, expected "
             f"one of {(np.flatnonzero(masks[row]) + space.start).tolist()}. Check that mask and "
             "action belong to the same step."
@@ -193,78 +200,82 @@ def _check_probabilities(log_probs: Array) -> None:
     above = log_probs > LOG_PROB_TOLERANCE
     if above.any():
         row = int(np.argmax(above))
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"behavior_log_prob at step {row}: found {log_probs[row]:g}, expected at most 0, the "
             "natural logarithm of a probability. Map a column of probabilities as behavior_prob."
         )
 
 
-def _numbers(raw: Any, dtype: Any, what: str, num: int) -> Array:
+def _validate_numbers(raw: Any, dtype: Any, what: str, num: int) -> Array:
     return np.asarray(as_values(Box((), np.dtype(dtype).name), raw, what, num))
 
 
-def _optional(raw: Any, dtype: Any, what: str, num: int) -> Array | None:
-    return None if raw is None else _numbers(raw, dtype, what, num)
+def _validate_optional(raw: Any, dtype: Any, what: str, num: int) -> Array | None:
+    return None if raw is None else _validate_numbers(raw, dtype, what, num)
 
 
-def _checked_rewards(raw: Any, num: int, is_optional: bool) -> Array:
+def _validate_rewards(raw: Any, num: int, is_optional: bool) -> Array:
     rewards = np.asarray(raw) if is_optional else None
     if rewards is None or rewards.shape != (num,) or rewards.dtype.kind != "f":
-        return _numbers(raw, np.float64, "reward", num)
+        return _validate_numbers(raw, np.float64, "reward", num)
     unknown = np.isnan(rewards)
-    known = _numbers(np.where(unknown, 0, rewards), np.float64, "reward", num)
+    known = _validate_numbers(np.where(unknown, 0, rewards), np.float64, "reward", num)
     return np.where(unknown, np.nan, known)
 
 
-def _checked_log_probs(raw: Any, num: int) -> Array | None:
+def _validate_log_probs(raw: Any, num: int) -> Array | None:
     if raw is None:
         return None
     try:
         with np.errstate(over="ignore"):
             log_probs = np.asarray(raw, dtype=np.float64).astype(np.float32)
     except (TypeError, ValueError) as error:
-        raise EpisodeInvalid(f"behavior_log_prob: {error}, expected one number a step.") from error
+        raise EpisodeInvalidError(
+            f"behavior_log_prob: {error}, expected one number a step."
+        ) from error
     if log_probs.shape != (num,):
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"behavior_log_prob: found shape {list(log_probs.shape)}, expected [{num}]."
         )
     if np.isinf(log_probs).any():
         row = int(np.argwhere(np.isinf(log_probs))[0][0])
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"behavior_log_prob at step {row}: found {log_probs[row]}, expected a finite number "
             "or NaN where it is unknown. An action with probability 0 cannot have been taken."
         )
     return log_probs
 
 
-def _checked_policies(raw: Any, num: int) -> NDArray[np.object_] | None:
+def _validate_policies(raw: Any, num: int) -> NDArray[np.object_] | None:
     if raw is None:
         return None
     policies = np.asarray(raw, dtype=object)
     if policies.shape != (num,):
-        raise EpisodeInvalid(f"policy: found shape {list(policies.shape)}, expected [{num}].")
+        raise EpisodeInvalidError(f"policy: found shape {list(policies.shape)}, expected [{num}].")
     for policy in set(policies.tolist()):
         if policy is not None and not isinstance(policy, str):
-            raise EpisodeInvalid(f"policy: found {policy!r}, expected names, or None if unknown.")
+            raise EpisodeInvalidError(
+                f"policy: found {policy!r}, expected names, or None if unknown."
+            )
     return policies
 
 
-def _checked_masks(raw: Any, num: int) -> Array | None:
+def _validate_masks(raw: Any, num: int) -> Array | None:
     if raw is None:
         return None
     masks = np.asarray(raw)
     if masks.ndim != 2 or len(masks) != num or masks.dtype != np.bool_:
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"action_mask: found {masks.dtype} {list(masks.shape)}, expected bool [{num}, A]."
         )
     return masks
 
 
-def _checked_extra(name: str, array: Any, num: int) -> Any:
+def _validate_extra(name: str, array: Any, num: int) -> Any:
     try:
         found = len(array)
     except TypeError:
         found = 0
     if found != num:
-        raise EpisodeInvalid(f"{name}: found {found} rows, expected {num}, one a step.")
+        raise EpisodeInvalidError(f"{name}: found {found} rows, expected {num}, one a step.")
     return array

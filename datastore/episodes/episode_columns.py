@@ -12,9 +12,9 @@ from typing import overload
 
 import numpy as np
 
-from replaylake.datastore.episodes.episode import MAX_STEP, PER_STEP, Episode, checked
+from replaylake.datastore.episodes.episode import MAX_STEP, PER_STEP, Episode, validate
 from replaylake.datastore.episodes.spaces import Array, Space, Values, as_values, num_values, take
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class EpisodeColumns(Sequence[Episode]):
     arrays are [T, ...]. final_observations [E, *obs]: after each one's last step. lengths and
     first_steps int64 [E]; terminated and truncated bool [E]; agent_ids: None if all are "".
 
-    Raises: EpisodeInvalid where these do not go together.
+    Raises: EpisodeInvalidError where these do not go together.
     """
 
     steps: Episode
@@ -44,7 +44,7 @@ class EpisodeColumns(Sequence[Episode]):
         if self.agent_ids is not None:
             nums.append(len(self.agent_ids))
         if any(found != num for found in nums) or int(self.lengths.sum()) != len(self.steps):
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"episodes: found {nums} ids, first steps, ends and final observations of "
                 f"{num} episodes with {int(self.lengths.sum())} steps in {len(self.steps)} rows, "
                 "expected one of each an episode and a row a step."
@@ -73,15 +73,15 @@ class EpisodeColumns(Sequence[Episode]):
     ) -> EpisodeColumns:
         """Return them as `episode.checked` returns each.
 
-        Raises: EpisodeInvalid where one does not fit, which does not tell which.
+        Raises: EpisodeInvalidError where one does not fit, which does not tell which.
         """
         if not len(self) or self.lengths.min() < 1 or self.first_steps.min() < 0:
-            raise EpisodeInvalid("episodes: found one without steps or before step 0.")
+            raise EpisodeInvalidError("episodes: found one without steps or before step 0.")
         if int((self.first_steps + self.lengths).max()) > MAX_STEP + 1:
-            raise EpisodeInvalid(f"episodes: found a step above {MAX_STEP}.")
+            raise EpisodeInvalidError(f"episodes: found a step above {MAX_STEP}.")
         return replace(
             self,
-            steps=checked(
+            steps=validate(
                 self.steps, observation_space, action_space, rewards_optional=rewards_optional
             ),
             final_observations=as_values(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episodes.episode import MAX_STEP, PER_STEP, Episode, checked
+from replaylake.datastore.episodes.episode import MAX_STEP, PER_STEP, Episode, validate
 from replaylake.datastore.episodes.episode_columns import EpisodeColumns
 from replaylake.datastore.episodes.spaces import (
     Space,
@@ -19,13 +19,13 @@ from replaylake.datastore.episodes.spaces import (
     concatenate,
     take,
 )
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 
 # Mean steps above which a check of each costs little beside its steps, and a join would copy much.
 _SHORT_STEPS: Final = 64
 
 
-def checked_all(
+def validate_all(
     episodes: Sequence[Episode],
     observation_space: Space,
     action_space: Space,
@@ -37,11 +37,11 @@ def checked_all(
     Short ones are joined to one long pseudo-episode, checked and cut again: 60,000 episodes/s of
     one step where one by one gives 11,000 (1 core, 2026-11).
 
-    Raises: EpisodeInvalid with the first that does not fit.
+    Raises: EpisodeInvalidError with the first that does not fit.
     """
     if isinstance(episodes, EpisodeColumns):
         # Joined arrays do not tell which is at fault: one by one, below, it is named.
-        with suppress(EpisodeInvalid):
+        with suppress(EpisodeInvalidError):
             return episodes.checked(
                 observation_space, action_space, rewards_optional=rewards_optional
             )
@@ -49,17 +49,17 @@ def checked_all(
     num_steps = sum(map(len, episodes))
     if len(episodes) > 1 and num_steps <= _SHORT_STEPS * len(episodes):
         try:
-            return _checked_together(episodes, observation_space, action_space, rewards_optional)
-        except (EpisodeInvalid, ValueError, KeyError, TypeError, AttributeError):
+            return _validate_together(episodes, observation_space, action_space, rewards_optional)
+        except (EpisodeInvalidError, ValueError, KeyError, TypeError, AttributeError):
             # Joined arrays do not tell which is at fault, or these cannot be joined.
             pass
     return [
-        checked(episode, observation_space, action_space, rewards_optional=rewards_optional)
+        validate(episode, observation_space, action_space, rewards_optional=rewards_optional)
         for episode in episodes
     ]
 
 
-def checked_as_one(
+def validate_as_one(
     episodes: Sequence[Episode],
     observation_space: Space,
     action_space: Space,
@@ -69,7 +69,7 @@ def checked_as_one(
     """Return the steps of all episodes, checked as those of one; further columns are left out.
 
     And the final observations of those that have one, [F, *obs]. optional: the fields that an
-    episode may lack which are looked at, by default all. Raises: EpisodeInvalid, ValueError,
+    episode may lack which are looked at, by default all. Raises: EpisodeInvalidError, ValueError,
     KeyError, TypeError or AttributeError where one does not fit or they cannot be joined, which
     does not tell which one is at fault.
     """
@@ -81,14 +81,14 @@ def checked_as_one(
     lengths = [len(episode) for episode in episodes]
     firsts = np.asarray([episode.first_step for episode in episodes])
     if min(lengths) == 0 or firsts.min() < 0 or (firsts + lengths).max() > MAX_STEP + 1:
-        raise EpisodeInvalid("steps out of range")
-    whole = checked(
+        raise EpisodeInvalidError("steps out of range")
+    whole = validate(
         Episode(
             episode_id="",
-            observations=_joined([e.observations for e in episodes], lengths),
-            actions=_joined([e.actions for e in episodes], lengths),
-            rewards=_joined([e.rewards for e in episodes], lengths),
-            **{name: _joined_optional(episodes, name, lengths) for name in optional},
+            observations=_concatenate_parts([e.observations for e in episodes], lengths),
+            actions=_concatenate_parts([e.actions for e in episodes], lengths),
+            rewards=_concatenate_parts([e.rewards for e in episodes], lengths),
+            **{name: _concatenate_optional(episodes, name, lengths) for name in optional},
         ),
         observation_space,
         action_space,
@@ -97,17 +97,17 @@ def checked_as_one(
     given = [as_batch(e.final_observation) for e in episodes if e.final_observation is not None]
     if not given:
         return whole, None
-    finals = _joined(given, [1] * len(given))
+    finals = _concatenate_parts(given, [1] * len(given))
     return whole, as_values(observation_space, finals, "final_observation", len(given))
 
 
-def _checked_together(
+def _validate_together(
     episodes: Sequence[Episode],
     observation_space: Space,
     action_space: Space,
     rewards_optional: bool,
 ) -> list[Episode]:
-    whole, finals = checked_as_one(episodes, observation_space, action_space, rewards_optional)
+    whole, finals = validate_as_one(episodes, observation_space, action_space, rewards_optional)
     names = [name for name in PER_STEP if getattr(whole, name) is not None]
     ready = []
     start = num_finals = 0
@@ -116,7 +116,7 @@ def _checked_together(
         rows = slice(start, start + num)
         start += num
         if episode.extras and any(len(array) != num for array in episode.extras.values()):
-            raise EpisodeInvalid("a further column of another length")
+            raise EpisodeInvalidError("a further column of another length")
         final = None
         if episode.final_observation is not None and finals is not None:
             final = take(finals, num_finals)
@@ -134,24 +134,24 @@ def _checked_together(
     return ready
 
 
-def _joined_optional(episodes: Sequence[Episode], name: str, lengths: Sequence[int]) -> Any:
+def _concatenate_optional(episodes: Sequence[Episode], name: str, lengths: Sequence[int]) -> Any:
     parts = [getattr(episode, name) for episode in episodes]
-    return None if all(part is None for part in parts) else _joined(parts, lengths)
+    return None if all(part is None for part in parts) else _concatenate_parts(parts, lengths)
 
 
-def _joined(parts: list[Any], lengths: Sequence[int]) -> Any:
+def _concatenate_parts(parts: list[Any], lengths: Sequence[int]) -> Any:
     """Join arrays of one dtype, each with as many rows as its episode has steps.
 
-    Raises: EpisodeInvalid, ValueError, KeyError or TypeError if they are not that: a join of two
-    dtypes could round what each holds exactly.
+    Raises: EpisodeInvalidError, ValueError, KeyError or TypeError if they are not that: a join of
+    two dtypes could round what each holds exactly.
     """
     first = parts[0]
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
-            raise EpisodeInvalid("unequal keys")
-        return {key: _joined([part[key] for part in parts], lengths) for key in first}
+            raise EpisodeInvalidError("unequal keys")
+        return {key: _concatenate_parts([part[key] for part in parts], lengths) for key in first}
     # A mapping or None becomes an array without a dimension, which has no length.
     arrays = [np.asarray(part) for part in parts]
     if len({array.dtype for array in arrays}) > 1 or [*map(len, arrays)] != [*lengths]:
-        raise EpisodeInvalid("unequal dtypes or lengths")
+        raise EpisodeInvalidError("unequal dtypes or lengths")
     return concatenate([*arrays])

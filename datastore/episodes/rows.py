@@ -23,11 +23,11 @@ from replaylake.datastore.episodes.schema import (
     check_names,
     to_arrow,
     vector_type,
-    widened,
-    widened_type,
+    widen,
+    widen_type,
 )
 from replaylake.datastore.episodes.spaces import Array, Space, as_batch, concatenate
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.storage.arrow_values import is_list
 from replaylake.datastore.storage.table.delta_schema import plain_type
 from replaylake.datastore.storage.table.table_schema import conform
@@ -37,10 +37,10 @@ def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
     """Lay checked episodes out as rows of the dataset, in order.
 
     Columns in `extras` that the spec lacks are added at the end, as nullable.
-    Raises: SchemaMismatch; EpisodeInvalid, also for a step that is there twice.
+    Raises: SchemaMismatchError; EpisodeInvalidError, also for a step that is there twice.
     """
-    outline = _outline(episodes)
-    _check_outline(outline)
+    outline = _collect_episode_fields(episodes)
+    _check_episode_fields(outline)
     _check_distinct(outline)
     # What there is one of a step comes in as many parts as it was handed over in.
     parts = [episodes.steps] if isinstance(episodes, EpisodeColumns) else episodes
@@ -74,7 +74,7 @@ def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
     }
     if spec.mask_size is not None or any(p.action_masks is not None for p in parts):
         columns[schema.ACTION_MASK] = _masks(parts, spec, nums)
-    extras = _encoded_extras(parts, spec, nums) if _has_extras(parts) else {}
+    extras = _encode_extras(parts, spec, nums) if _has_extras(parts) else {}
     fields = arrow_schema(spec)
     arrays = {name: pa.array(column) for name, column in columns.items()}
     arrays |= {name: extras.pop(name) for name in spec.extras if name in extras}
@@ -86,7 +86,7 @@ def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
 
 
 @dataclass(frozen=True)
-class _Outline:
+class _EpisodeFields:
     """What there is one of an episode, [E] each."""
 
     episode_ids: Sequence[str]
@@ -98,10 +98,10 @@ class _Outline:
     truncated: Array
 
 
-def _outline(episodes: Sequence[Episode]) -> _Outline:
+def _collect_episode_fields(episodes: Sequence[Episode]) -> _EpisodeFields:
     if isinstance(episodes, EpisodeColumns):
         num, agents = len(episodes), episodes.agent_ids
-        return _Outline(
+        return _EpisodeFields(
             episodes.episode_ids,
             [""] * num if agents is None else agents,
             [None] * num,
@@ -110,7 +110,7 @@ def _outline(episodes: Sequence[Episode]) -> _Outline:
             episodes.terminated,
             episodes.truncated,
         )
-    return _Outline(
+    return _EpisodeFields(
         [episode.episode_id for episode in episodes],
         [episode.agent_id for episode in episodes],
         [episode.source_episode_id for episode in episodes],
@@ -122,40 +122,40 @@ def _outline(episodes: Sequence[Episode]) -> _Outline:
 
 
 def check_ids(episodes: Sequence[Episode]) -> None:
-    """Refuse ids that no column could hold or no key tell apart. Raises: EpisodeInvalid."""
-    _check_outline(_outline(episodes))
+    """Refuse ids that no column could hold or no key tell apart. Raises: EpisodeInvalidError."""
+    _check_episode_fields(_collect_episode_fields(episodes))
 
 
-def _check_outline(outline: _Outline) -> None:
+def _check_episode_fields(outline: _EpisodeFields) -> None:
     for episode_id, agent_id in zip(outline.episode_ids, outline.agent_ids, strict=True):
         for what, value in (("episode_id", episode_id), ("agent_id", agent_id)):
             if not isinstance(value, str) or "\0" in value:
-                raise EpisodeInvalid(
+                raise EpisodeInvalidError(
                     f"episode {episode_id!r}: {what}: found {value!r}, expected a string "
                     "without NUL."
                 )
         if not episode_id:
-            raise EpisodeInvalid("episode_id: found '', expected the id of an episode.")
+            raise EpisodeInvalidError("episode_id: found '', expected the id of an episode.")
 
 
 def check_encodable(episode: Episode, spec: DatasetSpec) -> None:
     """Check of a checked episode what `encode` would refuse: ids, mask and further columns.
 
-    Raises: EpisodeInvalid, SchemaMismatch.
+    Raises: EpisodeInvalidError, SchemaMismatchError.
     """
     lengths = np.asarray([len(episode)])
     check_ids([episode])
     if episode.action_masks is not None:
         _masks([episode], spec, lengths)
     if episode.extras:
-        _encoded_extras([episode], spec, lengths)
+        _encode_extras([episode], spec, lengths)
 
 
 def _has_extras(episodes: Sequence[Episode]) -> bool:
     return any(episode.extras for episode in episodes)
 
 
-def _check_distinct(outline: _Outline) -> None:
+def _check_distinct(outline: _EpisodeFields) -> None:
     """Refuse one step of an episode and agent twice: which of the two happened is not known."""
     numbers: dict[tuple[str, str], int] = {}
     keys = zip(outline.episode_ids, outline.agent_ids, strict=True)
@@ -171,7 +171,7 @@ def _check_distinct(outline: _Outline) -> None:
         row = int(after[np.argmax(overlap)])
         agent_id = outline.agent_ids[row]
         agent = f" of agent {agent_id!r}" if agent_id else ""
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"episode {outline.source_ids[row] or outline.episode_ids[row]}: found step "
             f"{first[row]}{agent} twice, expected each step once. Give every episode an id "
             "of its own, and the pieces of one episode their first_step."
@@ -258,7 +258,7 @@ def _optional(arrays: list[Array | None], lengths: Array, kind: pa.DataType) -> 
 
 def _masks(episodes: Sequence[Episode], spec: DatasetSpec, lengths: Array) -> pa.Array:
     if spec.mask_size is None:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             "found action masks, expected none: the dataset was created without. Ingest into a "
             "new dataset, or leave the masks out."
         )
@@ -273,7 +273,7 @@ def _masks(episodes: Sequence[Episode], spec: DatasetSpec, lengths: Array) -> pa
         if masks is None:
             parts.append(pa.nulls(num, kind))
         elif masks.shape[1] != spec.mask_size:
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"episode {episode.episode_id}: action_mask: found {masks.shape[1]} actions, "
                 f"expected {spec.mask_size}."
             )
@@ -282,7 +282,7 @@ def _masks(episodes: Sequence[Episode], spec: DatasetSpec, lengths: Array) -> pa
     return pa.concat_arrays(parts)
 
 
-def _encoded_extras(
+def _encode_extras(
     episodes: Sequence[Episode], spec: DatasetSpec, lengths: Array
 ) -> dict[str, pa.Array]:
     names = dict.fromkeys(name for episode in episodes for name in episode.extras)
@@ -290,30 +290,30 @@ def _encoded_extras(
     columns = {}
     for name in names:
         parts = [as_column(e.extras[name], name) if name in e.extras else None for e in episodes]
-        parts, nums = _joined_alike(parts, lengths)
+        parts, nums = _concatenate_uniform(parts, lengths)
         kind = spec.extras.get(name) or _common_type(parts, name)
         for part in parts:
             if part is not None and not _is_same_kind(part.type, kind):
-                raise SchemaMismatch(
+                raise SchemaMismatchError(
                     f"column {name!r}: expected {kind} as the dataset has it; found {part.type}. "
                     "Convert or rename it."
                 )
         try:
             columns[name] = pa.concat_arrays(
                 [
-                    pa.nulls(num, kind) if part is None else _as(kind, _plain(part))
+                    pa.nulls(num, kind) if part is None else _cast_column(kind, _plain(part))
                     for part, num in zip(parts, nums, strict=True)
                 ]
             )
         except pa.ArrowException as error:
             whose = "as the dataset has it" if name in spec.extras else "as other episodes have it"
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"column {name!r}: expected {kind} {whose}; {error}. Convert or rename it."
             ) from error
     return columns
 
 
-def _joined_alike(
+def _concatenate_uniform(
     parts: list[pa.Array | None], lengths: Array
 ) -> tuple[list[pa.Array | None], list[int]]:
     """Join parts of one type to one, to be looked at once: one-step episodes are many."""
@@ -358,20 +358,20 @@ def _is_binary(kind: pa.DataType) -> bool:
 def _common_type(parts: Sequence[pa.Array | None], name: str) -> pa.DataType:
     """Return the type that holds a new column of all episodes; one of nulls alone takes part."""
     given = [part for part in parts if part is not None]
-    typed = [widened(part, name).type for part in given if part.null_count < len(part)]
+    typed = [widen(part, name).type for part in given if part.null_count < len(part)]
     if not typed:
-        return widened_type(given[0].type, name)
+        return widen_type(given[0].type, name)
     try:
         schemas = [pa.schema([(name, kind)]) for kind in dict.fromkeys(typed)]
         return pa.unify_schemas(schemas, promote_options="permissive").field(name).type
     except pa.ArrowException as error:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"column {name!r}: found {' and '.join(map(str, dict.fromkeys(typed)))} in different "
             "episodes, expected one type. Convert it."
         ) from error
 
 
-def _as(kind: pa.DataType, column: pa.Array) -> pa.Array:
+def _cast_column(kind: pa.DataType, column: pa.Array) -> pa.Array:
     # Arrow refuses to cast vectors to their own type where one of them is null.
     return column if column.type.equals(kind) else column.cast(kind)
 

@@ -30,7 +30,7 @@ from replaylake.datastore.episodes.spaces import (
     to_json,
     value_shape,
 )
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.names import is_column_name
 from replaylake.datastore.storage.arrow_values import numbers
 from replaylake.datastore.storage.table.delta_schema import FIELD_ID, to_delta
@@ -84,7 +84,7 @@ _ENCODING_KEY: Final = "replaylake.encoding"
 # Names that the SQL views add.
 _VIEW_COLUMNS: Final = ("next_observation",)
 # Delta has no unsigned integers and no float16: they are widened at the door.
-_WIDENED: Final = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
+_WIDER_TYPES: Final = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _encoding(text: str | None) -> Encoding | None:
 def arrow_schema(spec: DatasetSpec) -> pa.Schema:
     """Return the dataset's columns; standard ones keep their field id in every dataset.
 
-    Raises: SchemaMismatch if a further column's name or type cannot be kept.
+    Raises: SchemaMismatchError if a further column's name or type cannot be kept.
     """
     check_names(spec.extras)
     observation = arrow_type(spec.observation_space)
@@ -173,26 +173,29 @@ def arrow_schema(spec: DatasetSpec) -> pa.Schema:
 
 
 def check_names(extras: Iterable[str]) -> None:
-    """Refuse further columns that SQL or Delta could not tell apart. Raises: SchemaMismatch."""
+    """Refuse further columns that SQL or Delta could not tell apart.
+
+    Raises: SchemaMismatchError.
+    """
     taken = {*STANDARD_COLUMNS, *_VIEW_COLUMNS}
     for name in extras:
         if not is_column_name(name) or name.lower() in taken:
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"column {name!r}: expected [A-Za-z_][A-Za-z0-9_]*, unlike every other column "
                 "without regard to case. Rename it."
             )
         taken.add(name.lower())
 
 
-def holds_steps(names: Iterable[str]) -> bool:
+def has_steps(names: Iterable[str]) -> bool:
     """Whether a table of these columns holds steps: others have a step or an agent, not both."""
     return {EPISODE_ID, AGENT_ID, STEP, TERMINATED} <= {*names}
 
 
 def arrow_type(space: Space) -> pa.DataType:
-    """Return the column type of a space's values, as ARCHITECTURE.md's data model has it.
+    """Return the column type of a space's values, as docs/DATA_MODEL.md has it.
 
-    Raises: SchemaMismatch for a uint64 Box, which no Delta type holds.
+    Raises: SchemaMismatchError for a uint64 Box, which no Delta type holds.
     """
     if isinstance(space, Dict | Tuple):
         # Nullable within: a whole final_observation may be null, and Parquet writers then take the
@@ -208,8 +211,8 @@ def arrow_type(space: Space) -> pa.DataType:
         # With 64-bit offsets: frames of one append may pass 2 GiB.
         return pa.large_binary()
     if space.dtype == "uint64":
-        raise SchemaMismatch("Box dtype uint64: no Delta type holds it. Use int64.")
-    element = pa.from_numpy_dtype(np.dtype(_WIDENED.get(space.dtype, space.dtype)))
+        raise SchemaMismatchError("Box dtype uint64: no Delta type holds it. Use int64.")
+    element = pa.from_numpy_dtype(np.dtype(_WIDER_TYPES.get(space.dtype, space.dtype)))
     return vector_type(element, int(np.prod(space.shape))) if space.shape else element
 
 
@@ -251,20 +254,20 @@ def to_numpy(space: Space, column: pa.Array | pa.ChunkedArray) -> Values:
     return decoded
 
 
-def widened(array: Any, name: str) -> pa.Array:
+def widen(array: Any, name: str) -> pa.Array:
     """Give a further column a type that Delta, DuckDB and numpy share, or refuse it.
 
     An array [T, ...] of numpy becomes a fixed-size list a row.
-    Raises: SchemaMismatch on nulls only, naive or finer timestamps, and types no table holds.
+    Raises: SchemaMismatchError on nulls only, naive or finer timestamps, and types no table holds.
     """
     column = as_column(array, name)
-    return _cast(column, widened_type(column.type, name), name)
+    return _cast(column, widen_type(column.type, name), name)
 
 
 def as_column(array: Any, name: str) -> pa.Array:
     """Return what a caller gave as a further column in Arrow's own type for it.
 
-    Raises: SchemaMismatch if it has none.
+    Raises: SchemaMismatchError if it has none.
     """
     if isinstance(array, pa.ChunkedArray):
         return array.combine_chunks()
@@ -278,22 +281,27 @@ def as_column(array: Any, name: str) -> pa.Array:
             )
         return pa.array(array)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"column {name!r}: {error}, expected one value of one type a step. Convert it first."
         ) from error
 
 
-def widened_type(kind: pa.DataType, name: str) -> pa.DataType:
-    """Return the type that a further column is kept in. Raises: SchemaMismatch if there is none."""
+def widen_type(kind: pa.DataType, name: str) -> pa.DataType:
+    """Return the type that a further column is kept in.
+
+    Raises: SchemaMismatchError if there is none.
+    """
     types = pa.types
     if types.is_null(kind):
-        raise SchemaMismatch(f"column {name!r}: found only nulls, expected typed values. Drop it.")
+        raise SchemaMismatchError(
+            f"column {name!r}: found only nulls, expected typed values. Drop it."
+        )
     if types.is_unsigned_integer(kind) or types.is_float16(kind):
         numpy_name = "float16" if types.is_float16(kind) else str(kind)
-        return pa.from_numpy_dtype(np.dtype(_WIDENED.get(numpy_name, "int64")))
+        return pa.from_numpy_dtype(np.dtype(_WIDER_TYPES.get(numpy_name, "int64")))
     if types.is_timestamp(kind):
         if kind.tz is None:
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"column {name!r}: found timestamps without a time zone, expected UTC or an "
                 "offset. Give them one."
             )
@@ -305,19 +313,17 @@ def widened_type(kind: pa.DataType, name: str) -> pa.DataType:
     if types.is_fixed_size_binary(kind):
         return pa.binary()
     if types.is_dictionary(kind):
-        plain = widened_type(kind.value_type, name)
+        plain = widen_type(kind.value_type, name)
         return NAMES_TYPE if types.is_string(plain) else plain
     if types.is_fixed_size_list(kind):
-        element = pa.field(
-            "element", widened_type(kind.value_type, name), kind.value_field.nullable
-        )
+        element = pa.field("element", widen_type(kind.value_type, name), kind.value_field.nullable)
         return pa.list_(element, kind.list_size)
     if types.is_list(kind) or types.is_large_list(kind):
-        return pa.list_(pa.field("element", widened_type(kind.value_type, name)))
+        return pa.list_(pa.field("element", widen_type(kind.value_type, name)))
     if types.is_map(kind):
-        return pa.map_(widened_type(kind.key_type, name), widened_type(kind.item_type, name))
+        return pa.map_(widen_type(kind.key_type, name), widen_type(kind.item_type, name))
     if types.is_struct(kind):
-        return pa.struct([pa.field(f.name, widened_type(f.type, name)) for f in kind])
+        return pa.struct([pa.field(f.name, widen_type(f.type, name)) for f in kind])
     to_delta(pa.schema([pa.field(name, kind)]))
     return kind
 
@@ -326,7 +332,7 @@ def _cast(column: pa.Array, kind: pa.DataType, name: str) -> pa.Array:
     try:
         return column if column.type.equals(kind) else column.cast(kind)
     except pa.ArrowException as error:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"column {name!r}: found {column.type}, expected values that {kind} holds exactly: "
             f"{error}. Convert it first."
         ) from error

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.names import is_column_name
 
 Array = NDArray[Any]
@@ -37,7 +37,7 @@ class Box:
         object.__setattr__(self, "low", _compact_bound(self.low))
         object.__setattr__(self, "high", _compact_bound(self.high))
         if np.dtype(self.dtype).kind not in "fiub":
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"Box space: found dtype {self.dtype}, expected a float, integer or bool dtype. "
                 "Use a Text or Dict space for anything else."
             )
@@ -88,7 +88,7 @@ class Dict:
         object.__setattr__(self, "spaces", dict(self.spaces))
         keys = [str(key).lower() for key in self.spaces]
         if not keys or len({*keys}) < len(keys) or not all(map(is_column_name, keys)):
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"Dict space: found the keys {list(self.spaces)}, expected [A-Za-z_][A-Za-z0-9_]*, "
                 "at least one, and distinct without regard to case, as SQL sees them. Rename them."
             )
@@ -106,7 +106,7 @@ class Tuple:
     def __post_init__(self) -> None:
         object.__setattr__(self, "spaces", tuple(self.spaces))
         if not self.spaces:
-            raise SchemaMismatch("Tuple space: found no sub-space, expected at least one.")
+            raise SchemaMismatchError("Tuple space: found no sub-space, expected at least one.")
 
 
 Space = Box | Discrete | MultiDiscrete | MultiBinary | Text | Dict | Tuple
@@ -230,7 +230,7 @@ def as_values(space: Space, raw: Any, what: str, num: int | None = None) -> Valu
 
     Returns: arrays [T, *shape] of the space's dtype, contiguous.
 
-    Raises: EpisodeInvalid, naming the field, if the shape differs, a cast would change a value
+    Raises: EpisodeInvalidError, naming the field, if the shape differs, a cast would change a value
     (1.5 to an integer, 300 to uint8), or a float is not finite.
     """
     if isinstance(space, Dict | Tuple):
@@ -239,7 +239,7 @@ def as_values(space: Space, raw: Any, what: str, num: int | None = None) -> Valu
         names = children(space)
         if not isinstance(raw, Mapping) or set(raw) != set(names):
             found = sorted(raw) if isinstance(raw, Mapping) else type(raw).__name__
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"{what}: found {found}, expected the keys {sorted(names)}. "
                 "Pass one array per key of the space."
             )
@@ -247,19 +247,21 @@ def as_values(space: Space, raw: Any, what: str, num: int | None = None) -> Valu
     if isinstance(space, Text):
         texts = np.asarray(raw, dtype=object)
         if texts.ndim != 1 or not all(isinstance(text, str) for text in texts):
-            raise EpisodeInvalid(f"{what}: expected one string a step, found {_describe(texts)}.")
+            raise EpisodeInvalidError(
+                f"{what}: expected one string a step, found {_describe(texts)}."
+            )
         _check_num(texts, what, num)
         return texts
     try:
         array = np.asarray(raw)
     except ValueError as error:
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"{what}: rows of unequal length, expected shape {value_shape(space)} at every step. "
             "Pad or drop the uneven rows."
         ) from error
     _check_num(array, what, num)
     if array.shape[1:] != value_shape(space):
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"{what}: found shape {list(array.shape[1:])} a step, "
             f"expected {list(value_shape(space))}. Check the mapping or ingest into a new dataset."
         )
@@ -267,7 +269,7 @@ def as_values(space: Space, raw: Any, what: str, num: int | None = None) -> Valu
 
 
 def check_bounds(space: Space, values: Values, what: str) -> None:
-    """Refuse values outside the space. Raises: EpisodeInvalid with the first one's row."""
+    """Refuse values outside the space. Raises: EpisodeInvalidError with the first one's row."""
     if isinstance(space, Dict | Tuple):
         parts: Any = values
         for key, sub in children(space).items():
@@ -281,7 +283,7 @@ def check_bounds(space: Space, values: Values, what: str) -> None:
         outside = (array < low) | (array > high)
     if outside.any():
         row = int(np.argwhere(outside)[0][0])
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"{what} at step {row}: found {_short(array[row])}, expected values between "
             f"{_short(low)} and {_short(high)}. Check the units; where the values are right, make "
             "the dataset with wider spaces: `ingest --env`, or Dataset.create."
@@ -301,7 +303,7 @@ def bounds(space: Leaf) -> tuple[Any, Any]:
         return 0, np.asarray(space.nvec) - 1
     if isinstance(space, MultiBinary):
         return 0, 1
-    raise SchemaMismatch("Text has no bounds.")
+    raise SchemaMismatchError("Text has no bounds.")
 
 
 def to_json(space: Space) -> dict[str, Any]:
@@ -324,11 +326,14 @@ def to_json(space: Space) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> Space:
-    """Read what to_json wrote. Raises: SchemaMismatch on an unknown type or an absent field."""
+    """Read what to_json wrote.
+
+    Raises: SchemaMismatchError on an unknown type or an absent field.
+    """
     fields = dict(data)
     kind = _KINDS.get(fields.pop("type", ""))
     if kind is None:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"space: found type {data.get('type')!r}, expected one of {sorted(_KINDS)}."
         )
     if kind is Box:
@@ -341,7 +346,7 @@ def from_json(data: Mapping[str, Any]) -> Space:
     try:
         return kind(**fields)  # type: ignore[no-any-return]
     except TypeError as error:
-        raise SchemaMismatch(f"space {data!r}: {error}.") from error
+        raise SchemaMismatchError(f"space {data!r}: {error}.") from error
 
 
 def describe(space: Space) -> str:
@@ -363,13 +368,13 @@ def describe(space: Space) -> str:
 
 def _cast_exactly(array: Array, dtype: np.dtype[Any], what: str) -> Array:
     if array.dtype.kind not in "fiub":
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"{what}: found {_describe(array)}, expected numbers of dtype {dtype}. "
             "Map another column, or convert this one first."
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         row = int(np.argwhere(~np.isfinite(array))[0][0])
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"{what} at step {row}: found {_short(array[row])}, expected finite numbers. "
             "Drop or fill the row before it is ingested."
         )
@@ -383,7 +388,7 @@ def _cast_exactly(array: Array, dtype: np.dtype[Any], what: str) -> Array:
         same = np.isfinite(cast) if both_float else cast == array
     if not np.all(same):
         row = int(np.argwhere(~np.asarray(same))[0][0])
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"{what} at step {row}: found {_short(array[row])} ({array.dtype}), expected what "
             f"{dtype} holds exactly. Ingest into a dataset of a wider dtype."
         )
@@ -392,10 +397,12 @@ def _cast_exactly(array: Array, dtype: np.dtype[Any], what: str) -> Array:
 
 def _check_num(array: Array, what: str, num: int | None) -> None:
     if array.ndim == 0:
-        raise EpisodeInvalid(f"{what}: found one value, expected an array with one row a step.")
+        raise EpisodeInvalidError(
+            f"{what}: found one value, expected an array with one row a step."
+        )
     if num is not None and len(array) != num:
         one_more = what == "observation" and len(array) == num + 1
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"{what}: found {len(array)} rows, expected {num}, one a step. "
             + (
                 "What was seen after the last step is the final_observation."

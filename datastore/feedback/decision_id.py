@@ -66,7 +66,7 @@ class DecisionSigner:
         parsed = _from_text(text)
         if parsed is None or not hmac.compare_digest(self._sign(parsed[0]), parsed[1]):
             return None
-        return _parsed(parsed[0])
+        return _unpack(parsed[0])
 
     def _sign(self, raw: bytes) -> bytes:
         mac = self._mac.copy()
@@ -77,7 +77,7 @@ class DecisionSigner:
 def read_unverified(text: str) -> DecisionId | None:
     """Return what an id says without checking its signature; None if it is not an id at all."""
     parsed = _from_text(text)
-    return None if parsed is None else _parsed(parsed[0])
+    return None if parsed is None else _unpack(parsed[0])
 
 
 def _to_text(raw: bytes) -> str:
@@ -95,7 +95,7 @@ def _from_text(text: str) -> tuple[bytes, bytes] | None:
     return None
 
 
-def _parsed(raw: bytes) -> DecisionId | None:
+def _unpack(raw: bytes) -> DecisionId | None:
     _, timestamp, worker, counter, version = _HEAD.unpack_from(raw)
     try:
         name = raw[_HEAD.size :].decode()

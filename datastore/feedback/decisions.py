@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.episodes.compatibility import compatible, encoding_difference
+from replaylake.datastore.episodes.compatibility import find_encoding_mismatch, is_compatible
 from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.schema import (
     ACTION,
@@ -34,10 +34,10 @@ from replaylake.datastore.episodes.schema import (
     vector_type,
 )
 from replaylake.datastore.episodes.spaces import Space, as_values, describe, gather, num_actions
-from replaylake.datastore.errors import AlreadyExists, EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import AlreadyExistsError, EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.feedback.native_rows import Encode, RowEncoder
 from replaylake.datastore.feedback.segments import (
-    NOTHING,
+    NOTHING_RECOVERED,
     Recovered,
     journal_folder,
     recover,
@@ -121,11 +121,11 @@ def ensure_feedback_tables(
 
     Tables of earlier releases get the columns that came since.
 
-    Raises: SchemaMismatch if the dataset exists with other spaces, or another encoding: its
+    Raises: SchemaMismatchError if the dataset exists with other spaces, or another encoding: its
     episodes could not be joined by those that this policy makes.
     """
     if not dataset.exists():
-        with suppress(AlreadyExists):  # another worker did, this moment
+        with suppress(AlreadyExistsError):  # another worker did, this moment
             dataset.create(
                 observation_space,
                 action_space,
@@ -135,9 +135,9 @@ def ensure_feedback_tables(
     spec = dataset.spec
     _check_same(dataset.name, "observation", spec.observation_space, observation_space)
     _check_same(dataset.name, "action", spec.action_space, action_space)
-    differs = encoding_difference(spec.encoding, encoding)
+    differs = find_encoding_mismatch(spec.encoding, encoding)
     if differs is not None:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"dataset {dataset.name!r} and the policy: {differs}, expected one encoding. Log to "
             "another dataset."
         )
@@ -146,7 +146,7 @@ def ensure_feedback_tables(
         (dataset.rewards, rewards_schema(spec.observation_space)),
     ):
         if not table.exists():
-            with suppress(AlreadyExists):
+            with suppress(AlreadyExistsError):
                 table.create(schema)
         table.extend(schema)
 
@@ -169,7 +169,7 @@ def rewards_encoder(dataset: Dataset) -> Encode:
 
 def recover_feedback(dataset: Dataset) -> Recovered:
     """Commit what killed servers had written and not yet committed; live servers are left alone."""
-    total = NOTHING
+    total = NOTHING_RECOVERED
     for table, encoder in (
         (dataset.decisions, decisions_encoder),
         (dataset.rewards, rewards_encoder),
@@ -186,7 +186,7 @@ def _to_table(
     for field in schema:
         cells = [record.get(field.name) for record in records]
         if not field.nullable and None in cells:
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"record {cells.index(None)}: found no {field.name}, expected {field.type}."
             )
         columns.append(_column(field, cells, typed.get(field.name)))
@@ -195,12 +195,12 @@ def _to_table(
 
 def _column(field: pa.Field, cells: list[Any], space: Space | None) -> pa.Array:
     try:
-        return pa.array(cells, field.type) if space is None else _typed(space, cells)
+        return pa.array(cells, field.type) if space is None else _encode_cells(space, cells)
     except (pa.ArrowException, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise EpisodeInvalid(f"{field.name}: {error}, expected {field.type}.") from error
+        raise EpisodeInvalidError(f"{field.name}: {error}, expected {field.type}.") from error
 
 
-def _typed(space: Space, cells: list[Any]) -> pa.Array:
+def _encode_cells(space: Space, cells: list[Any]) -> pa.Array:
     """Encode one value a cell, None as null."""
     present = [i for i, cell in enumerate(cells) if cell is not None]
     if not present:
@@ -217,8 +217,8 @@ def _typed(space: Space, cells: list[Any]) -> pa.Array:
 
 def _check_same(dataset: str, what: str, theirs: Space, ours: Space) -> None:
     """Compare what is stored. Box bounds may differ: a log's are often unknown."""
-    if not compatible(theirs, ours):
-        raise SchemaMismatch(
+    if not is_compatible(theirs, ours):
+        raise SchemaMismatchError(
             f"dataset {dataset}: the policy's {what} space is {describe(ours)}, the dataset's is "
             f"{describe(theirs)}. Log to another dataset, or serve a policy trained on this one."
         )

@@ -16,15 +16,15 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from replaylake.datastore.errors import ReplayLakeError, StorageFailed
+from replaylake.datastore.errors import ReplayLakeError, StorageError
 from replaylake.datastore.feedback.native_rows import Encode
 from replaylake.datastore.feedback.segments import (
     SUFFIX,
     Segment,
     commit_segment,
-    framed,
+    frame_records,
     journal_folder,
-    producer_of,
+    producer_name,
     take_lock,
 )
 from replaylake.datastore.storage.storage import fsync_folder, make_folder
@@ -57,7 +57,7 @@ class Journal:
     ) -> None:
         """Start a journal named `worker`, which must be new: a random id, never reused."""
         self.config = config or JournalConfig()
-        self.producer = producer_of(worker)
+        self.producer = producer_name(worker)
         self._table, self._encode, self._worker = table, encode, worker
         self._folder = journal_folder(table)
         make_folder(self._folder)
@@ -94,14 +94,14 @@ class Journal:
     def append(self, records: Iterable[bytes]) -> None:
         """Write records, each one JSON object without newlines, with one write(2), all or none.
 
-        Raises: StorageFailed if the disk refuses. Then nothing of it is kept, except where only
+        Raises: StorageError if the disk refuses. Then nothing of it is kept, except where only
         the fsync of `sync_every` failed: what is kept then is unknown.
         """
         records = list(records)
-        data = b"".join(framed(records))
+        data = b"".join(frame_records(records))
         with self._write_lock:
             if self._closed or self._failure:
-                raise StorageFailed(f"{self._folder}: {self._failure or 'the journal is closed'}.")
+                raise StorageError(f"{self._folder}: {self._failure or 'the journal is closed'}.")
             segment = self._current
             self._write(segment, data)
             if segment.num_rows == 0:
@@ -113,7 +113,7 @@ class Journal:
             if self.config.sync_every:
                 self._sync(segment)
                 if self._failure:
-                    raise StorageFailed(f"{self._failure}. Mend the disk and start again.")
+                    raise StorageError(f"{self._failure}. Mend the disk and start again.")
         self._written.set()
         if segment.num_bytes >= self.config.segment_bytes:
             self._full.set()
@@ -161,7 +161,7 @@ class Journal:
                 os.ftruncate(segment.fd, segment.num_bytes)
             except OSError as again:
                 self._failure = f"could not undo a torn write: {again}"
-            raise StorageFailed(
+            raise StorageError(
                 f"{segment.path}: {error.strerror or error}, expected to write {len(data)} bytes. "
                 "Free some space; the server goes on by itself."
             ) from error
@@ -232,5 +232,5 @@ class Journal:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_RDWR, 0o644)
             fsync_folder(self._folder)
         except OSError as error:
-            raise StorageFailed(f"{path}: {error.strerror or error}.") from error
+            raise StorageError(f"{path}: {error.strerror or error}.") from error
         return Segment(sequence, path, fd, records=[])

@@ -30,18 +30,23 @@ from replaylake.datastore.feedback.decisions import (
     REWARDED_AT,
 )
 from replaylake.datastore.feedback.reports import Reward
-from replaylake.datastore.feedback.served import Logged, is_late, settled
+from replaylake.datastore.feedback.served import LoggedFeedback, is_late, settle_outcome
 from replaylake.datastore.lake.dataset import Dataset
-from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_rows,
+    scan_connection,
+)
 from replaylake.datastore.storage.log.state import FileEntry
-from replaylake.datastore.storage.table.rewrite import ChangeRows, Plan, rewrite, with_values
+from replaylake.datastore.storage.table.rewrite import ChangeRows, RewritePlan, rewrite, with_values
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 _OPERATION: Final = "LATE REWARDS"
 
 
 @dataclass(frozen=True)
-class Late:
+class LateResult:
     """What late rewards changed; `version` is None if nothing.
 
     num_ends_refused: steps whose late reward said that the episode ended there, though steps
@@ -56,7 +61,7 @@ class Late:
 
 
 @dataclass(frozen=True)
-class _Change:
+class _OutcomeChange:
     """A step's new outcome; `has_final` says whether its final observation is another, too."""
 
     row: int
@@ -65,46 +70,48 @@ class _Change:
     has_final: bool
 
 
-def apply_late(dataset: Dataset, logged: Logged) -> Late:
-    """Apply the late rewards among those that were logged. Raises: ShardCorrupt, StorageFailed.
+def apply_late(dataset: Dataset, logged: LoggedFeedback) -> LateResult:
+    """Apply the late rewards among those that were logged. Raises: ShardCorruptError, StorageError.
 
     Two processes may do so at once: each looks again at the steps that it is about to change.
     """
     late = logged.late()
     if not late:
-        return Late()
-    planned = Late()
+        return LateResult()
+    planned = LateResult()
 
-    def plan(snapshot: TableSnapshot) -> Plan:
+    def plan(snapshot: TableSnapshot) -> RewritePlan:
         nonlocal planned
-        changes = _found(snapshot, late)
-        planned = Late(
+        changes = _find_changes(snapshot, late)
+        planned = LateResult(
             None,
             sum(map(len, changes.values())),
             sum(c.outcome != c.reward.outcome for found in changes.values() for c in found),
         )
         info = {"num_late": planned.num_steps}
-        by_entry = {entry: _changing(found, logged) for entry, found in changes.items()}
-        return Plan(by_entry, info)
+        by_entry = {entry: _make_change(found, logged) for entry, found in changes.items()}
+        return RewritePlan(by_entry, info)
 
     producer = f"late:{dataset.name}"
     sequence = dataset.next_sequence(producer)
     done = rewrite(dataset.table, plan, producer=producer, sequence=sequence, operation=_OPERATION)
     if done is None or done.already_present:
         # Another run was first, with the same rewards: what it left is for the next run.
-        return Late(is_behind=True)
-    return Late(done.version, planned.num_steps, planned.num_ends_refused)
+        return LateResult(is_behind=True)
+    return LateResult(done.version, planned.num_steps, planned.num_ends_refused)
 
 
-def _found(snapshot: TableSnapshot, late: Mapping[str, Reward]) -> dict[FileEntry, list[_Change]]:
+def _find_changes(
+    snapshot: TableSnapshot, late: Mapping[str, Reward]
+) -> dict[FileEntry, list[_OutcomeChange]]:
     """Return what changes, looked up in the steps as they are now."""
     names = snapshot.schema.names
     since = f"epoch_us(s.{REWARDED_AT})" if REWARDED_AT in names else "NULL"
     reported = f"s.{REPORTED}" if REPORTED in names else "NULL"
     keys = {"late": pa.table({"key": pa.array(list(late), pa.string())})}
-    with fetched(snapshot, snapshot.files) as paths, scanning(keys) as connection:
-        source = located(snapshot, paths)
-        rows = rows_of(
+    with fetch_files(snapshot, snapshot.files) as paths, scan_connection(keys) as connection:
+        source = from_clause(snapshot, paths)
+        rows = query_rows(
             connection,
             f"SELECT s.file_index, s.file_row_number, s.{DECISION_ID}, s.{REWARD}, "
             f"s.{TERMINATED}, s.{TRUNCATED}, {since}, {reported}, "
@@ -114,19 +121,19 @@ def _found(snapshot: TableSnapshot, late: Mapping[str, Reward]) -> dict[FileEntr
             f"GROUP BY episode) last ON last.episode = s.{EPISODE_ID} "
             "ORDER BY s.file_index, s.file_row_number",
         )
-    found: dict[FileEntry, list[_Change]] = {}
+    found: dict[FileEntry, list[_OutcomeChange]] = {}
     for index, row, key, *outcome, rewarded_at, said, is_last in rows:
         reward, before = late[key], (outcome[0], outcome[1], outcome[2])
         if is_late(reward, before, rewarded_at, said):
-            after = settled(reward, before, is_last=is_last)
+            after = settle_outcome(reward, before, is_last=is_last)
             has_ended = after[1] or after[2]
             has_final = has_ended and (reward.final_row is not None or not (before[1] or before[2]))
-            change = _Change(row, after, reward, has_final)
+            change = _OutcomeChange(row, after, reward, has_final)
             found.setdefault(snapshot.files[index], []).append(change)
     return found
 
 
-def _changing(changes: list[_Change], logged: Logged) -> ChangeRows:
+def _make_change(changes: list[_OutcomeChange], logged: LoggedFeedback) -> ChangeRows:
     def change(rows: pa.Table) -> pa.Table:
         at = np.array([change.row for change in changes])
         rewards, terminated, truncated = zip(*(change.outcome for change in changes), strict=True)
@@ -152,7 +159,9 @@ def _changing(changes: list[_Change], logged: Logged) -> ChangeRows:
     return change
 
 
-def _final_observations(finals: list[_Change], logged: Logged, rows: pa.Table) -> Any:
+def _final_observations(
+    finals: list[_OutcomeChange], logged: LoggedFeedback, rows: pa.Table
+) -> Any:
     """Return what followed the ends; null where nobody said."""
     places = pa.array([change.reward.final_row for change in finals], pa.int64())
     taken = logged.final_observations.take(places)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.segments import DAMAGED, SUFFIX, journal_folder
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.storage import fsync_folder
 from replaylake.datastore.storage.table.table import Table
 
 # Whether bytes hold an id that is looked for.
-Holds = Callable[[bytes], bool]
+IdPredicate = Callable[[bytes], bool]
 
 
-def journals_with(table: Table, holds: Holds) -> list[Path]:
+def find_journals(table: Table, holds: IdPredicate) -> list[Path]:
     """Return the journals of a table, damaged ones too, that hold an id."""
     folder = journal_folder(table)
     if not folder.is_dir():
@@ -24,12 +24,12 @@ def journals_with(table: Table, holds: Holds) -> list[Path]:
     return [path for path in files if holds(_read(path))]
 
 
-def drop_damaged(table: Table, holds: Holds) -> int:
+def drop_damaged(table: Table, holds: IdPredicate) -> int:
     """Take the records that hold an id out of the journals that nothing reads any more.
 
     A file of which nothing is left goes. Returns how many were changed.
     """
-    changed = [path for path in journals_with(table, holds) if path.suffix == DAMAGED]
+    changed = [path for path in find_journals(table, holds) if path.suffix == DAMAGED]
     for path in changed:
         lines = [line for line in _read(path).splitlines(keepends=True) if not holds(line)]
         try:
@@ -41,7 +41,7 @@ def drop_damaged(table: Table, holds: Holds) -> int:
                 path.unlink(missing_ok=True)
             fsync_folder(path.parent)
         except OSError as error:
-            raise _refused(path, error) from error
+            raise _unreadable_journal_error(path, error) from error
     return len(changed)
 
 
@@ -51,11 +51,11 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError:
         return b""  # committed meanwhile
     except OSError as error:
-        raise _refused(path, error) from error
+        raise _unreadable_journal_error(path, error) from error
 
 
-def _refused(path: Path, error: OSError) -> StorageFailed:
-    return StorageFailed(
+def _unreadable_journal_error(path: Path, error: OSError) -> StorageError:
+    return StorageError(
         f"{path}: {error.strerror or error}, expected to look for ids in it. Mend the disk or the "
         "permission and run it again."
     )

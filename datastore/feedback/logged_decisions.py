@@ -12,14 +12,14 @@ import pyarrow as pa
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.schema import DatasetSpec, to_numpy
 from replaylake.datastore.episodes.spaces import Array, Values, num_values, take
-from replaylake.datastore.errors import NotFound, QueryRefused
+from replaylake.datastore.errors import NotFoundError, QueryRefusedError
 from replaylake.datastore.feedback.decisions import LOG_PROB
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.query.connections import session
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.query.statements import execute
-from replaylake.datastore.replay.view_query import naming
-from replaylake.datastore.storage.arrow_values import numbers, whole
+from replaylake.datastore.replay.view_query import explain_sql_errors
+from replaylake.datastore.storage.arrow_values import combine_chunks, numbers
 from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
 
 # Those of images are then some tens of MB.
@@ -60,24 +60,24 @@ class LoggedDecisions:
 class DecisionReader:
     """Reads the decisions that were served into a dataset, or its steps where none were.
 
-    Pinned at the newest version when it is made. name: `decisions` or `steps`. Raises: NotFound if
-    there is no such dataset or no column `by`; QueryRefused or QueryFailed for a `where` that is
-    not a condition over one row.
+    Pinned at the newest version when it is made. name: `decisions` or `steps`. Raises:
+    NotFoundError if there is no such dataset or no column `by`; QueryRefusedError or QueryError for
+    a `where` that is not a condition over one row.
     """
 
     def __init__(
         self, dataset: Dataset, *, where: str | None = None, by: str | None = None
     ) -> None:
         if not dataset.exists():
-            raise NotFound(
+            raise NotFoundError(
                 f"dataset {dataset.name!r}: not in this lake, expected one with decisions or "
                 "steps. `replaylake list` names those that are."
             )
         self.spec: DatasetSpec = dataset.spec
-        self.name, self._table = _newest(dataset)
+        self.name, self._table = _newest_table(dataset)
         self.where = None
         if where is not None:
-            with naming("where", where):
+            with explain_sql_errors("where", where):
                 self.where = canonical_expression(where)
         self._by = by
         if by is not None:
@@ -96,11 +96,11 @@ class DecisionReader:
     def batches(self, limit: int | None = None) -> Iterator[LoggedDecisions]:
         """Yield the selected decisions, oldest shards first. Memory: one shard.
 
-        Raises: QueryFailed, QueryRefused, ShardCorrupt.
+        Raises: QueryError, QueryRefusedError, ShardCorruptError.
         """
         left = self._table.num_rows if limit is None else limit
         for shard in self._table.batches(self._columns()):
-            chosen = shard if self.where is None else _chosen(shard, self.where)
+            chosen = shard if self.where is None else _filter_rows(shard, self.where)
             chosen = chosen.slice(0, left)
             left -= chosen.num_rows
             for start in range(0, chosen.num_rows, _ROWS_AT_ONCE):
@@ -123,27 +123,27 @@ class DecisionReader:
     def _decoded(self, rows: pa.Table) -> LoggedDecisions:
         spec = self.spec
         return LoggedDecisions(
-            to_numpy(spec.observation_space, whole(rows[schema.OBSERVATION])),
-            to_numpy(spec.action_space, whole(rows[schema.ACTION])),
+            to_numpy(spec.observation_space, combine_chunks(rows[schema.OBSERVATION])),
+            to_numpy(spec.action_space, combine_chunks(rows[schema.ACTION])),
             numbers(rows[self._log_prob]).astype(np.float64),
             _masks(rows),
             None if self._by is None else _texts(rows[self._by]),
         )
 
 
-def _newest(dataset: Dataset) -> tuple[str, TableSnapshot]:
+def _newest_table(dataset: Dataset) -> tuple[str, TableSnapshot]:
     if dataset.decisions.exists() and (decisions := dataset.decisions.snapshot()).num_rows:
         return "decisions", decisions
     return "steps", dataset.snapshot().table
 
 
-def _chosen(rows: pa.Table, condition: str) -> pa.Table:
+def _filter_rows(rows: pa.Table, condition: str) -> pa.Table:
     with session() as connection:
         connection.register("logged", rows)
         text = f"SELECT coalesce(CAST(({condition}) AS BOOLEAN), false) AS chosen FROM logged"
         flags = execute(connection, text)["chosen"]
     if len(flags) != rows.num_rows:
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"where {condition}: found {len(flags)} values for {rows.num_rows} rows, expected one "
             "a row. Leave out aggregates and unnest."
         )
@@ -154,7 +154,7 @@ def _masks(rows: pa.Table) -> Array | None:
     """Return action masks [N, A]; a decision without one allows every action."""
     if schema.ACTION_MASK not in rows.column_names:
         return None
-    column = whole(rows[schema.ACTION_MASK])
+    column = combine_chunks(rows[schema.ACTION_MASK])
     known = numbers(column.is_valid())
     if not known.any():
         return None

@@ -26,12 +26,12 @@ class RowEncoder:
         self._is_plain = can_parse(schema)
 
     def __call__(self, records: Sequence[dict[str, Any]]) -> pa.Table:
-        """Return the records as rows. Raises: EpisodeInvalid naming what does not fit."""
+        """Return the records as rows. Raises: EpisodeInvalidError naming what does not fit."""
         return self._encode(records)
 
     def quickly(self, records: Sequence[bytes]) -> pa.Table | None:
         """Return the same rows, or None where it takes the other way to tell."""
-        return parsed(records, self._schema) if self._is_plain else None
+        return parse_records(records, self._schema) if self._is_plain else None
 
 
 def can_parse(schema: pa.Schema) -> bool:
@@ -39,7 +39,7 @@ def can_parse(schema: pa.Schema) -> bool:
     return all(_wire_type(field.type) is not None for field in schema)
 
 
-def parsed(records: Sequence[bytes], schema: pa.Schema) -> pa.Table | None:
+def parse_records(records: Sequence[bytes], schema: pa.Schema) -> pa.Table | None:
     """Return records, each one JSON object without newlines, as rows.
 
     None where one of them does not fit as it is, or is no JSON: a slower reading then says which.

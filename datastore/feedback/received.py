@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.episodes.episode import Episode, checked
+from replaylake.datastore.episodes.episode import Episode, validate
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import (
     ACTION,
@@ -38,8 +38,13 @@ from replaylake.datastore.episodes.schema import (
     DatasetSpec,
     arrow_schema,
 )
-from replaylake.datastore.errors import AlreadyExists, EpisodeInvalid
-from replaylake.datastore.feedback.segments import NOTHING, Recovered, journal_folder, recover
+from replaylake.datastore.errors import AlreadyExistsError, EpisodeInvalidError
+from replaylake.datastore.feedback.segments import (
+    NOTHING_RECOVERED,
+    Recovered,
+    journal_folder,
+    recover,
+)
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.storage.table.table_schema import conform
 
@@ -104,7 +109,7 @@ class ReceivedPiece:
         return json.dumps(fields).encode()
 
 
-def received_spec(spec: DatasetSpec) -> DatasetSpec:
+def make_received_spec(spec: DatasetSpec) -> DatasetSpec:
     """Return what rows of `<dataset>/_received` have, for a dataset's own spec."""
     return replace(spec, extras=_EXTRAS)
 
@@ -112,25 +117,25 @@ def received_spec(spec: DatasetSpec) -> DatasetSpec:
 def ensure_received_table(dataset: Dataset) -> None:
     """Create the table where it is absent; the dataset has to exist."""
     if not dataset.received.exists():
-        spec = received_spec(dataset.spec)
-        with suppress(AlreadyExists):  # another worker did, this moment
+        spec = make_received_spec(dataset.spec)
+        with suppress(AlreadyExistsError):  # another worker did, this moment
             dataset.received.create(arrow_schema(spec), spec.configuration())
 
 
-def received_piece(episode: Episode, spec: DatasetSpec, received_at: int) -> ReceivedPiece:
+def make_received_piece(episode: Episode, spec: DatasetSpec, received_at: int) -> ReceivedPiece:
     """Check a piece of an episode and lay it out as rows, received at a time (us since 1970).
 
-    The piece has the client's own episode id. Raises: EpisodeInvalid, SchemaMismatch. Cost: about
-    10 us a step.
+    The piece has the client's own episode id. Raises: EpisodeInvalidError, SchemaMismatchError.
+    Cost: about 10 us a step.
     """
-    spec = received_spec(spec)
+    spec = make_received_spec(spec)
     own = replace(
         episode,
         episode_id=f"{PREFIX}{episode.episode_id}",
         source_episode_id=episode.episode_id,
         extras={RECEIVED_AT: pa.array([received_at] * len(episode), TIMESTAMP_TYPE)},
     )
-    ready = checked(
+    ready = validate(
         own, spec.observation_space, spec.action_space, rewards_optional=spec.rewards_optional
     )
     rows = encode([ready], spec)
@@ -138,15 +143,18 @@ def received_piece(episode: Episode, spec: DatasetSpec, received_at: int) -> Rec
     return ReceivedPiece(rows.append_column(pa.field(CONTENT_HASH, hashes.type), hashes))
 
 
-def received_encoder(records: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return the rows of some records. Raises: EpisodeInvalid, or ValueError if they hold none."""
+def encode_received(records: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return the rows of some records.
+
+    Raises: EpisodeInvalidError, or ValueError if they hold none.
+    """
     tables = []
     for record in records:
         try:
             with pa.ipc.open_stream(base64.b64decode(record[_ROWS], validate=True)) as stream:
                 tables.append(stream.read_all())
         except OSError as error:  # Arrow's word for bytes that end early: no disk is asked
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"{_ROWS}: {error}, expected a whole stream of Arrow's."
             ) from error
     return pa.concat_tables(tables, promote_options="default").unify_dictionaries()
@@ -155,11 +163,11 @@ def received_encoder(records: Sequence[Mapping[str, Any]]) -> pa.Table:
 def recover_received(dataset: Dataset) -> Recovered:
     """Commit what killed servers had received and not yet committed; live ones are left alone."""
     if not dataset.received.exists() or not journal_folder(dataset.received).is_dir():
-        return NOTHING
+        return NOTHING_RECOVERED
     schema = dataset.received.snapshot().schema
 
     def encode(records: Sequence[Mapping[str, Any]]) -> pa.Table:
-        return conform(received_encoder(records), schema)
+        return conform(encode_received(records), schema)
 
     return recover(dataset.received, encode)
 

@@ -58,12 +58,17 @@ from replaylake.datastore.feedback.set_aside import (
     record_set_aside,
 )
 from replaylake.datastore.lake.dataset import Dataset
-from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_arrow,
+    scan_connection,
+)
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedResult:
     """What one run made of the steps that were received.
 
     episodes (pieces count singly) and steps: what it added as `version`, None if nothing. waiting:
@@ -105,13 +110,13 @@ class _Step(NamedTuple):
 
 
 @dataclass
-class _Plan:
+class _MovePlan:
     runs: list[list[_Step]] = field(default_factory=list)
     waiting: int = 0
     conflicting: int = 0
 
 
-def move_received(dataset: Dataset, *, now_s: float, window_s: float) -> Received:
+def move_received(dataset: Dataset, *, now_s: float, window_s: float) -> ReceivedResult:
     """Write received steps into the dataset, in one commit; any number of runs write each once.
 
     Args:
@@ -119,11 +124,11 @@ def move_received(dataset: Dataset, *, now_s: float, window_s: float) -> Receive
         now_s: the time (s since 1970, UTC) to judge the window by.
         window_s: how long what comes after a gap waits.
 
-    Raises: ShardCorrupt, StorageFailed. Cost: one scan of the ids of the received steps and of the
-    dataset's.
+    Raises: ShardCorruptError, StorageError. Cost: one scan of the ids of the received steps and of
+    the dataset's.
     """
     if not dataset.received.exists():
-        return Received()
+        return ReceivedResult()
     producer = f"received:{dataset.name}"
     recovered = recover_received(dataset)
     unwritable: dict[tuple[int, int], SetAside] = {}  # by where the step is
@@ -131,9 +136,9 @@ def move_received(dataset: Dataset, *, now_s: float, window_s: float) -> Receive
         # Two runs at once get the same sequence: the later finds it taken and reads anew.
         sequence = dataset.next_sequence(producer)
         stored, received = dataset.snapshot(), dataset.received.snapshot()
-        plan = _planned(received, stored.table, int((now_s - window_s) * 1e6))
+        plan = _make_plan(received, stored.table, int((now_s - window_s) * 1e6))
         runs, aside = _without(plan.runs, unwritable)
-        done = Received(
+        done = ReceivedResult(
             waiting=plan.waiting,
             conflicting=plan.conflicting,
             recovered=recovered.num_rows,
@@ -194,14 +199,14 @@ def _aside(one: _Step, reason: str) -> SetAside:
     return SetAside(one.episode, one.agent, source, STEP_CHECK, reason, about)
 
 
-def _planned(received: TableSnapshot, stored: TableSnapshot, closing: int) -> _Plan:
+def _make_plan(received: TableSnapshot, stored: TableSnapshot, closing: int) -> _MovePlan:
     """Decide what is written now; steps received before `closing` (us) no longer wait."""
-    plan = _Plan()
+    plan = _MovePlan()
     if not received.files:
         return plan
     plan.conflicting, steps = _missing(received, stored)
     for _, group in groupby(steps, key=lambda one: (one.episode, one.agent)):
-        kept = list(_before_end(group, plan))
+        kept = list(_drop_after_end(group, plan))
         for run in _runs(kept):
             first = run[0]
             is_due = first.step == 0 or first.follows
@@ -219,27 +224,27 @@ def _missing(received: TableSnapshot, stored: TableSnapshot) -> tuple[int, list[
         f"{TERMINATED} OR {TRUNCATED} AS ends"
     )
     with ExitStack() as stack:
-        connection = stack.enter_context(scanning())
-        paths = stack.enter_context(fetched(received, received.files))
+        connection = stack.enter_context(scan_connection())
+        paths = stack.enter_context(fetch_files(received, received.files))
         connection.execute(
             f"CREATE TEMP TABLE came AS SELECT {columns}, file_index, file_row_number, "
             f"epoch_us({RECEIVED_AT}) AS us, {CONTENT_HASH} AS content "
-            f"FROM {located(received, paths)}"
+            f"FROM {from_clause(received, paths)}"
         )
         source = "(SELECT * FROM came LIMIT 0)"
         if stored.files:
-            step_paths = stack.enter_context(fetched(stored, stored.files))
+            step_paths = stack.enter_context(fetch_files(stored, stored.files))
             source = (
-                f"(SELECT {columns} FROM {located(stored, step_paths)} "
+                f"(SELECT {columns} FROM {from_clause(stored, step_paths)} "
                 f"WHERE starts_with({EPISODE_ID}, '{PREFIX}'))"
             )
         connection.execute(f"CREATE TEMP TABLE stored AS SELECT e, a, s, ends FROM {source}")
-        differing = arrow_of(
+        differing = query_arrow(
             connection,
             "SELECT count(*) AS num FROM (SELECT 1 FROM came GROUP BY e, a, s "
             "HAVING count(DISTINCT content) > 1)",
         )
-        found = arrow_of(
+        found = query_arrow(
             connection,
             "SELECT file_index, file_row_number, came.e, came.a, came.s, us, came.ends, "
             "before.s IS NOT NULL, reached.last, reached.end_step FROM came "
@@ -256,7 +261,7 @@ def _missing(received: TableSnapshot, stored: TableSnapshot) -> tuple[int, list[
     return differing.column(0)[0].as_py(), list(map(_Step._make, zip(*cells, strict=True)))
 
 
-def _before_end(steps: Iterator[_Step], plan: _Plan) -> Iterator[_Step]:
+def _drop_after_end(steps: Iterator[_Step], plan: _MovePlan) -> Iterator[_Step]:
     """Yield an episode's steps up to the one that ends it; the others are counted."""
     end: int | None = None
     for one in steps:
@@ -298,7 +303,7 @@ def _episodes(
     ]
     places = np.asarray([place for number in numbers for _, place in wanted[number]])
     rows = pa.concat_tables(parts).take(pa.array(np.argsort(places))).combine_chunks()
-    steps = _Steps(rows, spec)
+    steps = _DecodedSteps(rows, spec)
     episodes, begin = [], 0
     for run in runs:
         for start, end in steps.parts(begin, begin + len(run)):
@@ -307,7 +312,7 @@ def _episodes(
     return episodes
 
 
-class _Steps:
+class _DecodedSteps:
     """Decoded rows, from which pieces are cut."""
 
     def __init__(self, rows: pa.Table, spec: DatasetSpec) -> None:
@@ -348,9 +353,9 @@ class _Steps:
             final_observation=self._final(last),
             behavior_log_probs=None if np.isnan(log_probs).all() else log_probs,
             policies=None if all(name is None for name in policies) else policies,
-            policy_versions=_whole(rows.column(POLICY_VERSION)),
+            policy_versions=_to_integers(rows.column(POLICY_VERSION)),
             action_masks=self._masks(rows),
-            timestamps=_whole(rows.column(TIMESTAMP).cast(pa.int64())),
+            timestamps=_to_integers(rows.column(TIMESTAMP).cast(pa.int64())),
         )
 
     def _final(self, last: pa.Table) -> Any:
@@ -370,7 +375,7 @@ class _Steps:
         return masks
 
 
-def _whole(column: pa.ChunkedArray) -> Array | None:
+def _to_integers(column: pa.ChunkedArray) -> Array | None:
     """Return integers as numpy, or None where one of them is unknown."""
     if column.null_count:
         return None

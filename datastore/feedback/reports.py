@@ -21,7 +21,7 @@ Outcome = tuple[float, bool, bool]
 """A step's reward, and whether it terminated or truncated the episode."""
 
 
-class Report(NamedTuple):
+class FeedbackReport(NamedTuple):
     """A row of the rewards table; `timestamp` (us) is when it came.
 
     final_row is where its final observation is among those that there are, None if it has none.
@@ -78,21 +78,21 @@ class Reward:
         return " ".join([repr(self.reward), *ends])
 
 
-def folded(reports: Sequence[Report]) -> Reward:
+def fold_reports(reports: Sequence[FeedbackReport]) -> Reward:
     """Return what some reports of one decision, at least one, come to; in any order."""
     ordered = sorted(reports)
-    said = _after(None, ordered[0])
+    said = _apply_report(None, ordered[0])
     seen = {ordered[0].feedback_id}
     for report in ordered[1:]:
         if report.feedback_id is not None:
             if report.feedback_id in seen:
                 continue
             seen.add(report.feedback_id)
-        said = _after(said, report)
+        said = _apply_report(said, report)
     return said
 
 
-def _after(before: Reward | None, report: Report) -> Reward:
+def _apply_report(before: Reward | None, report: FeedbackReport) -> Reward:
     """Return the outcome once one more report has come."""
     reward, terminated, truncated = report.reward, report.terminated, report.truncated
     if before is not None and report.is_sum:

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from replaylake.datastore.errors import ReplayLakeError
 from replaylake.datastore.feedback.decisions import DEFAULT_WINDOW_S, recover_feedback
-from replaylake.datastore.feedback.segments import NOTHING
-from replaylake.datastore.feedback.sessionise import SessionReceipt, run_once
+from replaylake.datastore.feedback.segments import NOTHING_RECOVERED
+from replaylake.datastore.feedback.sessionise import JoinReceipt, join_once
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.storage.table.table import Table
 
 
-class Rounds:
+class FeedbackJoiner:
     """Sessionises one dataset; a round reads nothing where no other could come of it.
 
     That is: no new version of a table that is read, and no window that has closed since.
@@ -28,19 +28,19 @@ class Rounds:
         self._seen: tuple[int, ...] | None = None
         self._due: int | None = None
 
-    def run(self, now_s: float | None = None) -> SessionReceipt | None:
+    def run(self, now_s: float | None = None) -> JoinReceipt | None:
         """Run a round at `now_s` (s since 1970; now); None if it was spared.
 
         Raises: as sessionise. Cost of a round that is spared: a few looks into the log.
         """
         now = time.time() if now_s is None else now_s
-        recovered = NOTHING
+        recovered = NOTHING_RECOVERED
         if self._handle.decisions.exists() and self._handle.rewards.exists():
             recovered = recover_feedback(self._handle)  # what it commits is a new version
         seen = _versions(self._handle)
         if seen == self._seen and (self._due is None or now * 1e6 < self._due):
             return None
-        done = run_once(self._lake, self._dataset, window_s=self._window_s, now_s=now)
+        done = join_once(self._lake, self._dataset, window_s=self._window_s, now_s=now)
         receipt = done.receipt
         # Of what waits for missing steps it is not known for how long.
         self._due = int(now * 1e6) if receipt.received.waiting else done.due
@@ -52,12 +52,12 @@ class Rounds:
         )
 
 
-def sessionise_every(
-    rounds: Rounds,
+def join_every(
+    rounds: FeedbackJoiner,
     every_s: float,
     *,
     stop: threading.Event,
-    on_round: Callable[[SessionReceipt], None],
+    on_round: Callable[[JoinReceipt], None],
     on_failure: Callable[[Exception], None],
 ) -> None:
     """Run rounds until `stop` is set, each beginning `every_s` after the one before began.

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch, StorageFailed
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError, StorageError
 from replaylake.datastore.feedback.native_rows import Encode, RowEncoder
 from replaylake.datastore.storage.table.table import Table
 
@@ -29,10 +29,10 @@ SUFFIX: Final = ".jsonl"
 DAMAGED: Final = ".damaged"
 _CRC_DIGITS: Final = 8
 # What a record that no row can hold makes its encoder raise; Arrow's own errors are among them. Not
-# OSError nor StorageFailed: what a full disk or memory refuses now is taken another time.
+# OSError nor StorageError: what a full disk or memory refuses now is taken another time.
 _UNENCODABLE: Final = (
-    EpisodeInvalid,
-    SchemaMismatch,
+    EpisodeInvalidError,
+    SchemaMismatchError,
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -66,7 +66,7 @@ class Recovered:
         )
 
 
-NOTHING: Final = Recovered(0, 0, 0, 0)
+NOTHING_RECOVERED: Final = Recovered(0, 0, 0, 0)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Segment:
     records: list[bytes] | None = None
 
 
-def framed(records: Iterable[bytes]) -> list[bytes]:
+def frame_records(records: Iterable[bytes]) -> list[bytes]:
     """Return one line a record, each one JSON object without newlines."""
     return [b"%08x %b\n" % (zlib.crc32(record), record) for record in records]
 
@@ -98,7 +98,7 @@ def journal_folder(table: Table) -> Path:
     return table.storage.state_folder(f"{table.root}/_journal")
 
 
-def producer_of(worker: str) -> str:
+def producer_name(worker: str) -> str:
     """Return the producer under which a worker's segments are committed."""
     return f"journal:{worker}"
 
@@ -109,7 +109,7 @@ def recover(table: Table, encode: Encode) -> Recovered:
     A last line without its end is dropped and counted: nobody was answered for it. Safe to run at
     any time, by several processes at once. Raises: ReplayLakeError if a commit fails.
     """
-    total = NOTHING
+    total = NOTHING_RECOVERED
     folder = journal_folder(table)
     for worker in sorted({worker for worker, _, _ in _segments(folder)}):
         try:
@@ -119,7 +119,9 @@ def recover(table: Table, encode: Encode) -> Recovered:
         try:
             mine = sorted((k, path) for name, k, path in _segments(folder) if name == worker)
             for sequence, path in mine:
-                total += commit_segment(table, encode, producer_of(worker), Segment(sequence, path))
+                total += commit_segment(
+                    table, encode, producer_name(worker), Segment(sequence, path)
+                )
             lock_path.unlink(missing_ok=True)
         finally:
             os.close(lock_fd)
@@ -140,7 +142,7 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
         tables = [quick] if quick.num_rows else []
     else:
         records, unread = _records(lines)
-        tables, errors = _encoded(encode, records)
+        tables, errors = _encode_valid(encode, records)
         faults += unread + errors
     if tables:
         table.append(pa.concat_tables(tables), producer=producer, sequence=segment.sequence)
@@ -151,7 +153,7 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
         else:
             segment.path.unlink()
     except OSError as error:
-        raise _refused(segment.path, error) from error
+        raise _commit_failed_error(segment.path, error) from error
     return Recovered(1, sum(part.num_rows for part in tables), num_torn, len(faults))
 
 
@@ -167,12 +169,12 @@ def first_pending(table: Table, field: str) -> list[int]:
         try:
             with path.open("rb") as file:
                 whole = (line[_CRC_DIGITS + 1 : -1] for line in file if _is_whole(line))
-                values = ((_parsed(text) or {}).get(field) for text in whole)
+                values = ((_parse_record(text) or {}).get(field) for text in whole)
                 firsts += islice((value for value in values if type(value) is int), 1)
         except FileNotFoundError:
             continue  # it has been committed
         except OSError as error:
-            raise _refused(path, error) from error
+            raise _commit_failed_error(path, error) from error
     return firsts
 
 
@@ -189,7 +191,7 @@ def _read(path: Path) -> tuple[list[bytes], int, list[str]]:
                 else:
                     faults.append(f"line {number} is not what was written")
     except OSError as error:
-        raise _refused(path, error) from error
+        raise _commit_failed_error(path, error) from error
     return records, num_torn, faults
 
 
@@ -197,7 +199,7 @@ def _records(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return records out of their text, and what is wrong with others."""
     records, faults = [], []
     for number, line in enumerate(lines, 1):
-        record = _parsed(line)
+        record = _parse_record(line)
         if record is None:
             faults.append(f"record {number} is not what was written")
         else:
@@ -205,7 +207,9 @@ def _records(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
     return records, faults
 
 
-def _encoded(encode: Encode, records: Sequence[dict[str, Any]]) -> tuple[list[pa.Table], list[str]]:
+def _encode_valid(
+    encode: Encode, records: Sequence[dict[str, Any]]
+) -> tuple[list[pa.Table], list[str]]:
     """Encode what can be, halving around what cannot; returns tables and what is wrong."""
     if not records:
         return [], []
@@ -215,12 +219,12 @@ def _encoded(encode: Encode, records: Sequence[dict[str, Any]]) -> tuple[list[pa
         if len(records) == 1:
             return [], [f"a record cannot be a row: {error}"]
     middle = len(records) // 2
-    tables, faults = _encoded(encode, records[:middle])
-    more_tables, more_faults = _encoded(encode, records[middle:])
+    tables, faults = _encode_valid(encode, records[:middle])
+    more_tables, more_faults = _encode_valid(encode, records[middle:])
     return tables + more_tables, faults + more_faults
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def _parse_record(text: bytes) -> dict[str, Any] | None:
     """Return a record, or None if it is none."""
     try:
         record = json.loads(text)
@@ -261,8 +265,8 @@ def take_lock(folder: Path, worker: str, *, wait: bool) -> tuple[Path, int]:
     return path, fd
 
 
-def _refused(path: Path, error: OSError) -> StorageFailed:
-    return StorageFailed(
+def _commit_failed_error(path: Path, error: OSError) -> StorageError:
+    return StorageError(
         f"{path}: {error.strerror or error}, expected to commit the records in it. Mend the disk "
         "or the permission and run it again; the records stay where they are."
     )

@@ -32,23 +32,23 @@ from replaylake.datastore.feedback.decisions import (
     REWARDED_AT,
     SUM,
 )
-from replaylake.datastore.feedback.reports import Outcome, Report, Reward, folded
+from replaylake.datastore.feedback.reports import FeedbackReport, Outcome, Reward, fold_reports
 from replaylake.datastore.feedback.segments import first_pending, has_live_worker
 from replaylake.datastore.feedback.timeline import Decision, Timeline, has_steps
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.query.table_files import arrow_of, rows_of, scanning
+from replaylake.datastore.query.table_files import query_arrow, query_rows, scan_connection
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 # Far longer than a decision takes from its timestamp to its journal.
 _IN_FLIGHT_US: Final = 100_000
 # Far longer than a record waits in the journal of a server on another machine, which we cannot see,
 # and than the clocks of two servers differ.
-ELSEWHERE_US: Final = 60_000_000
+OTHER_SERVER_LAG_US: Final = 60_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenStep:
     """A step that is there. is_last: its episode has no later one.
 
     rewarded_at (us) is when its outcome was reported, None if that is not known, and reported what
@@ -64,10 +64,10 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedReport:
     """A report that names its decision by the client's own names."""
 
-    report: Report
+    report: FeedbackReport
     request_id: str | None
     step: int | None
 
@@ -78,11 +78,11 @@ class ClientEpisode:
 
     source: str | None
     decisions: list[Decision] = field(default_factory=list)
-    named: list[Named] = field(default_factory=list)
+    named: list[NamedReport] = field(default_factory=list)
 
 
 @dataclass
-class Logged:
+class LoggedFeedback:
     """What was served, at pinned versions.
 
     clients are those episodes that have a report which may count. rewards and written are of their
@@ -97,9 +97,9 @@ class Logged:
     horizon: int
     final_observations: pa.ChunkedArray
     clients: dict[str, ClientEpisode] = field(default_factory=dict)
-    reports: dict[str, list[Report]] = field(default_factory=dict)
+    reports: dict[str, list[FeedbackReport]] = field(default_factory=dict)
     rewards: dict[str, Reward] = field(default_factory=dict)
-    written: dict[str, Written] = field(default_factory=dict)
+    written: dict[str, WrittenStep] = field(default_factory=dict)
     file_of: dict[str, int] = field(default_factory=dict)
     num_decisions: int = 0
     num_rewards: int = 0
@@ -139,7 +139,7 @@ class Logged:
             and reward.is_finite
             and is_late(reward, outcome, step.rewarded_at, step.reported)
         ):
-            _, terminated, truncated = settled(reward, outcome, is_last=step.is_last)
+            _, terminated, truncated = settle_outcome(reward, outcome, is_last=step.is_last)
             return terminated or truncated
         return outcome[1] or outcome[2]
 
@@ -147,12 +147,12 @@ class Logged:
         """Return which of several decisions of one request is its step: written, named, other."""
         return 2 if key in self.written else int(key in self.reports)
 
-    def report(self, key: str, report: Report) -> None:
+    def report(self, key: str, report: FeedbackReport) -> None:
         """Add a report of a decision."""
         # A list of its own: a report by another name does not make the decision a named one.
         known = self._all.setdefault(key, list(self.reports.get(key, ())))
         known.append(report)
-        self.rewards[key] = folded(known)
+        self.rewards[key] = fold_reports(known)
 
     def forget_reports(self) -> None:
         """Let go of the reports, once it is known what they come to, but not of whose they are."""
@@ -163,7 +163,7 @@ class Logged:
             client.named.clear()
 
     def __post_init__(self) -> None:
-        self._all: dict[str, list[Report]] = {}
+        self._all: dict[str, list[FeedbackReport]] = {}
 
 
 def is_late(reward: Reward, outcome: Outcome, since: int | None, reported: str | None) -> bool:
@@ -176,7 +176,7 @@ def is_late(reward: Reward, outcome: Outcome, since: int | None, reported: str |
     return reward.outcome != outcome and (since is None or reward.timestamp > since)
 
 
-def settled(reward: Reward, outcome: Outcome, *, is_last: bool) -> Outcome:
+def settle_outcome(reward: Reward, outcome: Outcome, *, is_last: bool) -> Outcome:
     """Return the outcome of a step after a late reward.
 
     An end that comes late counts where no step follows. One that was written stays one: the client
@@ -188,7 +188,9 @@ def settled(reward: Reward, outcome: Outcome, *, is_last: bool) -> Outcome:
     return reward.reward, outcome[1], outcome[2]
 
 
-def read_logged(dataset: Dataset, snapshot: Snapshot, now: int, window: int) -> Logged:
+def read_logged_feedback(
+    dataset: Dataset, snapshot: Snapshot, now: int, window: int
+) -> LoggedFeedback:
     """Read the two tables' newest versions, and which decisions the snapshot has as steps.
 
     `now` (us) is the time, taken before, and `window` (us) how long decisions wait. An episode
@@ -202,34 +204,34 @@ def read_logged(dataset: Dataset, snapshot: Snapshot, now: int, window: int) -> 
     """
     looked = now - _IN_FLIGHT_US if has_live_worker(dataset.decisions) else now
     if dataset.table.storage.is_remote:
-        looked = now - ELSEWHERE_US
+        looked = now - OTHER_SERVER_LAG_US
     horizon = min([looked, *first_pending(dataset.decisions, TIMESTAMP)])
     rewards, finals = read_rewards(dataset.rewards.snapshot())
     decisions = dataset.decisions.snapshot()
-    logged = Logged(decisions, horizon, finals, num_rewards=rewards.num_rows)
+    logged = LoggedFeedback(decisions, horizon, finals, num_rewards=rewards.num_rows)
     narrow = read_decisions(decisions)
     logged.num_decisions = narrow.num_rows
     tables = {"decisions": narrow, "rewards": rewards, "written": read_written(snapshot)}
-    with scanning(tables) as connection:
+    with scan_connection(tables) as connection:
         # Views are too slow here: each is asked several times.
-        for statement in JOIN_SQL.format(horizon=horizon, elsewhere=ELSEWHERE_US).split(";"):
-            rows_of(connection, statement)
-        counts = LEFT_SQL.format(horizon=horizon, closing=now - window)
+        for statement in JOIN_SQL.format(horizon=horizon, elsewhere=OTHER_SERVER_LAG_US).split(";"):
+            query_rows(connection, statement)
+        counts = REMAINDER_SQL.format(horizon=horizon, closing=now - window)
         ((logged.waiting, logged.unrewarded, logged.repeated, logged.num_written,
-          logged.unmatched, logged.num_early),) = rows_of(connection, counts)  # fmt: skip
+          logged.unmatched, logged.num_early),) = query_rows(connection, counts)  # fmt: skip
         unknown = "SELECT DISTINCT key FROM report WHERE key IS NOT NULL AND client IS NULL"
-        logged.unknown = [key for (key,) in rows_of(connection, unknown)]
-        active = arrow_of(connection, ACTIVE_SQL)
-        reports = arrow_of(connection, ACTIVE_REPORTS_SQL.format(horizon=horizon))
+        logged.unknown = [key for (key,) in query_rows(connection, unknown)]
+        active = query_arrow(connection, ACTIVE_SQL)
+        reports = query_arrow(connection, ACTIVE_REPORTS_SQL.format(horizon=horizon))
     # Before all of it becomes objects, which take the most memory.
     del tables, narrow, rewards
-    _take_decisions(logged, active)
+    _add_decisions(logged, active)
     del active
-    _take_reports(logged, reports)
+    _add_reports(logged, reports)
     del reports
     for client in logged.clients.values():
         if client.named:
-            logged.unmatched += _name(logged, client, now - window)
+            logged.unmatched += _match_reports(logged, client, now - window)
     logged.forget_reports()
     logged.set_aside = {
         key: f"reward: found {reward.reward}, which its reports come to, expected a finite number. "
@@ -240,7 +242,7 @@ def read_logged(dataset: Dataset, snapshot: Snapshot, now: int, window: int) -> 
     return logged
 
 
-def _take_decisions(logged: Logged, active: pa.Table) -> None:
+def _add_decisions(logged: LoggedFeedback, active: pa.Table) -> None:
     """Make objects of the decisions of client episodes in which something may change."""
     clients: dict[str, ClientEpisode] = {}
     for name, source, key, us, request, step, file, *written in _rows(active):
@@ -252,19 +254,21 @@ def _take_decisions(logged: Logged, active: pa.Table) -> None:
         reward, terminated, truncated, episode, number, is_last, since, said = written
         if number is not None:
             outcome = reward, terminated, truncated
-            logged.written[key] = Written(outcome, episode, number, is_last, since, said)
+            logged.written[key] = WrittenStep(outcome, episode, number, is_last, since, said)
     logged.clients = clients
 
 
-def _take_reports(logged: Logged, reports: pa.Table) -> None:
+def _add_reports(logged: LoggedFeedback, reports: pa.Table) -> None:
     for key, name, request, step, mode, us, row, *outcome, feedback, final in _rows(reports):
         reward, terminated, truncated = outcome
-        report = Report(us, row, reward, terminated, truncated, mode == SUM, feedback, final)
+        report = FeedbackReport(
+            us, row, reward, terminated, truncated, mode == SUM, feedback, final
+        )
         if key is not None:
             logged.reports.setdefault(key, []).append(report)
         else:
-            logged.clients[name].named.append(Named(report, request, step))
-    logged.rewards = {key: folded(said) for key, said in logged.reports.items()}
+            logged.clients[name].named.append(NamedReport(report, request, step))
+    logged.rewards = {key: fold_reports(said) for key, said in logged.reports.items()}
 
 
 def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:
@@ -272,7 +276,7 @@ def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
-def _name(logged: Logged, client: ClientEpisode, closing: int) -> int:
+def _match_reports(logged: LoggedFeedback, client: ClientEpisode, closing: int) -> int:
     """Give the reports that name a request or a step their decisions; return how many are orphaned.
 
     A report means the newest decision under its name that was taken before it came; if there is
@@ -286,31 +290,35 @@ def _name(logged: Logged, client: ClientEpisode, closing: int) -> int:
         while following is not None and following.timestamp <= named.report.timestamp:
             timeline.take(following)
             following = next(decisions, None)
-        if (decision := _meant(timeline, named)) is None:
+        if (decision := _resolve_report(timeline, named)) is None:
             early.append(named)
             continue
-        _say(logged, timeline, decision, named.report)
+        _add_named_report(logged, timeline, decision, named.report)
     while following is not None:
         timeline.take(following)
         following = next(decisions, None)
     orphaned = 0
     for named in early:
-        decision = _meant(timeline, named, oldest=True)
+        decision = _resolve_report(timeline, named, oldest=True)
         ahead = 0 if decision is None else decision.timestamp - named.report.timestamp
-        if decision is not None and 0 < ahead <= ELSEWHERE_US:
-            _say(logged, timeline, decision, named.report)
+        if decision is not None and 0 < ahead <= OTHER_SERVER_LAG_US:
+            _add_named_report(logged, timeline, decision, named.report)
         else:
             orphaned += named.report.timestamp < closing
     return orphaned
 
 
-def _meant(timeline: Timeline, named: Named, *, oldest: bool = False) -> Decision | None:
+def _resolve_report(
+    timeline: Timeline, named: NamedReport, *, oldest: bool = False
+) -> Decision | None:
     if named.request_id is not None:
         return timeline.asked(named.request_id)
     return None if named.step is None else timeline.at(named.step, oldest=oldest)
 
 
-def _say(logged: Logged, timeline: Timeline, decision: Decision, report: Report) -> None:
+def _add_named_report(
+    logged: LoggedFeedback, timeline: Timeline, decision: Decision, report: FeedbackReport
+) -> None:
     ended = logged.ends(decision.key)
     logged.report(decision.key, report)
     if logged.ends(decision.key) != ended:
@@ -380,7 +388,7 @@ WHERE key IS NOT NULL OR ts < {horizon} ORDER BY ts, row
 
 # Of the other episodes: decisions that wait for a report, that none came for, and that were asked
 # for again; then the steps of all, and reports by other names whose decision never came.
-LEFT_SQL: Final = """
+REMAINDER_SQL: Final = """
 WITH left_over AS (
     SELECT * FROM decision ANTI JOIN changing USING (client)
 ), idle AS (
@@ -430,7 +438,7 @@ def read_decisions(decisions: TableSnapshot) -> pa.Table:
     ).empty_table()  # fmt: skip
 
 
-_LATER: Final[Mapping[str, pa.DataType]] = {
+_ADDED_COLUMNS: Final[Mapping[str, pa.DataType]] = {
     REQUEST_ID: pa.string(),
     EPISODE_ID: pa.string(),
     STEP: pa.int32(),
@@ -441,7 +449,7 @@ _LATER: Final[Mapping[str, pa.DataType]] = {
 
 def read_rewards(rewards: TableSnapshot) -> tuple[pa.Table, pa.ChunkedArray]:
     """Return the reports, and apart from them the final observations that there are."""
-    later = [name for name in _LATER if name in rewards.schema.names]
+    later = [name for name in _ADDED_COLUMNS if name in rewards.schema.names]
     names = [DECISION_ID, TIMESTAMP, REWARD, TERMINATED, TRUNCATED, FINAL_OBSERVATION, *later]
     parts, finals, num_rows, num_finals = [], [], 0, 0
     kind = rewards.schema.field(FINAL_OBSERVATION).type
@@ -452,7 +460,7 @@ def read_rewards(rewards: TableSnapshot) -> tuple[pa.Table, pa.ChunkedArray]:
         place = pa.array(np.cumsum(there) - 1 + num_finals, mask=~there)
         num_finals += int(there.sum())
         part = _as_integers(batch.drop_columns([FINAL_OBSERVATION]))
-        for name, absent in _LATER.items():
+        for name, absent in _ADDED_COLUMNS.items():
             if name not in later:
                 part = part.append_column(name, pa.nulls(part.num_rows, absent))
         part = part.append_column(_FINAL_ROW, place)
@@ -463,8 +471,17 @@ def read_rewards(rewards: TableSnapshot) -> tuple[pa.Table, pa.ChunkedArray]:
         first = [(DECISION_ID, pa.string()), (TIMESTAMP, pa.int64()), (REWARD, pa.float64()),
                  (TERMINATED, pa.bool_()), (TRUNCATED, pa.bool_())]  # fmt: skip
         last = [(_FINAL_ROW, pa.int64()), (ROW, pa.int64())]
-        parts = [pa.schema([*first, *_LATER.items(), *last]).empty_table()]
-    columns = [DECISION_ID, TIMESTAMP, REWARD, TERMINATED, TRUNCATED, *_LATER, _FINAL_ROW, ROW]
+        parts = [pa.schema([*first, *_ADDED_COLUMNS.items(), *last]).empty_table()]
+    columns = [
+        DECISION_ID,
+        TIMESTAMP,
+        REWARD,
+        TERMINATED,
+        TRUNCATED,
+        *_ADDED_COLUMNS,
+        _FINAL_ROW,
+        ROW,
+    ]
     joined = pa.concat_tables([part.select(columns).cast(parts[0].select(columns).schema)
                                for part in parts])  # fmt: skip
     return joined, pa.chunked_array(finals, kind)

@@ -47,7 +47,7 @@ from replaylake.datastore.episodes.schema import (
     to_numpy,
 )
 from replaylake.datastore.episodes.spaces import Array, take
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.feedback.decision_id import read_unverified
 from replaylake.datastore.feedback.decisions import (
     DECISION_ID,
@@ -59,11 +59,11 @@ from replaylake.datastore.feedback.decisions import (
     REWARDED_AT,
     recover_feedback,
 )
-from replaylake.datastore.feedback.late import Late, apply_late
-from replaylake.datastore.feedback.received_steps import Received, move_received
+from replaylake.datastore.feedback.late import LateResult, apply_late
+from replaylake.datastore.feedback.received_steps import ReceivedResult, move_received
 from replaylake.datastore.feedback.reports import Reward
-from replaylake.datastore.feedback.segments import NOTHING, Recovered
-from replaylake.datastore.feedback.served import Logged, read_logged
+from replaylake.datastore.feedback.segments import NOTHING_RECOVERED, Recovered
+from replaylake.datastore.feedback.served import LoggedFeedback, read_logged_feedback
 from replaylake.datastore.feedback.set_aside import (
     REWARD_CHECK,
     STEP_CHECK,
@@ -72,13 +72,13 @@ from replaylake.datastore.feedback.set_aside import (
     find_unwritable,
     record_set_aside,
 )
-from replaylake.datastore.feedback.timeline import Stretch, numbers_of, stretches_of
+from replaylake.datastore.feedback.timeline import TimelineEpisode, cut_episodes, number_steps
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 
 
 @dataclass(frozen=True)
-class SessionReceipt:
+class JoinReceipt:
     """What one run found and wrote.
 
     decisions and rewards: rows of the two tables. joined: decisions that have a reward. episodes
@@ -112,7 +112,7 @@ class SessionReceipt:
     damaged: int
     set_aside: int = 0
     quarantined: int = 0
-    received: Received = field(default_factory=Received)
+    received: ReceivedResult = field(default_factory=ReceivedResult)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -135,7 +135,7 @@ class SessionReceipt:
 
 
 @dataclass
-class _Counts:
+class _JoinCounts:
     waiting: int = 0
     unrewarded: int = 0
     repeated: int = 0
@@ -148,21 +148,21 @@ class _Counts:
 
 
 @dataclass(frozen=True)
-class Run:
+class JoinRound:
     """One run: its receipt, and when (us) the next has something to do though nothing comes."""
 
-    receipt: SessionReceipt
+    receipt: JoinReceipt
     due: int | None
 
 
-def sessionise(
+def join_feedback(
     lake: Lake,
     dataset: str,
     *,
     window_s: float = DEFAULT_WINDOW_S,
     now_s: float | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> SessionReceipt:
+) -> JoinReceipt:
     """Join what was served into `dataset` with its rewards and append the episodes, in one commit.
 
     Args:
@@ -173,24 +173,25 @@ def sessionise(
             decided later waits.
         on_progress: called with (episodes built, episodes).
 
-    Raises: NotFound if nothing was ever served into the dataset. Cost: one scan of the two tables'
-    ids and of the dataset's decision_id column; Python objects are made of what may change alone.
+    Raises: NotFoundError if nothing was ever served into the dataset. Cost: one scan of the two
+    tables' ids and of the dataset's decision_id column; Python objects are made of what may change
+    alone.
     """
-    return run_once(lake, dataset, window_s=window_s, now_s=now_s, on_progress=on_progress).receipt
+    return join_once(lake, dataset, window_s=window_s, now_s=now_s, on_progress=on_progress).receipt
 
 
-def run_once(
+def join_once(
     lake: Lake,
     dataset: str,
     *,
     window_s: float = DEFAULT_WINDOW_S,
     now_s: float | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Run:
+) -> JoinRound:
     """Do what `sessionise` does, and say when to come again. Raises: as sessionise."""
     handle = lake.dataset(dataset)
     if not (handle.exists() and handle.decisions.exists() and handle.rewards.exists()):
-        raise NotFound(
+        raise NotFoundError(
             f"sessionise {dataset}: found no decisions, expected some from a served policy. "
             f"`replaylake serve POLICY --log-to {dataset}` logs them."
         )
@@ -198,16 +199,16 @@ def run_once(
     window = int(window_s * 1e6)
     moved = move_received(handle, now_s=now / 1e6, window_s=window_s)
     producer = f"sessionise:{dataset}"
-    recovered = NOTHING
+    recovered = NOTHING_RECOVERED
     unwritable: dict[str, str] = {}
     while True:
         recovered += recover_feedback(handle)
         # Two runs at once get the same sequence: the later finds it taken and reads anew.
         sequence = handle.next_sequence(producer)
         snapshot = handle.snapshot()
-        logged = read_logged(handle, snapshot, now, window)
+        logged = read_logged_feedback(handle, snapshot, now, window)
         logged.set_aside = unwritable | logged.set_aside
-        counts = _Counts(logged.waiting, logged.unrewarded, logged.repeated)
+        counts = _JoinCounts(logged.waiting, logged.unrewarded, logged.repeated)
         pieces = list(_plan(logged, now, window, counts))
         version = snapshot.version
         if pieces:
@@ -229,18 +230,18 @@ def run_once(
             counts.wait_until(now)
         quarantined = record_set_aside(handle, counts.aside, producer=producer)
         receipt = _receipt(dataset, version, logged, pieces, counts, recovered, late)
-        return Run(
+        return JoinRound(
             replace(receipt, received=moved, quarantined=quarantined + moved.quarantined),
             counts.due,
         )
 
 
 def _find_unwritable(
-    dataset: Dataset, logged: Logged, spec: DatasetSpec, pieces: Sequence[Piece]
+    dataset: Dataset, logged: LoggedFeedback, spec: DatasetSpec, pieces: Sequence[DecisionPiece]
 ) -> dict[str, str]:
     """Return the decisions of which no step can be made, with the reasons."""
 
-    def check(some: Sequence[Piece]) -> None:
+    def check(some: Sequence[DecisionPiece]) -> None:
         dataset.check(build_episodes(logged, spec, some, None))
 
     found: dict[str, str] = {}
@@ -254,28 +255,30 @@ def _find_unwritable(
     return found
 
 
-def _plan(logged: Logged, now: int, window: int, counts: _Counts) -> Iterator[Piece]:
+def _plan(
+    logged: LoggedFeedback, now: int, window: int, counts: _JoinCounts
+) -> Iterator[DecisionPiece]:
     """Yield what is to be written now; decisions older than `window` (us) no longer wait."""
     known = {key: step.step for key, step in logged.written.items()}
     for client in logged.clients.values():
         keys = (decision.key for decision in client.decisions)
         taken = {logged.written[key].episode_id for key in keys if key in logged.written}
-        for stretch in stretches_of(client.decisions, logged.ends, logged.rank):
+        for stretch in cut_episodes(client.decisions, logged.ends, logged.rank):
             yield from _pieces(stretch, client.source, logged, known, taken, now, window, counts)
 
 
 def _pieces(
-    stretch: Stretch,
+    stretch: TimelineEpisode,
     source: str | None,
-    logged: Logged,
+    logged: LoggedFeedback,
     known: Mapping[str, int],
     taken: set[str],
     now: int,
     window: int,
-    counts: _Counts,
-) -> Iterator[Piece]:
+    counts: _JoinCounts,
+) -> Iterator[DecisionPiece]:
     rewards, written = logged.rewards, logged.written
-    numbers = numbers_of(stretch, known)
+    numbers = number_steps(stretch, known)
     # A client that got no answer (the server was killed) asks again under the same request_id.
     counts.repeated += sum(decision.key not in numbers for decision in stretch.decisions)
     ids = sorted(numbers, key=numbers.__getitem__)
@@ -297,14 +300,14 @@ def _pieces(
         counts.wait_until(now if newest >= logged.horizon else newest + window + 1)
         return
     counts.unrewarded += sum(key not in rewards for key in ids)
-    episode_id = stored_id or _free(f"served/{min(ids)}", taken)
+    episode_id = stored_id or _unused_id(f"served/{min(ids)}", taken)
     taken.add(episode_id)
     for run, next_id in _runs(ids, numbers, logged):
-        yield Piece(episode_id, source, numbers[run[0]], run, next_id)
+        yield DecisionPiece(episode_id, source, numbers[run[0]], run, next_id)
 
 
 def _aside(
-    key: str, episode_id: str, source: str | None, stretch: Stretch, logged: Logged
+    key: str, episode_id: str, source: str | None, stretch: TimelineEpisode, logged: LoggedFeedback
 ) -> SetAside:
     (decision,) = (one for one in stretch.decisions if one.key == key)
     reward = logged.rewards.get(key)
@@ -314,7 +317,7 @@ def _aside(
     return SetAside(episode_id, "", source or episode_id, check, logged.set_aside[key], about)
 
 
-def _free(name: str, taken: Collection[str]) -> str:
+def _unused_id(name: str, taken: Collection[str]) -> str:
     """Return a name for an episode that no other of the client's has.
 
     A decision that a step was written after, and whose own report then says that it ended the
@@ -325,7 +328,7 @@ def _free(name: str, taken: Collection[str]) -> str:
 
 
 def _runs(
-    ids: Sequence[str], numbers: Mapping[str, int], logged: Logged
+    ids: Sequence[str], numbers: Mapping[str, int], logged: LoggedFeedback
 ) -> Iterator[tuple[list[str], str | None]]:
     """Yield decisions to be written whose numbers follow on each other, and the one after them."""
     run: list[str] = []
@@ -344,17 +347,17 @@ def _runs(
 def _receipt(
     dataset: str,
     version: int,
-    logged: Logged,
-    pieces: Sequence[Piece],
-    counts: _Counts,
+    logged: LoggedFeedback,
+    pieces: Sequence[DecisionPiece],
+    counts: _JoinCounts,
     recovered: Recovered,
-    late: Late,
-) -> SessionReceipt:
+    late: LateResult,
+) -> JoinReceipt:
     named = (read_unverified(key) for key in logged.unknown)
     orphaned = sum(said is not None and said.timestamp < logged.horizon for said in named)
     fresh = sum(logged.has_reward(key) and key not in logged.written for key in logged.file_of)
     stale = sum(key in logged.written for key in logged.set_aside)
-    return SessionReceipt(
+    return JoinReceipt(
         dataset=dataset,
         version=version,
         decisions=logged.num_decisions,
@@ -375,7 +378,7 @@ def _receipt(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DecisionPiece:
     """Consecutive decisions to write; `next_id` is the decision after them in the same episode."""
 
     episode_id: str
@@ -386,9 +389,9 @@ class Piece:
 
 
 def build_episodes(
-    logged: Logged,
+    logged: LoggedFeedback,
     spec: DatasetSpec,
-    pieces: Sequence[Piece],
+    pieces: Sequence[DecisionPiece],
     on_progress: Callable[[int, int], None] | None,
 ) -> list[Episode]:
     """Read the rows that the pieces need and cut the episodes out of them."""
@@ -400,7 +403,7 @@ def build_episodes(
     rows = pa.concat_tables(
         batch.filter(pc.is_in(batch.column(DECISION_ID), chosen)) for batch in some.batches()
     ).combine_chunks()
-    source = _Source(rows, logged, spec)
+    source = _DecodedDecisions(rows, logged, spec)
     episodes = []
     for number, piece in enumerate(pieces, 1):
         episodes.append(source.episode(piece))
@@ -409,10 +412,10 @@ def build_episodes(
     return episodes
 
 
-class _Source:
+class _DecodedDecisions:
     """Decoded decisions, from which episodes are cut."""
 
-    def __init__(self, rows: pa.Table, logged: Logged, spec: DatasetSpec) -> None:
+    def __init__(self, rows: pa.Table, logged: LoggedFeedback, spec: DatasetSpec) -> None:
         self._logged, self._spec = logged, spec
         self._row_of = {key: row for row, key in enumerate(rows.column(DECISION_ID).to_pylist())}
         self._observations = to_numpy(spec.observation_space, rows.column(OBSERVATION))
@@ -425,7 +428,7 @@ class _Source:
         self._masks = self._decoded_masks(rows)
         self._has_sums = any(reward.has_sums for reward in logged.rewards.values())
 
-    def episode(self, piece: Piece) -> Episode:
+    def episode(self, piece: DecisionPiece) -> Episode:
         """Cut one piece out."""
         index = np.asarray([self._row_of[key] for key in piece.decision_ids])
         rewards = [self._logged.rewards[key] for key in piece.decision_ids]
@@ -460,7 +463,7 @@ class _Source:
             return {}
         return {REPORTED: pa.array([reward.reported for reward in rewards], pa.string())}
 
-    def _final_observation(self, piece: Piece, last: Reward) -> Any:
+    def _final_observation(self, piece: DecisionPiece, last: Reward) -> Any:
         if piece.next_id is not None and not last.ends:
             return take(self._observations, self._row_of[piece.next_id])
         if last.final_row is None:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore.errors import AlreadyExists, EpisodeInvalid
+from replaylake.datastore.errors import AlreadyExistsError, EpisodeInvalidError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.rejected import REJECTED_SCHEMA
 
@@ -26,7 +26,7 @@ STEP_CHECK: Final = "step"
 
 # What one value that no episode can hold makes the writer raise. Nothing wider: a fault of ours
 # would put the whole log into quarantine.
-UNWRITABLE: Final = (EpisodeInvalid, ArithmeticError, ValueError)
+UNWRITABLE: Final = (EpisodeInvalidError, ArithmeticError, ValueError)
 _OPERATION: Final = "SET ASIDE"
 _T = TypeVar("_T")
 
@@ -64,13 +64,14 @@ def find_unwritable(
 def record_set_aside(dataset: Dataset, found: Sequence[SetAside], *, producer: str) -> int:
     """Put steps that were set aside into quarantine, each once; return how many are new there.
 
-    Raises: StorageFailed, ShardCorrupt. Cost: a scan of the quarantine where anything was found.
+    Raises: StorageError, ShardCorruptError. Cost: a scan of the quarantine where anything was
+    found.
     """
     if not found:
         return 0
     table = dataset.rejected
     if not table.exists():
-        with suppress(AlreadyExists):  # another run, or an ingest, was first
+        with suppress(AlreadyExistsError):  # another run, or an ingest, was first
             table.create(REJECTED_SCHEMA)
     # First: of two runs at once the later finds its sequence taken, and adds nothing.
     sequence = table.next_sequence(producer)

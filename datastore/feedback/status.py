@@ -10,7 +10,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.episodes.schema import EPISODE_ID, POLICY, POLICY_VERSION, TIMESTAMP
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.feedback.decision_id import read_unverified
 from replaylake.datastore.feedback.decisions import (
     DECISION_ID,
@@ -19,11 +19,11 @@ from replaylake.datastore.feedback.decisions import (
     REWARD_LATE,
     REWARDED_AT,
 )
-from replaylake.datastore.feedback.served import Logged, read_logged
+from replaylake.datastore.feedback.served import LoggedFeedback, read_logged_feedback
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.query.table_files import rows_of, scanning
+from replaylake.datastore.query.table_files import query_rows, scan_connection
 
 # A decision is joined if it is a step, or has a report; of several of one request one is. One whose
 # reports come to nothing that a step can have is set aside, whether it is a step already or not.
@@ -133,26 +133,27 @@ def feedback_status(
     """Count what was served into a dataset and fed back, as it is in the lake now.
 
     What a running server wrote within about a second is not there yet. `window_s` and `now_s` are
-    as for sessionise. Raises: NotFound if nothing was ever served into it. Cost: as sessionise.
+    as for sessionise. Raises: NotFoundError if nothing was ever served into it. Cost: as
+    sessionise.
     """
     handle = lake.dataset(dataset)
     if not (handle.exists() and handle.decisions.exists() and handle.rewards.exists()):
-        raise NotFound(
+        raise NotFoundError(
             f"feedback {dataset}: found no decisions, expected some from a served policy. "
             f"`replaylake serve POLICY --log-to {dataset}` logs them."
         )
     now = time.time_ns() // 1000 if now_s is None else int(now_s * 1e6)
     closing = now - int(window_s * 1e6)
     snapshot = handle.snapshot()
-    logged = read_logged(handle, snapshot, now, int(window_s * 1e6))
+    logged = read_logged_feedback(handle, snapshot, now, int(window_s * 1e6))
     orphans = Counter(
         (said.policy, said.policy_version)
         for key in logged.unknown
         if (said := read_unverified(key)) is not None and said.timestamp < logged.horizon
     )
     found: list[FeedbackCounts] = []
-    with scanning(_tables(handle, snapshot, logged)) as connection:
-        for row in rows_of(connection, _COUNTS.format(closing=closing)):
+    with scan_connection(_tables(handle, snapshot, logged)) as connection:
+        for row in query_rows(connection, _COUNTS.format(closing=closing)):
             counts = dict(zip(_COLUMNS, row, strict=True))
             orphaned = orphans.pop((counts["policy"], counts["version"]), 0)
             found.append(FeedbackCounts(**counts, orphaned=orphaned))
@@ -166,7 +167,7 @@ def feedback_status(
     return FeedbackStatus(dataset, snapshot.version, logged.num_rewards, total, by_version)
 
 
-def _tables(handle: Dataset, snapshot: Snapshot, logged: Logged) -> dict[str, pa.Table]:
+def _tables(handle: Dataset, snapshot: Snapshot, logged: LoggedFeedback) -> dict[str, pa.Table]:
     names = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP, POLICY, POLICY_VERSION]
     there = [n for n in (DECISION_ID, REWARDED_AT, REWARD_LATE) if n in snapshot.spec.extras]
     written = {DECISION_ID: pa.array([], pa.string())}

@@ -33,7 +33,7 @@ Rank = Callable[[str], int]
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class StepSlot:
     """A step to be, and the decisions that were made for it, in order of time.
 
     order: the place, among all decisions of the client episode, of the one that put it where it is.
@@ -45,12 +45,12 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Stretch:
+class TimelineEpisode:
     """One episode: its slots, in order."""
 
     by_step: bool
-    slots: list[Slot] = field(default_factory=list)
-    _of_name: dict[int | str, Slot] = field(default_factory=dict)
+    slots: list[StepSlot] = field(default_factory=list)
+    _of_name: dict[int | str, StepSlot] = field(default_factory=dict)
     _newest: int = -1
     end: int | None = None  # the client's step of the decision that ended it
 
@@ -64,7 +64,7 @@ class Stretch:
         step = self.slots[place].chosen.step
         return step if self.by_step and step is not None else place
 
-    def slot_of(self, step: int) -> Slot | None:
+    def slot_of(self, step: int) -> StepSlot | None:
         """Return the slot that has a number, or None."""
         if self.by_step:
             return self._of_name.get(step)
@@ -83,7 +83,7 @@ class Stretch:
             decision.request_id == other.request_id for other in held.decisions
         )
 
-    def add(self, decision: Decision, order: int, rank: Rank) -> Slot:
+    def add(self, decision: Decision, order: int, rank: Rank) -> StepSlot:
         """Put a decision, which is at place `order` of all, into its slot, or into a new one."""
         name = decision.step if self.by_step else decision.request_id
         slot = None if name is None else self._of_name.get(name)
@@ -93,7 +93,7 @@ class Stretch:
         if self.by_step and decision.step is not None:
             self._newest = max(self._newest, decision.step)
         if slot is None:
-            slot = Slot([decision], decision, order)
+            slot = StepSlot([decision], decision, order)
             self.slots.append(slot)
             if name is not None:
                 self._of_name[name] = slot
@@ -107,14 +107,14 @@ class Stretch:
                 slot.order = order
         return slot
 
-    def _remove(self, slot: Slot) -> None:
+    def _remove(self, slot: StepSlot) -> None:
         # From the end: who asks again does so soon.
         for place in range(len(self.slots) - 1, -1, -1):
             if self.slots[place] is slot:
                 del self.slots[place]
                 return
 
-    def ordered(self) -> Stretch:
+    def ordered(self) -> TimelineEpisode:
         """Return it with its slots by number."""
         if self.by_step:
             self.slots.sort(key=lambda slot: slot.chosen.step or 0)
@@ -133,14 +133,14 @@ class Timeline:
         self._by_step, self._ends, self._rank = by_step, ends, rank
         self._taken: list[Decision] = []
         self._place_of: dict[str, int] = {}
-        self._stretches: list[Stretch] = []
+        self._stretches: list[TimelineEpisode] = []
         self._begins: list[int] = []  # the place of each stretch's first decision
-        self._slot_of: dict[str, Slot] = {}  # by request, the last one with a decision of it
+        self._slot_of: dict[str, StepSlot] = {}  # by request, the last one with a decision of it
         self._only: dict[str, Decision | None] = {}  # by request, its decision; None for several
         self._stale: tuple[int, int] | None = None  # first and last place of an end that changed
 
     @property
-    def stretches(self) -> list[Stretch]:
+    def stretches(self) -> list[TimelineEpisode]:
         """The episodes so far, in order of time."""
         self._cut()
         return self._stretches
@@ -178,10 +178,10 @@ class Timeline:
         found = (stretch.slot_of(step) for stretch in (stretches if oldest else stretches[::-1]))
         return next((slot.chosen for slot in found if slot is not None), None)
 
-    def _put(self, place: int) -> Slot:
+    def _put(self, place: int) -> StepSlot:
         decision = self._taken[place]
         if not self._stretches or not self._stretches[-1].takes(decision):
-            self._stretches.append(Stretch(self._by_step))
+            self._stretches.append(TimelineEpisode(self._by_step))
             self._begins.append(place)
         stretch = self._stretches[-1]
         slot = stretch.add(decision, place, self._rank)
@@ -189,7 +189,7 @@ class Timeline:
             stretch.end = max(stretch.end or 0, decision.step or 0)
         return slot
 
-    def _name(self, decision: Decision, slot: Slot) -> None:
+    def _name(self, decision: Decision, slot: StepSlot) -> None:
         if decision.request_id is not None:
             held = self._slot_of.get(decision.request_id)
             if held is None or held.order <= slot.order:
@@ -217,7 +217,7 @@ class Timeline:
         for decision, slot in zip(self._taken[begins[0] :], slots, strict=False):
             self._name(decision, slot)
 
-    def _forget(self, stretch: Stretch) -> None:
+    def _forget(self, stretch: TimelineEpisode) -> None:
         for slot in stretch.slots:
             for decision in slot.decisions:
                 request_id = decision.request_id
@@ -225,9 +225,9 @@ class Timeline:
                     del self._slot_of[request_id]
 
 
-def stretches_of(
+def cut_episodes(
     decisions: Collection[Decision], ends: Callable[[str], bool], rank: Rank
-) -> list[Stretch]:
+) -> list[TimelineEpisode]:
     """Return the episodes that decisions of one client episode, in order of time, make."""
     timeline = Timeline(has_steps(decisions), ends, rank)
     for decision in decisions:
@@ -240,7 +240,7 @@ def has_steps(decisions: Collection[Decision]) -> bool:
     return all(decision.step is not None for decision in decisions)
 
 
-def numbers_of(stretch: Stretch, known: Mapping[str, int]) -> dict[str, int]:
+def number_steps(stretch: TimelineEpisode, known: Mapping[str, int]) -> dict[str, int]:
     """Return the step's number of each decision that may be one, those in `known` as they are.
 
     Between two known ones there is room for as many as were counted when they were written: for all

@@ -12,10 +12,10 @@ from typing import Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import NotFound, QueryRefused
+from replaylake.datastore.errors import NotFoundError, QueryRefusedError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.policies.registry import Registry
-from replaylake.datastore.lake.rejected import rejected_rows
+from replaylake.datastore.lake.rejected import snapshot_rejected
 from replaylake.datastore.lake.runs.metrics import read_metrics
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.versions.tags import Tags
@@ -126,14 +126,16 @@ class LakeCatalog:
         return sorted({*self._handles(), *self._pinned})
 
     def table(self, dataset: str, view: str) -> TableSnapshot | None:
-        """Return the files behind a view. Raises: NotFound; QueryRefused where it has no version.
+        """Return the files behind a view.
+
+        Raises: NotFoundError; QueryRefusedError where it has no version.
 
         Decisions, rewards, received steps and the quarantine are tables of their own, so that they
         have none of the versions at which a dataset can be pinned.
         """
         if (pinned := self._pinned.get(dataset)) is not None:
             if view in ("decisions", "rewards", "received", "quarantine"):
-                raise QueryRefused(
+                raise QueryRefusedError(
                     f"{dataset}.{view}: found {dataset} pinned at version {pinned.version}, which "
                     "is one of its steps: decisions, rewards, received and quarantine are tables "
                     f"of their own and have other versions. Leave {dataset} out of `at` (--at), or "
@@ -148,13 +150,13 @@ class LakeCatalog:
         }
         if (log := logs.get(view)) is not None:
             if not log.exists():
-                raise NotFound(
+                raise NotFoundError(
                     f"{dataset}.{view}: nothing was served into dataset {dataset!r} yet. "
                     f"`replaylake serve POLICY --log-to {dataset}` does."
                 )
             return log.snapshot()
         steps = handle.snapshot().table
-        return rejected_rows(handle.rejected) if view == "quarantine" else steps
+        return snapshot_rejected(handle.rejected) if view == "quarantine" else steps
 
     def relation(self, name: str) -> pa.Table | None:
         """Return a lake-wide relation; `datasets` and `shards` show what is pinned."""

@@ -127,7 +127,7 @@ class Appendable(Protocol):
 
 def count_rejected(episodes: Iterable[Episode]) -> DropCounts:
     """Count episodes as rejected."""
-    sizes = [_num_steps(episode) for episode in episodes]
+    sizes = [_count_steps(episode) for episode in episodes]
     return DropCounts(num_rejected=len(sizes), num_rejected_steps=sum(sizes))
 
 
@@ -147,7 +147,7 @@ def commit_counts(num_episodes: int, num_steps: int, left_out: DropCounts) -> di
     }
 
 
-def _num_steps(episode: Episode) -> int:
+def _count_steps(episode: Episode) -> int:
     try:
         return len(episode)
     except TypeError:  # what was refused may not even have rewards

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.episodes import checked_all
+from replaylake.datastore.episodes.episodes import validate_all
 from replaylake.datastore.episodes.inference import infer_spec
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import (
@@ -19,14 +19,14 @@ from replaylake.datastore.episodes.schema import (
     arrow_schema,
     check_names,
     vector_type,
-    widened_type,
+    widen_type,
 )
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    EpisodeInvalid,
-    NotFound,
-    SchemaMismatch,
+    AlreadyExistsError,
+    EpisodeInvalidError,
+    NotFoundError,
+    SchemaMismatchError,
 )
 from replaylake.datastore.lake.commit import (
     Commit,
@@ -43,13 +43,13 @@ from replaylake.datastore.storage.log.commit_file import transaction_id
 from replaylake.datastore.storage.log.state import LogState
 from replaylake.datastore.storage.storage import LocalStorage, Storage
 from replaylake.datastore.storage.table.table import Table, TableCommit
-from replaylake.datastore.storage.table.table_schema import configuration_of, table_schema
+from replaylake.datastore.storage.table.table_schema import read_configuration, table_schema
 
 
 class Dataset:
     """A handle on one dataset of a lake, which need not exist yet.
 
-    Raises: NameRefused if SQL could not say the name unquoted.
+    Raises: InvalidNameError if SQL could not say the name unquoted.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -66,9 +66,12 @@ class Dataset:
 
     @property
     def path(self) -> Path:
-        """The folder of the Delta table. Raises: NotFound where the lake is on an object store."""
+        """The folder of the Delta table.
+
+        Raises: NotFoundError where the lake is on an object store.
+        """
         if not isinstance(self._storage, LocalStorage):
-            raise NotFound(
+            raise NotFoundError(
                 f"dataset {self.name!r}: found no folder of this machine, as the lake is at "
                 f"{self._storage.url}, expected one. Use `url`."
             )
@@ -106,9 +109,9 @@ class Dataset:
 
     @property
     def spec(self) -> DatasetSpec:
-        """Spaces and further columns at the newest version. Raises: NotFound."""
+        """Spaces and further columns at the newest version. Raises: NotFoundError."""
         self._check_exists()
-        return _spec_of(self.table.log.newest())
+        return _read_spec(self.table.log.newest())
 
     def exists(self) -> bool:
         """Whether the dataset has been created."""
@@ -128,9 +131,9 @@ class Dataset:
 
         With `rewards_optional` a step's reward may be unknown: NaN in an episode, NULL in SQL.
         `encoding` says what observations' elements are and what actions are called.
-        Raises: AlreadyExists, SchemaMismatch.
+        Raises: AlreadyExistsError, SchemaMismatchError.
         """
-        kept = {name: widened_type(kind, name) for name, kind in (extras or {}).items()}
+        kept = {name: widen_type(kind, name) for name, kind in (extras or {}).items()}
         spec = DatasetSpec(
             observation_space, action_space, mask_size, kept, rewards_optional, encoding
         )
@@ -140,7 +143,8 @@ class Dataset:
         """Add a further column of float32 [size] a step, NULL in those that there are.
 
         For readers that ask for it before the first episode with it is written. Commits nothing
-        where it is there. Raises: NotFound; SchemaMismatch where it is there and is something else.
+        where it is there. Raises: NotFoundError; SchemaMismatchError where it is there and is
+        something else.
         """
         self._check_exists()
         check_names([name])
@@ -163,14 +167,14 @@ class Dataset:
         nothing. The same (producer, sequence) again adds nothing. `left_out` is what the producer
         made beside them since its last commit, for the commit's info.
 
-        Raises: EpisodeInvalid with the first episode that does not fit, SchemaMismatch,
-        StorageFailed.
+        Raises: EpisodeInvalidError with the first episode that does not fit, SchemaMismatchError,
+        StorageError.
         """
         episodes = list(episodes)
         if not episodes:
-            raise EpisodeInvalid("append: found no episodes, expected at least one.")
+            raise EpisodeInvalidError("append: found no episodes, expected at least one.")
         if (producer is None) != (sequence is None):
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 "append: found only one of producer and sequence, expected both or neither: "
                 "together they make a repeated append add nothing."
             )
@@ -180,7 +184,7 @@ class Dataset:
         if (version := state.transactions.get(transaction_id(producer, sequence))) is not None:
             return Commit(version, True, 0, 0, 0, 0)
         is_new = state.metadata is None
-        known = (spec or infer_spec(episodes)) if is_new else _spec_of(state)
+        known = (spec or infer_spec(episodes)) if is_new else _read_spec(state)
         rows = self._rows(episodes, known)
         if is_new:
             rows = self._created(known, rows, episodes)
@@ -193,7 +197,7 @@ class Dataset:
                 **(info or {}),
             },
         )
-        return _counted(done, len(episodes))
+        return _to_commit(done, len(episodes))
 
     def check(self, episodes: Sequence[Episode]) -> None:
         """Check episodes as `append` would, and write nothing. Raises: as append."""
@@ -202,15 +206,16 @@ class Dataset:
     def encode(self, episodes: Sequence[Episode]) -> EncodedEpisodes:
         """Check episodes and lay them out as rows, for `write`.
 
-        Raises: EpisodeInvalid, SchemaMismatch; NotFound if the dataset does not exist.
+        Raises: EpisodeInvalidError, SchemaMismatchError; NotFoundError if the dataset does not
+        exist.
         """
         return EncodedEpisodes(len(episodes), self._rows(episodes, self.spec))
 
     def write(self, episodes: Sequence[Episode] | EncodedEpisodes) -> WrittenEpisodes:
         """Check episodes and write them durably, for `commit` to make readable.
 
-        Rollout workers write; their run's one committer commits. Raises: as append; NotFound if
-        the dataset does not exist.
+        Rollout workers write; their run's one committer commits. Raises: as append; NotFoundError
+        if the dataset does not exist.
         """
         ready = episodes if isinstance(episodes, EncodedEpisodes) else self.encode(episodes)
         return WrittenEpisodes(ready.num_episodes, self.table.write(ready.rows))
@@ -225,7 +230,7 @@ class Dataset:
     ) -> Commit:
         """Commit written episodes as one version: all of them, durably, or none.
 
-        The same (producer, sequence) again adds nothing. Raises: SchemaMismatch, StorageFailed.
+        The same (producer, sequence) again adds nothing. Raises: SchemaMismatchError, StorageError.
         """
         num_episodes = sum(part.num_episodes for part in written)
         num_steps = sum(part.num_steps for part in written)
@@ -235,7 +240,7 @@ class Dataset:
             sequence=sequence,
             info={**commit_counts(num_episodes, num_steps, DropCounts()), **(info or {})},
         )
-        return _counted(done, num_episodes)
+        return _to_commit(done, num_episodes)
 
     def account(
         self,
@@ -245,7 +250,7 @@ class Dataset:
         left_out: DropCounts,
         info: Mapping[str, Any] | None = None,
     ) -> Commit:
-        """Commit no rows, but what a producer made and did not commit. Raises: NotFound."""
+        """Commit no rows, but what a producer made and did not commit. Raises: NotFoundError."""
         done = self.table.commit(
             [],
             producer=producer,
@@ -253,7 +258,7 @@ class Dataset:
             operation="ACCOUNT",
             info={**commit_counts(0, 0, left_out), **(info or {})},
         )
-        return _counted(done, 0)
+        return _to_commit(done, 0)
 
     def committed(self, producer: str, sequence: int) -> int | None:
         """Return the version that holds a (producer, sequence), or None."""
@@ -275,11 +280,11 @@ class Dataset:
         return EpisodeWriter(self, producer, flush_steps, flush_bytes, flush_interval_s)
 
     def snapshot(self, version: int | None = None) -> Snapshot:
-        """Pin a version, the newest by default. Raises: NotFound."""
+        """Pin a version, the newest by default. Raises: NotFoundError."""
         self._check_exists()
         newest = self.table.snapshot()
         if version is not None and not 0 <= version <= newest.version:
-            raise NotFound(
+            raise NotFoundError(
                 f"dataset {self.name!r}: found no version {version}, expected "
                 f"0..{newest.version}. `replaylake history {self.name}` lists them."
             )
@@ -311,7 +316,8 @@ class Dataset:
             without_producers: what these append from now on is not read, as it comes by the view's
                 `put`; what others delete or label of it later shows all the same.
 
-        Raises: NotFound, ShardCorrupt, SpaceUnsupported, QueryRefused, QueryFailed, ConfigInvalid.
+        Raises: NotFoundError, ShardCorruptError, SpaceUnsupportedError, QueryRefusedError,
+        QueryError, ConfigInvalidError.
         """
         self._check_exists()
         return LiveView(
@@ -330,27 +336,27 @@ class Dataset:
         return self.table.history()
 
     def commit_info(self, version: int) -> dict[str, Any]:
-        """Return one version's commit, as `history` has it. Raises: NotFound."""
+        """Return one version's commit, as `history` has it. Raises: NotFoundError."""
         return self.table.commit_info(version)
 
     def _check_exists(self) -> None:
         if not self.table.exists():
-            raise NotFound(
+            raise NotFoundError(
                 f"dataset {self.name!r}: not in this lake. "
                 "`replaylake list` names those that are; `replaylake ingest` makes one."
             )
 
     def _rows(self, episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
         try:
-            ready = checked_all(
+            ready = validate_all(
                 episodes,
                 spec.observation_space,
                 spec.action_space,
                 rewards_optional=spec.rewards_optional,
             )
             return encode(ready, spec)
-        except SchemaMismatch as error:
-            raise SchemaMismatch(f"dataset {self.name!r}: {error}") from error
+        except SchemaMismatchError as error:
+            raise SchemaMismatchError(f"dataset {self.name!r}: {error}") from error
 
     def _created(self, spec: DatasetSpec, rows: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
         """Create the dataset for rows that were checked, and return those that it takes."""
@@ -364,18 +370,18 @@ class Dataset:
                 rewards_optional=spec.rewards_optional,
                 encoding=spec.encoding,
             )
-        except AlreadyExists:
+        except AlreadyExistsError:
             # Another writer was first, perhaps with other spaces: what counts are its own.
             return self._rows(episodes, self.spec)
         return rows
 
 
-def _spec_of(state: LogState) -> DatasetSpec:
+def _read_spec(state: LogState) -> DatasetSpec:
     # Not through a snapshot: that sorts every file of the table.
-    return DatasetSpec.from_table(configuration_of(state), table_schema(state))
+    return DatasetSpec.from_table(read_configuration(state), table_schema(state))
 
 
-def _counted(done: TableCommit, num_episodes: int) -> Commit:
+def _to_commit(done: TableCommit, num_episodes: int) -> Commit:
     return Commit(
         done.version,
         done.already_present,

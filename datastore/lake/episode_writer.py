@@ -32,13 +32,13 @@ from replaylake.datastore.episodes.spaces import (
     num_bytes,
 )
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EpisodeInvalid,
+    ConfigInvalidError,
+    EpisodeInvalidError,
     ReplayLakeError,
-    SchemaMismatch,
+    SchemaMismatchError,
 )
 from replaylake.datastore.lake.commit import Appendable, Commit, DropCounts, count_rejected
-from replaylake.datastore.lake.pieces import PieceOrder, without_present
+from replaylake.datastore.lake.pieces import PieceOrder, iter_absent_pieces
 from replaylake.datastore.lake.validation import EpisodeValidator, partition_valid
 from replaylake.datastore.names import new_ulid
 
@@ -57,7 +57,7 @@ _FIELDS: Final = {
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class _UnconfirmedCommit:
     """A commit whose answer is not known: its sequence, and what it was for."""
 
     sequence: int
@@ -112,17 +112,20 @@ class EpisodeWriter:
         # Whether other writers have committed under this producer: the same rows, perhaps.
         self._is_resumed = False
         self._left_out = DropCounts()
-        self._attempt: _Attempt | None = None
+        self._attempt: _UnconfirmedCommit | None = None
         self._num_reported = 0
         self._timer: threading.Timer | None = None
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
-        """What threads hold while they use the writer. Raises: ConfigInvalid in a forked child."""
+        """What threads hold while they use the writer.
+
+        Raises: ConfigInvalidError in a forked child.
+        """
         # The child has a copy of the buffer, which the parent commits, and of its lock, perhaps
         # held by a thread that is not there.
         if os.getpid() != self._process:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"writer {self.producer}: found it in process {os.getpid()}, a fork of the process "
                 f"{self._process} that made it, expected it there alone. Make a writer in each."
             )
@@ -149,8 +152,8 @@ class EpisodeWriter:
         """Check an episode, or the next piece of one, and buffer it.
 
         Before the dataset exists, the spaces of the episodes written so far are what it has to fit.
-        Raises: EpisodeInvalid, SchemaMismatch for this episode, which is not buffered then; as
-        `flush` where the buffer is full.
+        Raises: EpisodeInvalidError, SchemaMismatchError for this episode, which is not buffered
+        then; as `flush` where the buffer is full.
         """
         with self.lock:
             self._accept(episode)
@@ -159,14 +162,14 @@ class EpisodeWriter:
     def begin(self, episode_id: str | None = None, *, agent_id: str = "") -> OpenEpisode:
         """Begin an episode whose steps are handed over one by one; each flush writes a piece of it.
 
-        Its id is `<producer>/<ulid>` by default. Raises: NotFound if the dataset does not exist,
-        EpisodeInvalid if this writer has it open already.
+        Its id is `<producer>/<ulid>` by default. Raises: NotFoundError if the dataset does not
+        exist, EpisodeInvalidError if this writer has it open already.
         """
         with self.lock:
             spec = self._dataset.spec
             key = (episode_id or f"{self.producer}/{new_ulid()}", agent_id)
             if key in self._open:
-                raise EpisodeInvalid(
+                raise EpisodeInvalidError(
                     f"episode {key[0]}: found it open in this writer, expected it once for each "
                     "agent. Go on with the one that `begin` returned."
                 )
@@ -190,8 +193,9 @@ class EpisodeWriter:
     def flush(self) -> Commit | None:
         """Commit what is buffered; None if that is nothing. Returns the last of its commits.
 
-        Raises: EpisodeInvalid or SchemaMismatch naming the first episode that was refused, after
-        the others were committed; another error, such as StorageFailed, keeps the buffer.
+        Raises: EpisodeInvalidError or SchemaMismatchError naming the first episode that was
+        refused, after the others were committed; another error, such as StorageError, keeps the
+        buffer.
         """
         with self.lock:
             commit = self._commit_all()
@@ -224,7 +228,7 @@ class EpisodeWriter:
         try:
             ready = self._validator.validate(episode)
             self._order.add(ready)
-        except (EpisodeInvalid, SchemaMismatch):
+        except (EpisodeInvalidError, SchemaMismatchError):
             self._left_out += count_rejected([episode])
             raise
         self._buffer.append(ready)
@@ -256,7 +260,7 @@ class EpisodeWriter:
             piece = opened.taken()
             try:
                 self._accept(piece)
-            except (EpisodeInvalid, SchemaMismatch) as error:
+            except (EpisodeInvalidError, SchemaMismatchError) as error:
                 self.refused.append((piece, error))
         self._keep(self._buffer)
         commit = None
@@ -273,7 +277,7 @@ class EpisodeWriter:
         if not self._is_resumed:
             return
         kept: list[Episode] = []
-        for episode, pieces in without_present(self._dataset.snapshot(), self._buffer):
+        for episode, pieces in iter_absent_pieces(self._dataset.snapshot(), self._buffer):
             kept += pieces
             self._left_out += DropCounts(
                 num_already_present=int(not pieces),
@@ -292,7 +296,7 @@ class EpisodeWriter:
                 self._leave_out_present()
                 if not self._buffer:
                     return None
-            attempt = _Attempt(self._sequence, len(self._buffer), self._left_out)
+            attempt = _UnconfirmedCommit(self._sequence, len(self._buffer), self._left_out)
             self._attempt = attempt
         pending = self._buffer[: attempt.num_episodes]
         names: dict[str, Any] = {
@@ -306,7 +310,7 @@ class EpisodeWriter:
                 commit = self._dataset.append(pending, **names)
             else:
                 commit = self._dataset.account(**names)
-        except (EpisodeInvalid, SchemaMismatch):
+        except (EpisodeInvalidError, SchemaMismatchError):
             good, refused = partition_valid(self._dataset, pending)
             if not refused:
                 raise
@@ -341,7 +345,7 @@ class EpisodeWriter:
 
 
 @dataclass
-class _Steps:
+class _UnwrittenSteps:
     """What was stepped and not yet written: one entry a step in each list."""
 
     observations: list[Any] = field(default_factory=list)
@@ -370,7 +374,7 @@ class OpenEpisode:
         self._writer = writer
         self._spaces = spaces
         self._first_step = 0
-        self._steps = _Steps()
+        self._steps = _UnwrittenSteps()
 
     def __len__(self) -> int:
         return len(self._steps.rewards)
@@ -392,11 +396,11 @@ class OpenEpisode:
         (us since 1970), `env_step`, and columns of one's own; the same at every step. With
         `terminated` or `truncated` the episode is handed over for the next flush.
 
-        Raises: EpisodeInvalid, SchemaMismatch for the steps that were not written yet, which are
-        then left out; as `EpisodeWriter.flush` where the buffer is full.
+        Raises: EpisodeInvalidError, SchemaMismatchError for the steps that were not written yet,
+        which are then left out; as `EpisodeWriter.flush` where the buffer is full.
         """
         if self.ended:
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"episode {self.episode_id}: found a step after its end, expected none. Begin "
                 "another episode."
             )
@@ -404,7 +408,7 @@ class OpenEpisode:
             # Before any of it is kept: half a step would shift all that follow.
             observed, acted, following = map(copy_value, (observation, action, next_observation))
         except ValueError as error:
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"episode {self.episode_id}: step {self._first_step + len(self)}: found {error}, "
                 "expected an observation and an action of the dataset's spaces. The step is left "
                 "out."
@@ -426,7 +430,7 @@ class OpenEpisode:
 
     def taken(self, *, terminated: bool = False, truncated: bool = False) -> Episode:
         """Return the steps since the last piece as the next one, and forget them."""
-        steps, self._steps = self._steps, _Steps()
+        steps, self._steps = self._steps, _UnwrittenSteps()
         first, self._first_step = self._first_step, self._first_step + len(steps.rewards)
         columns = _columns(steps.further)
         known: dict[str, Any] = {
@@ -434,8 +438,8 @@ class OpenEpisode:
         }
         return Episode(
             self.episode_id,
-            observations=_stacked(self._spaces[0], steps.observations),
-            actions=_stacked(self._spaces[1], steps.actions),
+            observations=_stack(self._spaces[0], steps.observations),
+            actions=_stack(self._spaces[1], steps.actions),
             rewards=_array(steps.rewards),
             terminated=terminated,
             truncated=truncated,
@@ -467,13 +471,13 @@ def _array(values: Sequence[Any]) -> Array:
         return np.fromiter(values, object, len(values))
 
 
-def _stacked(space: Space, values: Sequence[Any]) -> Any:
+def _stack(space: Space, values: Sequence[Any]) -> Any:
     """Stack single values to arrays [T, ...]; what does not stack is for the door to refuse."""
     if isinstance(space, Dict | Tuple):
         if not all(isinstance(value, Mapping) for value in values):
             return {}
         return {
-            key: _stacked(sub, [value.get(key) for value in values])
+            key: _stack(sub, [value.get(key) for value in values])
             for key, sub in children(space).items()
         }
     if isinstance(space, Text):

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, SchemaMismatchError
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.query.statements import literal
-from replaylake.datastore.replay.view_query import naming
+from replaylake.datastore.replay.view_query import explain_sql_errors
 
 # Of md5's 32 hex digits: 52 bits, which a float64 holds exactly.
 _DIGITS: Final = 13
@@ -29,7 +29,7 @@ class Holdout:
     fraction: about this share is held out, in 0..1. An episode stays on its side in every version
     and in every dataset that has it, with all of its agents; `salt` makes another such split.
     after: what began then or later is held out, with a time zone; as one would deploy a policy.
-    Exactly one of both is given. Raises: ConfigInvalid.
+    Exactly one of both is given. Raises: ConfigInvalidError.
     """
 
     fraction: float | None = None
@@ -38,7 +38,7 @@ class Holdout:
 
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.after is None):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"holdout: found fraction {self.fraction} and after {self.after}, expected one of "
                 "both. Say which share of the episodes to hold out, or from when on."
             )
@@ -47,7 +47,7 @@ class Holdout:
         if self.after is not None:
             _check_time(self.after)
         if not isinstance(self.salt, str) or (self.salt and self.after is not None):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"holdout: found salt {self.salt!r}, expected text, and none for a split by time. "
                 "Leave it out."
             )
@@ -68,24 +68,24 @@ class Holdout:
     def within(self, where: str | None, held_out: bool) -> str:
         """Return the condition for one side of the episodes that `where` selects.
 
-        Raises: QueryFailed, QueryRefused.
+        Raises: QueryError, QueryRefusedError.
         """
         condition = self.condition(held_out)
         if where is None:
             return condition
         # Parsed by itself: `a) OR (b` would reach around the brackets, to the other side.
-        with naming("where", where):
+        with explain_sql_errors("where", where):
             return f"({canonical_expression(where)}) AND ({condition})"
 
     def check(self, snapshot: Snapshot, where: str | None = None) -> None:
         """Refuse a snapshot that cannot be split, before anything is learned from it.
 
-        Raises: SchemaMismatch where, by time, the beginning of an episode is not known, or agents
-        of one episode began on either side; EmptyReplay where one side has no episode; QueryFailed,
-        QueryRefused. Cost: a query over `episodes`.
+        Raises: SchemaMismatchError where, by time, the beginning of an episode is not known, or
+        agents of one episode began on either side; EmptyReplayError where one side has no episode;
+        QueryError, QueryRefusedError. Cost: a query over `episodes`.
         """
         if where is not None:
-            with naming("where", where):
+            with explain_sql_errors("where", where):
                 where = canonical_expression(where)
         selected = f"SELECT * FROM episodes WHERE ({where or 'true'})"
         name = f"holdout of {snapshot.dataset}@{snapshot.version}"
@@ -98,7 +98,7 @@ class Holdout:
         num, num_held = found["num"], found["num_held"]
         if num_held == 0 or num_held == num:
             way = f"fraction {self.fraction:g}" if self.after is None else f"after {self.after}"
-            raise EmptyReplay(
+            raise EmptyReplayError(
                 f"{name}, {way}: found {num_held} of {num} episodes held out, expected some on "
                 "either side. Choose another fraction or time, or train without a holdout."
             )
@@ -111,9 +111,9 @@ class Holdout:
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> Holdout:
-        """Return the split that to_json described. Raises: ConfigInvalid."""
+        """Return the split that to_json described. Raises: ConfigInvalidError."""
         if unknown := sorted(set(body) - {"fraction", "after", "salt"}):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"holdout: found {', '.join(unknown)}, expected fraction and salt, or after. A "
                 "newer ReplayLake may have written it."
             )
@@ -121,7 +121,7 @@ class Holdout:
         try:
             moment = None if after is None else datetime.fromisoformat(after)
         except (TypeError, ValueError) as error:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"holdout: found after {after!r}, expected a time such as "
                 "2026-03-01T00:00:00+00:00."
             ) from error
@@ -131,7 +131,7 @@ class Holdout:
 def _check_fraction(fraction: object) -> None:
     is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
     if not is_number or not 0 < fraction < 1:  # type: ignore[operator]
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"holdout: found fraction {fraction!r}, expected a number above 0 and below 1. 0.2 "
             "keeps a fifth of the episodes to evaluate on."
         )
@@ -139,7 +139,7 @@ def _check_fraction(fraction: object) -> None:
 
 def _check_time(after: object) -> None:
     if not isinstance(after, datetime) or after.utcoffset() is None:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"holdout: found after {after}, expected a time with its zone. Write it as in "
             "2026-03-01T00:00:00+00:00."
         )
@@ -157,13 +157,13 @@ def _check_began(snapshot: Snapshot, selected: str, is_after: str, name: str) ->
         f"count(*) FILTER ({is_after}) AS num_after FROM ({selected}) GROUP BY {key})"
     ).to_pylist()
     if found["num_unknown"]:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"{name} by time: found {found['num_unknown']} of {found['num']} episodes without a "
             f"timestamp, such as {found['unknown']}, expected one in each. Hold out a fraction, or "
             "leave them out with where='started_at IS NOT NULL'."
         )
     if found["num_torn"]:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"{name} by time: found {found['num_torn']} of {found['num']} episodes whose agents "
             f"began before and after it, such as {found['torn']}, expected all of an episode on "
             "one side. Choose another time, or hold out a fraction."

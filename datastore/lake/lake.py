@@ -10,7 +10,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import NameRefused, NotFound, StorageFailed
+from replaylake.datastore.errors import InvalidNameError, NotFoundError, StorageError
 from replaylake.datastore.lake.catalog import LakeCatalog
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.policies.registry import Registry
@@ -31,13 +31,14 @@ _KEY_BYTES: Final = 32
 def open_lake(path: str | Path, *, create: bool = False) -> Lake:
     """Open a lake, a folder or such as s3://bucket/prefix; with `create` make it if need be.
 
-    Raises: NotFound if it is not a lake, FormatTooNew if a newer ReplayLake wrote it; ConfigInvalid
-    for a URL of another kind, ExtraMissing or StorageFailed where its store cannot be reached.
+    Raises: NotFoundError if it is not a lake, FormatTooNewError if a newer ReplayLake wrote it;
+    ConfigInvalidError for a URL of another kind, ExtraMissingError or StorageError where its store
+    cannot be reached.
     """
     lake = Lake(open_storage(path))
     if not lake.registry.exists():
         if not create:
-            raise NotFound(
+            raise NotFoundError(
                 f"lake {path}: found none there. `replaylake ingest` makes one, --lake LAKE or "
                 "REPLAYLAKE_LAKE names another, and in Python rl.open(path, create=True) makes it."
             )
@@ -72,15 +73,15 @@ class Lake:
 
     @property
     def path(self) -> Path:
-        """The folder. Raises: NotFound where the lake is on an object store."""
+        """The folder. Raises: NotFoundError where the lake is on an object store."""
         if not isinstance(self._storage, LocalStorage):
-            raise NotFound(
+            raise NotFoundError(
                 f"lake {self.url}: found no folder of this machine, expected one. Use `url`."
             )
         return self._storage.root
 
     def dataset(self, name: str) -> Dataset:
-        """Return a handle; the dataset need not exist yet. Raises: NameRefused."""
+        """Return a handle; the dataset need not exist yet. Raises: InvalidNameError."""
         # Kept, because a handle remembers the log that it has read.
         if (handle := self._handles.get(name)) is None:
             handle = self._handles.setdefault(name, Dataset(self._storage, name))
@@ -89,7 +90,7 @@ class Lake:
     def snapshot(self, text: str) -> Snapshot:
         """Pin `NAME`, at its newest version, `NAME@VERSION` or `NAME@TAG`.
 
-        Raises: NotFound, NameRefused.
+        Raises: NotFoundError, InvalidNameError.
         """
         name, at = parse_snapshot(text)
         version = self.tags.version(name, at) if isinstance(at, str) else at
@@ -98,9 +99,9 @@ class Lake:
     def tag(self, text: str, name: str, *, replace: bool = False) -> int | None:
         """Tag `NAME`, `NAME@VERSION` or `NAME@TAG`, which keeps its files from being vacuumed.
 
-        Returns the version that the tag pointed at before, None if it is new. Raises: NotFound if
-        there is no such version or its files are gone, AlreadyExists where the tag points at
-        another version and `replace` is false, NameRefused.
+        Returns the version that the tag pointed at before, None if it is new. Raises: NotFoundError
+        if there is no such version or its files are gone, AlreadyExistsError where the tag points
+        at another version and `replace` is false, InvalidNameError.
         """
         return tag_snapshot(self.tags, self.snapshot(text), name, replace=replace)
 
@@ -109,7 +110,7 @@ class Lake:
         names = []
         for name in self._storage.names(""):
             # Other files may lie beside the datasets, and links that lead out of the lake.
-            with suppress(NameRefused):
+            with suppress(InvalidNameError):
                 if self.dataset(name).exists():
                     names.append(name)
         return names
@@ -133,9 +134,9 @@ class Lake:
             at: by dataset the version or tag to read, the newest by default. `{"before":
                 "cartpole@12"}` gives a version a name of its own, so that two can be compared.
 
-        Raises: QueryRefused, QueryFailed, NotFound for an unknown dataset or version.
+        Raises: QueryRefusedError, QueryError, NotFoundError for an unknown dataset or version.
         """
-        return query.run(text, self._catalog(at), parameters)
+        return query.run_query(text, self._catalog(at), parameters)
 
     def sql_untrusted(
         self,
@@ -148,18 +149,18 @@ class Lake:
         """Run one SELECT that somebody else wrote, in a process of its own, within limits.
 
         It sees the same views as `sql`, at the same versions, and nothing else of this machine.
-        Raises: as sql; QueryFailed with the limit that it reached.
+        Raises: as sql; QueryError with the limit that it reached.
         """
         return run_untrusted(text, self._catalog(at), parameters, limits=limits)
 
     def signing_key(self, *, create: bool = True) -> bytes:
         """Return the 32 bytes that sign decision ids, made once for the lake.
 
-        Raises: NotFound if there is none and `create` is false, StorageFailed.
+        Raises: NotFoundError if there is none and `create` is false, StorageError.
         """
         key = self._storage.get(_KEY_PATH)
         if key is None and not create:
-            raise NotFound(
+            raise NotFoundError(
                 f"lake {self.url}: found no signing key, expected one: nothing was served with "
                 "--log-to from this lake. Check --lake."
             )
@@ -167,7 +168,7 @@ class Lake:
             self._storage.put_new(_KEY_PATH, os.urandom(_KEY_BYTES), private=True)
             key = self._storage.get(_KEY_PATH)
         if key is None or len(key) != _KEY_BYTES:
-            raise StorageFailed(
+            raise StorageError(
                 f"{self.url}/{_KEY_PATH}: found {len(key or b'')} bytes, expected the "
                 f"{_KEY_BYTES} of the signing key. Restore the file from a copy of the lake, or "
                 "remove it: decision ids given out before are then refused."
@@ -190,7 +191,7 @@ class Lake:
             return self.snapshot(f"{name}@{at}")
         dataset, _ = parse_snapshot(at)
         if dataset != name and self.dataset(name).exists():
-            raise NameRefused(
+            raise InvalidNameError(
                 f"at {name}={at}: found a dataset {name} in the lake, expected a further name for "
                 f"{dataset}. Choose another, such as before={at}."
             )

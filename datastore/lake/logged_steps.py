@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.schema import DatasetSpec, to_numpy
 from replaylake.datastore.episodes.spaces import Array, Discrete, Values, describe, take
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.expressions import (
     canonical_expression,
-    evaluated_columns,
-    selected_episodes,
+    evaluate_column,
+    select_episode_keys,
 )
-from replaylake.datastore.replay.view_query import ViewQuery, naming
-from replaylake.datastore.storage.arrow_values import numbers, row_numbers, scalar, whole
-from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.replay.view_query import ViewQuery, explain_sql_errors
+from replaylake.datastore.storage.arrow_values import combine_chunks, numbers, row_numbers, scalar
+from replaylake.datastore.storage.table.presence import check_shards_present
 
 _ALWAYS = (
     schema.EPISODE_ID,
@@ -96,10 +96,10 @@ class LoggedSteps:
 
     @cached_property
     def action_numbers(self) -> NDArray[np.int64]:
-        """Discrete actions, counted from 0: int64 [M]. Raises: SpaceUnsupported for others."""
+        """Discrete actions, counted from 0: int64 [M]. Raises: SpaceUnsupportedError for others."""
         space = self.spec.action_space
         if not isinstance(space, Discrete):
-            raise SpaceUnsupported(f"found action space {describe(space)}, expected Discrete.")
+            raise SpaceUnsupportedError(f"found action space {describe(space)}, expected Discrete.")
         numbers: NDArray[np.int64] = np.asarray(self.actions) - space.start
         return numbers
 
@@ -111,7 +111,7 @@ class LoggedSteps:
 
     def are_among(self, rows: pa.Table) -> NDArray[np.bool_]:
         """Return which episodes have an id that is in a table's episode_id: bool [E]."""
-        others = whole(rows[schema.EPISODE_ID].cast(pa.large_string()))
+        others = combine_chunks(rows[schema.EPISODE_ID].cast(pa.large_string()))
         among: NDArray[np.bool_] = numbers(pc.is_in(self.episode_ids, value_set=others))
         return among
 
@@ -175,11 +175,11 @@ def read_logged_steps(
         columns: further SQL expressions over `steps` by name; each a number or a list of numbers.
         with_observations: whether observations are read.
 
-    Raises: QueryRefused, QueryFailed, ShardCorrupt; NotFound for a version whose shards were
-    removed. Memory: all rows of the snapshot as Arrow, and the arrays of those selected. Cost: 1M
-    steps of one-step episodes in 0.4 s, 1.5 s with a where (2 cores, 2026-11).
+    Raises: QueryRefusedError, QueryError, ShardCorruptError; NotFoundError for a version whose
+    shards were removed. Memory: all rows of the snapshot as Arrow, and the arrays of those
+    selected. Cost: 1M steps of one-step episodes in 0.4 s, 1.5 s with a where (2 cores, 2026-11).
     """
-    check_present(snapshot.table)
+    check_shards_present(snapshot.table)
     query = ViewQuery(where, reward=reward).canonical()
     names = [*_ALWAYS, schema.REWARD]
     if snapshot.spec.mask_size is not None:
@@ -187,16 +187,16 @@ def read_logged_steps(
     if with_observations:
         names += [schema.OBSERVATION, schema.FINAL_OBSERVATION]
     rows = snapshot.table.read(names)
-    order, offsets, ids, agents = _ordered(rows)
+    order, offsets, ids, agents = _order_rows(rows)
     if query.where is not None:
-        with naming("where", query.where):
-            chosen = selected_episodes(snapshot.table, query.where)
-        order, offsets, ids, agents = _selected(order, offsets, ids, agents, chosen)
-    computed = _computed(snapshot, query.reward, columns or {})
-    return _steps(snapshot.spec, rows, order, offsets, ids, agents, computed)
+        with explain_sql_errors("where", query.where):
+            chosen = select_episode_keys(snapshot.table, query.where)
+        order, offsets, ids, agents = _select_episodes(order, offsets, ids, agents, chosen)
+    computed = _evaluate_columns(snapshot, query.reward, columns or {})
+    return _build_steps(snapshot.spec, rows, order, offsets, ids, agents, computed)
 
 
-def _steps(
+def _build_steps(
     spec: DatasetSpec,
     rows: pa.Table,
     order: NDArray[np.int64],
@@ -213,9 +213,9 @@ def _steps(
     has_final = np.zeros(len(lasts), np.bool_)
     if schema.OBSERVATION in rows.column_names:
         observations = take(
-            to_numpy(spec.observation_space, whole(rows[schema.OBSERVATION])), order
+            to_numpy(spec.observation_space, combine_chunks(rows[schema.OBSERVATION])), order
         )
-        ends = whole(rows[schema.FINAL_OBSERVATION].take(row_numbers(lasts)))
+        ends = combine_chunks(rows[schema.FINAL_OBSERVATION].take(row_numbers(lasts)))
         has_final = numbers(pc.is_valid(ends)).copy()
         final = to_numpy(spec.observation_space, ends.filter(pc.is_valid(ends)))
     return LoggedSteps(
@@ -224,7 +224,7 @@ def _steps(
         episode_ids=ids,
         agent_ids=agents,
         step_numbers=numbers(rows[schema.STEP]).astype(np.int64)[order],
-        actions=take(to_numpy(spec.action_space, whole(rows[schema.ACTION])), order),
+        actions=take(to_numpy(spec.action_space, combine_chunks(rows[schema.ACTION])), order),
         rewards=np.asarray(rewards, np.float64)[order],
         behavior_log_probs=numbers(rows[schema.BEHAVIOR_LOG_PROB]).astype(np.float64)[order],
         terminated=numbers(rows[schema.TERMINATED])[lasts],
@@ -237,12 +237,12 @@ def _steps(
     )
 
 
-def _ordered(
+def _order_rows(
     rows: pa.Table,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], pa.Array, pa.Array]:
     """Return row numbers [M] in order, offsets [E + 1], and the episodes' ids and agents."""
-    episodes, ids = _ranked(rows[schema.EPISODE_ID])
-    agents, agent_ids = _ranked(rows[schema.AGENT_ID])
+    episodes, ids = _rank_texts(rows[schema.EPISODE_ID])
+    agents, agent_ids = _rank_texts(rows[schema.AGENT_ID])
     pairs = episodes * max(1, len(agent_ids)) + agents
     steps = numbers(rows[schema.STEP])
     order = np.lexsort((steps, pairs))
@@ -253,17 +253,17 @@ def _ordered(
     return order, offsets, ids.take(row_numbers(which)), agent_ids.take(row_numbers(agent))
 
 
-def _ranked(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], pa.Array]:
+def _rank_texts(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], pa.Array]:
     """Return the rank of each of [M] texts among the distinct ones, and those in order."""
     text = pa.large_string()
-    encoded = whole(column.cast(text)).dictionary_encode()
+    encoded = combine_chunks(column.cast(text)).dictionary_encode()
     by_name = numbers(pc.array_sort_indices(encoded.dictionary)).astype(np.int64)
     ranks = np.empty(len(by_name), np.int64)
     ranks[by_name] = np.arange(len(by_name))
     return ranks[numbers(encoded.indices)], encoded.dictionary.take(row_numbers(by_name))
 
 
-def _selected(
+def _select_episodes(
     order: NDArray[np.int64],
     offsets: NDArray[np.int64],
     ids: pa.Array,
@@ -285,7 +285,9 @@ def _selected(
 def is_named(ids: pa.Array, agents: pa.Array, named: pa.Table) -> NDArray[np.bool_]:
     """Return which episodes and agents [E] are among the rows of a table: bool [E]."""
     text = pa.large_string()
-    theirs = [whole(named[name].cast(text)) for name in (schema.EPISODE_ID, schema.AGENT_ID)]
+    theirs = [
+        combine_chunks(named[name].cast(text)) for name in (schema.EPISODE_ID, schema.AGENT_ID)
+    ]
     distinct = pc.unique(agents)
     missing = scalar(-1, np.int32)
     agent, their_agent = (
@@ -304,16 +306,16 @@ def is_named(ids: pa.Array, agents: pa.Array, named: pa.Table) -> NDArray[np.boo
     return found
 
 
-def _computed(
+def _evaluate_columns(
     snapshot: Snapshot, reward: str | None, columns: Mapping[str, str]
 ) -> dict[str, Array]:
     """Evaluate SQL for the rows of all files, in file and row order."""
     found: dict[str, Array] = {}
     wanted = dict(columns) if reward is None else {schema.REWARD: reward, **columns}
     for name, expression in wanted.items():
-        with naming(name, expression):
+        with explain_sql_errors(name, expression):
             canonical = canonical_expression(expression)
-            found[name] = evaluated_columns(snapshot.table, canonical, name)
+            found[name] = evaluate_column(snapshot.table, canonical, name)
     return found
 
 
@@ -321,7 +323,7 @@ def _masks(spec: DatasetSpec, rows: pa.Table, order: NDArray[np.int64]) -> NDArr
     """Return action masks [M, A]; a step without one allows every action."""
     if spec.mask_size is None:
         return None
-    column = whole(rows[schema.ACTION_MASK])
+    column = combine_chunks(rows[schema.ACTION_MASK])
     masks = np.ones((len(column), spec.mask_size), np.bool_)
     known = numbers(pc.is_valid(column))
     masks[known] = numbers(column.filter(pc.is_valid(column)).flatten()).reshape(-1, spec.mask_size)

@@ -13,16 +13,16 @@ import numpy as np
 from replaylake.datastore.episodes.episode import PER_STEP, Episode
 from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID, STEP
 from replaylake.datastore.episodes.spaces import Array, take
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.lake.snapshot import Snapshot
 
 # Episodes that a writer remembers: about 20 MB. Of one written longer ago, a step that comes twice
 # is for `fsck` to find.
-_REMEMBERED: Final = 131_072
+_MAX_TRACKED: Final = 131_072
 _ENDED: Final = -1
 
 
-def cut(episode: Episode, start: int, stop: int) -> Episode:
+def cut_piece(episode: Episode, start: int, stop: int) -> Episode:
     """Return rows start..stop of a checked episode as a piece.
 
     Where it stops short, its final observation is that of the row after it, and neither flag is
@@ -58,18 +58,23 @@ class PieceOrder:
     may begin anywhere, for another writer may have written what comes before it.
     """
 
-    def __init__(self, num_remembered: int = _REMEMBERED) -> None:
+    def __init__(self, num_remembered: int = _MAX_TRACKED) -> None:
         self._num_remembered = num_remembered
         # By a hash: ids may be long. The step that has to follow, or _ENDED.
         self._following: OrderedDict[bytes, int] = OrderedDict()
 
     def add(self, episode: Episode) -> None:
-        """Take the next piece. Raises: EpisodeInvalid if it does not follow what was written."""
+        """Take the next piece.
+
+        Raises: EpisodeInvalidError if it does not follow what was written.
+        """
         key = _key(episode)
         following = self._following.get(key)
         first = episode.first_step
         if following is not None and first != following:
-            raise EpisodeInvalid(f"episode {_name(episode)}: {_misfit(first, following)}")
+            raise EpisodeInvalidError(
+                f"episode {_name(episode)}: {_describe_gap(first, following)}"
+            )
         ended = episode.terminated or episode.truncated
         self._following[key] = _ENDED if ended else first + len(episode)
         self._following.move_to_end(key)
@@ -82,7 +87,7 @@ class PieceOrder:
             self._following[_key(episode)] = episode.first_step
 
 
-def _misfit(first: int, following: int) -> str:
+def _describe_gap(first: int, following: int) -> str:
     if following == _ENDED:
         return (
             f"found step {first} after its end, expected none: this writer wrote a step that "
@@ -99,7 +104,7 @@ def _misfit(first: int, following: int) -> str:
     )
 
 
-def without_present(
+def iter_absent_pieces(
     snapshot: Snapshot, episodes: Sequence[Episode]
 ) -> Iterator[tuple[Episode, list[Episode]]]:
     """Yield each episode with the pieces of it that are not in the snapshot yet.
@@ -132,7 +137,7 @@ def _absent_pieces(episode: Episode, present: Array) -> Iterator[Episode]:
         return
     edges = np.flatnonzero(np.diff(np.concatenate([[0], absent.astype(np.int8), [0]])))
     for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        yield cut(episode, start, stop)
+        yield cut_piece(episode, start, stop)
 
 
 def _key(episode: Episode) -> bytes:

@@ -38,7 +38,7 @@ REJECTED_SCHEMA: Final = pa.schema(
 )
 
 
-def rejected_rows(table: Table) -> TableSnapshot:
+def snapshot_rejected(table: Table) -> TableSnapshot:
     """Return a dataset's newest rejected rows: none where nothing was ever rejected."""
     if table.exists():
         return table.snapshot()

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
+from replaylake.datastore.query.expressions import canonical_expression, select_episode_keys
 from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.storage.table.table import TableSnapshot
 
@@ -47,7 +47,7 @@ class ShardRows:
             "configuration": dict(table.configuration),
             "root": table.root,
         }
-        return _received, (table.storage.url, parts, self.columns)
+        return _rebuild, (table.storage.url, parts, self.columns)
 
     def split(self, num_parts: int) -> list[ShardRows]:
         """Return at most `num_parts` parts, each of neighbouring shards, one at least."""
@@ -62,7 +62,7 @@ class ShardRows:
     def read(self, episodes: pa.Array | None = None) -> Iterator[pa.Table]:
         """Yield the rows shard by shard, in the order written; absent columns are nulls.
 
-        `episodes` are those to keep, as `episode_keys` has them. Raises: ShardCorrupt.
+        `episodes` are those to keep, as `episode_keys` has them. Raises: ShardCorruptError.
         """
         names = [
             *self.columns,
@@ -71,15 +71,15 @@ class ShardRows:
         for rows in self.table.batches(names):
             if episodes is not None:
                 rows = rows.filter(pc.is_in(_keys(rows), value_set=episodes))
-            plain = [_decoded(rows[name]) for name in self.columns]
+            plain = [_decode_dictionary(rows[name]) for name in self.columns]
             yield pa.Table.from_arrays(plain, schema=self.schema)
 
 
 def shard_rows(snapshot: Snapshot, columns: Sequence[str] | None = None) -> ShardRows:
-    """Return columns of a snapshot's rows, all of them by default. Raises: NotFound."""
+    """Return columns of a snapshot's rows, all of them by default. Raises: NotFoundError."""
     known = snapshot.table.schema.names
     if missing := [name for name in columns or () if name not in known]:
-        raise NotFound(
+        raise NotFoundError(
             f"{snapshot.dataset}@{snapshot.version}: found no column {', '.join(missing)}, "
             f"expected some of {', '.join(known)}."
         )
@@ -89,12 +89,12 @@ def shard_rows(snapshot: Snapshot, columns: Sequence[str] | None = None) -> Shar
 def episode_keys(snapshot: Snapshot, where: str) -> pa.Array:
     """Return which episodes a condition over `episodes` selects, for `ShardRows.read`.
 
-    Raises: QueryRefused where it cannot be reproduced, QueryFailed.
+    Raises: QueryRefusedError where it cannot be reproduced, QueryError.
     """
-    return _keys(selected_episodes(snapshot.table, canonical_expression(where))).combine_chunks()
+    return _keys(select_episode_keys(snapshot.table, canonical_expression(where))).combine_chunks()
 
 
-def _received(url: str, parts: dict[str, Any], columns: tuple[str, ...]) -> ShardRows:
+def _rebuild(url: str, parts: dict[str, Any], columns: tuple[str, ...]) -> ShardRows:
     return ShardRows(TableSnapshot(**parts, storage=open_storage(url)), columns)
 
 
@@ -103,7 +103,7 @@ def _keys(rows: pa.Table) -> pa.ChunkedArray:
     return pc.binary_join_element_wise(episode, agent, "\0")
 
 
-def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def _decode_dictionary(column: pa.ChunkedArray) -> pa.ChunkedArray:
     kind = column.type
     return column.cast(kind.value_type) if pa.types.is_dictionary(kind) else column
 

@@ -17,7 +17,7 @@ from replaylake.datastore.replay.packing.packing import OnProgress
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.replay.view_query import ViewQuery, column_names
 from replaylake.datastore.storage.log.state import FileEntry
-from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.presence import check_shards_present
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 
@@ -79,11 +79,12 @@ class Snapshot:
             on_progress: called with (shards decoded, shards) after each; not for a view that was
                 kept.
 
-        Raises: QueryRefused, QueryFailed, ShardCorrupt, EmptyReplay, SpaceUnsupported; NotFound for
-        a version whose shards were removed, or an absent column; SchemaMismatch for a reward that
-        is not finite; ConfigInvalid; StorageFailed where the view fits neither memory nor disk.
+        Raises: QueryRefusedError, QueryError, ShardCorruptError, EmptyReplayError,
+        SpaceUnsupportedError; NotFoundError for a version whose shards were removed, or an absent
+        column; SchemaMismatchError for a reward that is not finite; ConfigInvalidError;
+        StorageError where the view fits neither memory nor disk.
         """
-        check_present(self.table)
+        check_shards_present(self.table)
         query = ViewQuery(where, where_steps, reward, column_names(columns), float64, frame_stack)
         return open_view(
             self.dataset,
@@ -103,19 +104,20 @@ class Snapshot:
         optional, is NaN, time NaT, text None.
         Every shard is checked against its sha256. Memory: the arrays and a few row groups.
 
-        Raises: NotFound for an absent column, or a version whose shards were removed;
-        SchemaMismatch for a column that arrays cannot hold, by its type or for its nulls;
-        ShardCorrupt.
+        Raises: NotFoundError for an absent column, or a version whose shards were removed;
+        SchemaMismatchError for a column that arrays cannot hold, by its type or for its nulls;
+        ShardCorruptError.
         """
-        check_present(self.table)
+        check_shards_present(self.table)
         return read_arrays(self.table, self.spec, columns)
 
     def sql(self, text: str, parameters: dict[str, object] | None = None) -> pa.Table:
         """Run one SELECT over this version's `steps`, `episodes`, `games` and `transitions`.
 
-        Raises: QueryRefused, QueryFailed; NotFound for a version whose shards were removed.
+        Raises: QueryRefusedError, QueryError; NotFoundError for a version whose shards were
+        removed.
         """
-        return query.run_on_snapshot(text, self.table, parameters)
+        return query.run_snapshot_query(text, self.table, parameters)
 
     def describe(self) -> dict[str, Any]:
         """Return the counts, returns and spaces of this version.

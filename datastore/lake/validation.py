@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replaylake.datastore.episodes.episode import Episode, checked
-from replaylake.datastore.episodes.inference import infer_spec, widest
+from replaylake.datastore.episodes.episode import Episode, validate
+from replaylake.datastore.episodes.inference import infer_spec, widest_spec
 from replaylake.datastore.episodes.rows import check_encodable
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import EpisodeInvalid, ReplayLakeError, SchemaMismatch
+from replaylake.datastore.errors import EpisodeInvalidError, ReplayLakeError, SchemaMismatchError
 from replaylake.datastore.lake.commit import Appendable
 
 
@@ -21,7 +21,7 @@ class EpisodeValidator:
         self._is_stated = False
 
     def validate(self, episode: Episode) -> Episode:
-        """Return the episode as it is stored. Raises: EpisodeInvalid, SchemaMismatch."""
+        """Return the episode as it is stored. Raises: EpisodeInvalidError, SchemaMismatchError."""
         if not self._is_stated and self._dataset.exists():
             # Spaces are fixed at creation, so those read once hold for the writer's life.
             self._spec, self._is_stated = self._dataset.spec, True
@@ -29,10 +29,10 @@ class EpisodeValidator:
         if spec is None or not self._is_stated:
             own = infer_spec([episode])
             try:
-                spec = own if spec is None else widest([spec, own])
-            except EpisodeInvalid as error:
+                spec = own if spec is None else widest_spec([spec, own])
+            except EpisodeInvalidError as error:
                 raise _with_episode_id(error, episode) from error
-        episode = checked(
+        episode = validate(
             episode,
             spec.observation_space,
             spec.action_space,
@@ -40,7 +40,7 @@ class EpisodeValidator:
         )
         try:
             check_encodable(episode, spec)
-        except (EpisodeInvalid, SchemaMismatch) as error:
+        except (EpisodeInvalidError, SchemaMismatchError) as error:
             raise _with_episode_id(error, episode) from error
         self._spec = spec
         return episode
@@ -58,7 +58,7 @@ def partition_valid(
         try:
             dataset.check([*good, *part])
             good += part
-        except (EpisodeInvalid, SchemaMismatch) as error:
+        except (EpisodeInvalidError, SchemaMismatchError) as error:
             if len(part) == 1:
                 refused.append((part[0], _with_episode_id(error, part[0])))
             else:

@@ -23,18 +23,24 @@ from replaylake.datastore.episodes.schema import (
     STEP,
     TERMINATED,
     TRUNCATED,
-    holds_steps,
+    has_steps,
 )
 from replaylake.datastore.errors import (
-    CommitConflict,
-    ConfigInvalid,
-    NotFound,
-    ShardCorrupt,
-    StorageFailed,
+    CommitConflictError,
+    ConfigInvalidError,
+    NotFoundError,
+    ShardCorruptError,
+    StorageError,
 )
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.table_files import fetched, fingerprint, located, rows_of, scanning
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    fingerprint,
+    from_clause,
+    query_rows,
+    scan_connection,
+)
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.shard import read_shard
 from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
@@ -53,7 +59,7 @@ OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Compacted:
+class CompactReceipt:
     """What compacting one table did.
 
     Shards and bytes are those live before and after; `num_rewritten` shards and `num_rows` rows
@@ -85,7 +91,7 @@ def compact(
     now_ms: int | None = None,
     once: bool = False,
     on_progress: OnProgress | None = None,
-) -> list[Compacted]:
+) -> list[CompactReceipt]:
     """Compact a dataset's steps, and the tables of what was served into it.
 
     Args:
@@ -98,12 +104,12 @@ def compact(
             by default it goes on until there is nothing to do.
         on_progress: called with (shards done, shards) as it goes on.
 
-    Raises: NotFound, ConfigInvalid, ShardCorrupt (nothing of that shard is rewritten then),
-    StorageFailed. Memory: below 1 GiB, whatever the size of the dataset.
+    Raises: NotFoundError, ConfigInvalidError, ShardCorruptError (nothing of that shard is rewritten
+    then), StorageError. Memory: below 1 GiB, whatever the size of the dataset.
     """
     handle = lake.dataset(dataset)
     if not handle.exists():
-        raise NotFound(
+        raise NotFoundError(
             f"dataset {dataset!r}: not in this lake. `replaylake list` names those that are."
         )
     return [
@@ -127,15 +133,15 @@ def compact_table(
     now_ms: int | None = None,
     once: bool = False,
     on_progress: OnProgress | None = None,
-) -> Compacted:
+) -> CompactReceipt:
     """Compact one table, as `compact` does."""
     check_target(target_bytes)
     now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
-    run = _Run(table, on_progress)
+    run = _Compaction(table, on_progress)
     before = table.snapshot()
     while True:
         snapshot = table.snapshot()
-        found = groups(
+        found = plan_groups(
             snapshot, target_bytes=target_bytes, written_after_ms=now_ms - int(open_s * 1000)
         )
         left = [group for group in found if group not in run.settled]
@@ -148,7 +154,7 @@ def compact_table(
         if once:
             snapshot = table.snapshot()
             break
-    return Compacted(
+    return CompactReceipt(
         table=table.root,
         version=snapshot.version,
         shards_before=len(before.files),
@@ -163,16 +169,16 @@ def compact_table(
 
 
 def check_target(target_bytes: int) -> None:
-    """Refuse a size that shards should not have. Raises: ConfigInvalid."""
+    """Refuse a size that shards should not have. Raises: ConfigInvalidError."""
     if not MIN_TARGET_BYTES <= target_bytes <= MAX_TARGET_BYTES:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"target_bytes: found {target_bytes:,}, expected {MIN_TARGET_BYTES:,} (64 MiB) to "
             f"{MAX_TARGET_BYTES:,} (256 MiB): scans of smaller shards are slow, and reading one "
             "takes several times its size in memory."
         )
 
 
-class _Run:
+class _Compaction:
     """One compaction of one table: its counts, and the groups that came to nothing."""
 
     def __init__(self, table: Table, on_progress: OnProgress | None) -> None:
@@ -190,10 +196,10 @@ class _Run:
                 for entries, tables in self._parts(snapshot, group):
                     if len(entries) > 1:
                         self._merge(snapshot, entries, tables)
-            except CommitConflict:
+            except CommitConflictError:
                 self.num_conflicts += 1
                 return
-            except ShardCorrupt:
+            except ShardCorruptError:
                 # Of a shard that is gone from the newest version as well, the rows are elsewhere.
                 live = self._table.log.newest().files
                 if all(entry.path in live for entry in group):
@@ -211,7 +217,7 @@ class _Run:
         tables: list[pa.Table] = []
         held = 0
         for entry in group:
-            with fetched(snapshot, [entry]) as (path,):
+            with fetch_files(snapshot, [entry]) as (path,):
                 rows = conform(read_shard(path, entry), snapshot.schema)
             if tables and held + rows.nbytes > 1.5 * MAX_DECODED_BYTES:
                 yield entries, tables
@@ -226,7 +232,7 @@ class _Run:
         self, snapshot: TableSnapshot, entries: Sequence[FileEntry], tables: list[pa.Table]
     ) -> None:
         """Write shards again as one and commit it; empties `tables`, their rows."""
-        rows = _side_by_side(tables)
+        rows = _cluster_episodes(tables)
         num_rows = rows.num_rows
         written = self._table.write(rows, since=min(entry.since for entry in entries))
         del rows
@@ -261,7 +267,7 @@ class _Run:
         """Compare the rows in the files by another reader than the one that copied them."""
         before, after = fingerprint(snapshot, entries), fingerprint(snapshot, written.entries)
         if before != after:
-            raise StorageFailed(
+            raise StorageError(
                 f"{self._table.root}: compacting {len(entries)} shards made {after[0]:,} rows of "
                 f"fingerprint {after[1]:x}, expected {before[0]:,} of {before[1]:x}. Nothing was "
                 "committed. Check the disk and memory of this machine, then run "
@@ -269,7 +275,7 @@ class _Run:
             )
 
 
-def _side_by_side(tables: list[pa.Table]) -> pa.Table:
+def _cluster_episodes(tables: list[pa.Table]) -> pa.Table:
     """Return the rows with each episode's together, by agent and step; first seen, first kept.
 
     Rows of a table without steps stay in the order they came in. Empties the list, so that the rows
@@ -277,7 +283,7 @@ def _side_by_side(tables: list[pa.Table]) -> pa.Table:
     """
     rows = pa.concat_tables(tables).unify_dictionaries()
     tables.clear()
-    if not holds_steps(rows.column_names):
+    if not has_steps(rows.column_names):
         return rows
     keys = (
         rows.column(STEP).to_numpy(),
@@ -307,7 +313,7 @@ MAX_DECODED_BYTES: Final = 256 << 20
 
 # Adding little to a large shard, again and again, would write it anew each time: what is added has
 # to be half as much as the largest, unless that is small itself.
-_WORTH: Final = 1.5
+_MIN_GAIN: Final = 1.5
 # A shard of this share is left alone. Below a half, as the share is estimated and appends make
 # shards of a half; two that are not full may then still be too much for one.
 _FULL: Final = 0.4
@@ -316,75 +322,77 @@ _ID_BYTES: Final = 48
 
 
 @dataclass(frozen=True)
-class Weighed:
+class WeighedShard:
     """A shard, and the share of the largest that it would be (1: as much as a shard may hold)."""
 
     entry: FileEntry
     share: float
 
 
-def groups(
+def plan_groups(
     snapshot: TableSnapshot, *, target_bytes: int, written_after_ms: int
 ) -> list[tuple[FileEntry, ...]]:
     """Return groups of at least two neighbours, oldest first.
 
     Shards with rows of open episodes are in none: those of which a row was written after
-    `written_after_ms` (ms since 1970) and none has ended. Raises: ShardCorrupt.
+    `written_after_ms` (ms since 1970) and none has ended. Raises: ShardCorruptError.
     """
     small = [entry for entry in snapshot.files if entry.size_bytes < target_bytes // 2]
     held = _with_open_episodes(snapshot, small, written_after_ms)
     chosen: list[tuple[FileEntry, ...]] = []
-    group: list[Weighed] = []
-    varies = _varies(snapshot.schema)
+    group: list[WeighedShard] = []
+    varies = _has_variable_width(snapshot.schema)
     for entry in snapshot.files:
         weighed = None
         if entry.size_bytes < target_bytes // 2 and entry.path not in held:
-            weighed = _weighed(snapshot, entry, target_bytes, varies)
+            weighed = _weigh(snapshot, entry, target_bytes, varies)
         if weighed is None or weighed.share >= _FULL:
-            chosen += _worth_it(group)
+            chosen += _worthwhile_parts(group)
             group = []
             continue
         if sum(other.share for other in group) + weighed.share > 1:
-            chosen += _worth_it(group)
+            chosen += _worthwhile_parts(group)
             group = []
         group.append(weighed)
-    return [*chosen, *_worth_it(group)]
+    return [*chosen, *_worthwhile_parts(group)]
 
 
-def _worth_it(group: Sequence[Weighed]) -> Iterator[tuple[FileEntry, ...]]:
+def _worthwhile_parts(group: Sequence[WeighedShard]) -> Iterator[tuple[FileEntry, ...]]:
     """Yield the group, or what is worth it beside its largest shard."""
     if len(group) < 2:
         return
     sizes = [weighed.entry.size_bytes for weighed in group]
     largest = max(sizes)
-    if largest < _SMALL_BYTES or sum(sizes) >= _WORTH * largest:
+    if largest < _SMALL_BYTES or sum(sizes) >= _MIN_GAIN * largest:
         yield tuple(weighed.entry for weighed in group)
         return
     at = sizes.index(largest)
-    yield from _worth_it(group[:at])
-    yield from _worth_it(group[at + 1 :])
+    yield from _worthwhile_parts(group[:at])
+    yield from _worthwhile_parts(group[at + 1 :])
 
 
-def _weighed(snapshot: TableSnapshot, entry: FileEntry, target_bytes: int, varies: bool) -> Weighed:
+def _weigh(
+    snapshot: TableSnapshot, entry: FileEntry, target_bytes: int, varies: bool
+) -> WeighedShard:
     decoded = entry.num_rows * sum(_width(field.type) for field in snapshot.schema)
     if varies:
         # Frames and texts are as long as they are: the footer knows, before it was compressed.
-        decoded += _encoded_bytes(snapshot, entry)
+        decoded += _count_encoded_bytes(snapshot, entry)
     shares = (
         entry.size_bytes / target_bytes,
         entry.num_rows / MAX_ROWS,
         decoded / MAX_DECODED_BYTES,
     )
-    return Weighed(entry, max(shares))
+    return WeighedShard(entry, max(shares))
 
 
-def _encoded_bytes(snapshot: TableSnapshot, entry: FileEntry) -> int:
-    with fetched(snapshot, [entry]) as (path,):
+def _count_encoded_bytes(snapshot: TableSnapshot, entry: FileEntry) -> int:
+    with fetch_files(snapshot, [entry]) as (path,):
         try:
             footer = pq.read_metadata(path)
             return sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
         except (pa.ArrowException, OSError) as error:
-            raise ShardCorrupt(
+            raise ShardCorruptError(
                 f"{path}: {error}, expected the shard that the log names. `replaylake fsck` looks "
                 "at the others; restore the file from a copy of the lake."
             ) from error
@@ -403,7 +411,7 @@ def _width(kind: pa.DataType) -> float:
     return float(kind.bit_width / 8)
 
 
-def _varies(schema: pa.Schema) -> bool:
+def _has_variable_width(schema: pa.Schema) -> bool:
     """Whether a column other than ids, which are short, has values of any length."""
     return any(
         _has_lengths(field.type)
@@ -431,19 +439,19 @@ def _with_open_episodes(
 ) -> set[str]:
     """Return which of these shards hold rows of open episodes; pieces may be in several."""
     recent = [entry for entry in snapshot.files if entry.modified_ms >= written_after_ms]
-    if not recent or not small or not holds_steps(snapshot.schema.names):
+    if not recent or not small or not has_steps(snapshot.schema.names):
         return set()
     with (
-        fetched(snapshot, recent) as recent_paths,
-        fetched(snapshot, small) as small_paths,
-        scanning() as connection,
+        fetch_files(snapshot, recent) as recent_paths,
+        fetch_files(snapshot, small) as small_paths,
+        scan_connection() as connection,
     ):
         unfinished = (
-            f"SELECT {EPISODE_ID} FROM {located(snapshot, recent_paths)} "
+            f"SELECT {EPISODE_ID} FROM {from_clause(snapshot, recent_paths)} "
             f"GROUP BY {EPISODE_ID}, {AGENT_ID} HAVING NOT bool_or({TERMINATED} OR {TRUNCATED})"
         )
         places = (
-            f"SELECT DISTINCT file_index FROM {located(snapshot, small_paths)} "
+            f"SELECT DISTINCT file_index FROM {from_clause(snapshot, small_paths)} "
             f"WHERE {EPISODE_ID} IN ({unfinished})"
         )
-        return {small[index].path for (index,) in rows_of(connection, places)}
+        return {small[index].path for (index,) in query_rows(connection, places)}

@@ -25,31 +25,36 @@ from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.received import (
     count_received,
-    forget_received,
+    remove_received,
     select_waiting,
 )
 from replaylake.datastore.maintenance.rejected import (
     count_rejected,
-    forget_rejected,
+    remove_rejected,
     select_rejected,
 )
 from replaylake.datastore.maintenance.removal import (
     count_decisions,
-    decisions_of,
-    forget_decisions,
-    removal,
+    find_decisions,
+    plan_removal,
+    remove_decisions,
     set_aside_of,
 )
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.expressions import canonical_expression, selected_episodes
-from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
-from replaylake.datastore.storage.table.presence import check_present
-from replaylake.datastore.storage.table.rewrite import Plan, rewrite
+from replaylake.datastore.query.expressions import canonical_expression, select_episode_keys
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_arrow,
+    scan_connection,
+)
+from replaylake.datastore.storage.table.presence import check_shards_present
+from replaylake.datastore.storage.table.rewrite import RewritePlan, rewrite
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)
-class Deleted:
+class DeleteReceipt:
     """What was deleted, or with `dry_run` would be.
 
     version: the commit; None if nothing was there to delete. Counts of the episodes, their steps,
@@ -77,7 +82,7 @@ class Deleted:
 
 
 @dataclass(frozen=True)
-class Removed:
+class RemovalCounts:
     """What left the newest versions; `version` is None if no step did."""
 
     version: int | None
@@ -88,7 +93,7 @@ class Removed:
     num_received: int
 
 
-def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> Deleted:
+def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> DeleteReceipt:
     """Delete the episodes that a condition selects, from the newest version on.
 
     Args:
@@ -100,7 +105,7 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
         dry_run: only count. What waits in the journals of killed servers is then not counted.
 
     What another writer appends to such an episode afterwards comes back: close it before, or delete
-    again. Raises: NotFound, QueryRefused, QueryFailed, ShardCorrupt.
+    again. Raises: NotFoundError, QueryRefusedError, QueryError, ShardCorruptError.
     """
     handle = lake.dataset(dataset)
     condition = canonical_expression(where)
@@ -109,7 +114,7 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
         recover_feedback(handle)
     if not dry_run:
         recover_received(handle)
-    chosen = [select_episodes(snapshot, condition)]
+    chosen = [select_episode_ids(snapshot, condition)]
     undecided = pa.array([], pa.string())
     if handle.rejected.exists():
         rejected = select_rejected(handle.rejected.snapshot(), condition)
@@ -119,14 +124,14 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
     episodes = pa.chunked_array(chosen, pa.string()).combine_chunks().unique()
     num_undecided = len(undecided.filter(pc.invert(pc.is_in(undecided, value_set=episodes))))
     if dry_run:
-        num_steps = removal(snapshot, EPISODE_ID, episodes).num_rows
-        decisions, rewards = count_decisions(handle, feedback_of(handle, snapshot, episodes))
+        num_steps = plan_removal(snapshot, EPISODE_ID, episodes).num_rows
+        decisions, rewards = count_decisions(handle, find_feedback(handle, snapshot, episodes))
         left = snapshot.num_rows - num_steps
         others = (count_rejected(handle, episodes), count_received(handle, episodes))
         counts = (num_steps, decisions, rewards, *others)
-        return Deleted(dataset, True, None, len(episodes), *counts, left, num_undecided)
+        return DeleteReceipt(dataset, True, None, len(episodes), *counts, left, num_undecided)
     done = remove_episodes(handle, episodes, operation="DELETE", producer=f"delete/{new_ulid()}")
-    return Deleted(
+    return DeleteReceipt(
         dataset,
         False,
         done.version,
@@ -141,50 +146,52 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
     )
 
 
-def select_episodes(snapshot: TableSnapshot, condition: str) -> pa.Array:
+def select_episode_ids(snapshot: TableSnapshot, condition: str) -> pa.Array:
     """Return the ids of the episodes that a condition in DuckDB's spelling selects."""
-    check_present(snapshot)
-    found = selected_episodes(snapshot, condition).column(EPISODE_ID)
+    check_shards_present(snapshot)
+    found = select_episode_keys(snapshot, condition).column(EPISODE_ID)
     return found.combine_chunks().unique()
 
 
 def remove_episodes(
     handle: Dataset, episodes: pa.Array, *, operation: str, producer: str
-) -> Removed:
+) -> RemovalCounts:
     """Take episodes out of the newest version, and before them what else is theirs.
 
     That is their decisions, rewards, rows in quarantine and received ones.
     """
     gone = [0, 0, 0, 0, 0]
 
-    def plan(snapshot: TableSnapshot) -> Plan:
-        decisions = feedback_of(handle, snapshot, episodes)
-        counts = forget_decisions(handle, decisions, operation)
+    def plan(snapshot: TableSnapshot) -> RewritePlan:
+        decisions = find_feedback(handle, snapshot, episodes)
+        counts = remove_decisions(handle, decisions, operation)
         gone[0], gone[1] = gone[0] + counts[0], gone[1] + counts[1]
-        gone[4] += forget_received(handle, episodes, operation)
-        planned = removal(snapshot, EPISODE_ID, episodes, {"episodes_removed": len(episodes)})
+        gone[4] += remove_received(handle, episodes, operation)
+        planned = plan_removal(snapshot, EPISODE_ID, episodes, {"episodes_removed": len(episodes)})
         gone[2] = planned.num_rows
-        gone[3] += forget_rejected(handle, episodes, operation)
+        gone[3] += remove_rejected(handle, episodes, operation)
         return planned.plan
 
     sequence = handle.next_sequence(producer)
     done = rewrite(handle.table, plan, producer=producer, sequence=sequence, operation=operation)
     num_steps = gone[2] if done else 0
-    return Removed(done.version if done else None, num_steps, gone[0], gone[1], *gone[3:])
+    return RemovalCounts(done.version if done else None, num_steps, gone[0], gone[1], *gone[3:])
 
 
-def feedback_of(handle: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+def find_feedback(handle: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
     """Return the decisions that episodes are made of, and those that would be again.
 
     Those would continue open ones, or were set aside.
     """
-    found = [decisions_of(handle, steps, episodes), set_aside_of(handle, episodes)]
+    found = [find_decisions(handle, steps, episodes), set_aside_of(handle, episodes)]
     if len(found[0]) and handle.decisions.exists():
-        found.append(_continuing(handle.decisions.snapshot(), steps, episodes))
+        found.append(_find_continuing(handle.decisions.snapshot(), steps, episodes))
     return pa.chunked_array(found).combine_chunks().unique()
 
 
-def _continuing(decisions: TableSnapshot, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+def _find_continuing(
+    decisions: TableSnapshot, steps: TableSnapshot, episodes: pa.Array
+) -> pa.Array:
     """Return decisions of no step, later than any, under a client's id whose last episode is open.
 
     Only where that last one is among `episodes`: what follows an end begins another episode.
@@ -193,11 +200,11 @@ def _continuing(decisions: TableSnapshot, steps: TableSnapshot, episodes: pa.Arr
         return pa.array([], pa.string())
     tables = {"chosen": pa.table({"key": episodes})}
     with (
-        fetched(steps, steps.files) as step_paths,
-        fetched(decisions, decisions.files) as paths,
-        scanning(tables) as connection,
+        fetch_files(steps, steps.files) as step_paths,
+        fetch_files(decisions, decisions.files) as paths,
+        scan_connection(tables) as connection,
     ):
-        written = located(steps, step_paths)
+        written = from_clause(steps, step_paths)
         last = (
             f"SELECT {SOURCE_EPISODE_ID} AS source, max({TIMESTAMP}) AS decided, "
             f"arg_max({EPISODE_ID}, {TIMESTAMP}) AS episode, "
@@ -205,9 +212,9 @@ def _continuing(decisions: TableSnapshot, steps: TableSnapshot, episodes: pa.Arr
             f"FROM {written} WHERE {DECISION_ID} IS NOT NULL AND {SOURCE_EPISODE_ID} IS NOT NULL "
             "GROUP BY source"
         )
-        found = arrow_of(
+        found = query_arrow(
             connection,
-            f"SELECT {DECISION_ID} AS key FROM {located(decisions, paths)} d JOIN ({last}) "
+            f"SELECT {DECISION_ID} AS key FROM {from_clause(decisions, paths)} d JOIN ({last}) "
             f"ON d.{EPISODE_ID} = source AND d.{TIMESTAMP} > decided "
             "WHERE NOT has_ended AND episode IN (SELECT key FROM chosen)",
         )

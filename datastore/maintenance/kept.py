@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, Final
 
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.lake.runs.lease import is_at_work, last_heartbeat
-from replaylake.datastore.storage.log.folder import FETCHED_AT_ONCE
+from replaylake.datastore.lake.runs.lease import is_active, last_heartbeat
+from replaylake.datastore.storage.log.folder import FETCH_BATCH
 from replaylake.datastore.storage.table.table import Table
 
 # Seven days: longer than any query, training run or long weekend away from a failed job.
@@ -28,12 +28,12 @@ DEFAULT_RETENTION_S: Final = 7 * 86_400.0
 # A run that was killed stays `running` for good: so long after it was last alive it pins nothing
 # any more, and is not expected to go on.
 _RUN_MS: Final = 30 * 86_400_000
-_GOES_ON: Final = ("running", "interrupted")
+_RESUMABLE: Final = ("running", "interrupted")
 _COMMIT_NAME: Final = re.compile(r"(\d{20})\.json")
 
 
 @dataclass(frozen=True, order=True)
-class Pin:
+class VersionPin:
     """A version of a table that is kept, and why.
 
     `root` is the table's folder in the lake; `reason` is one of newest, tag, policy, run, recent;
@@ -50,37 +50,37 @@ class Pin:
 
 
 @dataclass(frozen=True)
-class Kept:
+class RetainedFiles:
     """Files that have to stay, as paths below the lake's root, and the versions that name them.
 
     `broken` are pins on versions that can no longer be read, such as after an expiry of the log.
     """
 
     paths: frozenset[str]
-    pins: tuple[Pin, ...]
-    broken: tuple[Pin, ...] = ()
+    pins: tuple[VersionPin, ...]
+    broken: tuple[VersionPin, ...] = ()
 
 
-def kept_files(
+def find_retained_files(
     lake: Lake,
     dataset_name: str,
     *,
     retention_s: float = DEFAULT_RETENTION_S,
     now_ms: int | None = None,
-) -> Kept:
+) -> RetainedFiles:
     """Return what is kept of a dataset: its table of steps, and the two of what was served.
 
     Tags, policies and runs pin versions of the steps; what was served and received is kept by
     the retention alone. Cost: one listing of each log, and one read of every commit that is younger
-    than the retention. Raises: NotFound if there is no such dataset, LogCorrupt.
+    than the retention. Raises: NotFoundError if there is no such dataset, LogCorruptError.
     """
     now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
     horizon_ms = now_ms - int(retention_s * 1000)
     handle = lake.dataset(dataset_name)
-    named = named_pins(lake, dataset_name, now_ms)
+    named = list_pins(lake, dataset_name, now_ms)
     paths: set[str] = set()
-    pins: list[Pin] = []
-    broken: list[Pin] = []
+    pins: list[VersionPin] = []
+    broken: list[VersionPin] = []
     for table in handle.tables():
         recent, live = _recent(table, horizon_ms)
         paths |= live
@@ -88,20 +88,22 @@ def kept_files(
         for pin in named if table is handle.table else ():
             try:
                 state = table.log.at(pin.version)
-            except NotFound:
+            except NotFoundError:
                 broken.append(pin)
                 continue
             pins.append(pin)
             paths |= _below(table, state.files)
-    return Kept(frozenset(paths), tuple(pins), tuple(broken))
+    return RetainedFiles(frozenset(paths), tuple(pins), tuple(broken))
 
 
-def named_pins(lake: Lake, dataset: str, now_ms: int) -> list[Pin]:
+def list_pins(lake: Lake, dataset: str, now_ms: int) -> list[VersionPin]:
     """Return the versions of a dataset that tags, policies and runs name, readable or not."""
-    return sorted({*_tagged(lake, dataset), *_trained_on(lake, dataset, now_ms)})
+    return sorted({*_iter_tag_pins(lake, dataset), *_iter_training_pins(lake, dataset, now_ms)})
 
 
-def kept_since(lake: Lake, dataset_name: str, kept: Kept, now_ms: int) -> set[str]:
+def find_newly_retained(
+    lake: Lake, dataset_name: str, kept: RetainedFiles, now_ms: int
+) -> set[str]:
     """Return the files of what is live now, and of what was named since `kept` was found.
 
     Cost: a look at each log where neither changed.
@@ -111,37 +113,39 @@ def kept_since(lake: Lake, dataset_name: str, kept: Kept, now_ms: int) -> set[st
     for table in handle.tables():
         if table.exists():
             paths |= _below(table, table.log.newest().files)
-    for pin in set(named_pins(lake, dataset_name, now_ms)).difference(kept.pins, kept.broken):
-        with suppress(NotFound):  # as broken as those in `kept`
+    for pin in set(list_pins(lake, dataset_name, now_ms)).difference(kept.pins, kept.broken):
+        with suppress(NotFoundError):  # as broken as those in `kept`
             paths |= _below(handle.table, handle.table.log.at(pin.version).files)
     return paths
 
 
-def _tagged(lake: Lake, dataset: str) -> Iterator[Pin]:
+def _iter_tag_pins(lake: Lake, dataset: str) -> Iterator[VersionPin]:
     for tag in lake.tags.list(dataset):
-        yield Pin(dataset, tag.version, "tag", tag.name)
+        yield VersionPin(dataset, tag.version, "tag", tag.name)
 
 
-def _trained_on(lake: Lake, dataset: str, now_ms: int) -> Iterator[Pin]:
+def _iter_training_pins(lake: Lake, dataset: str, now_ms: int) -> Iterator[VersionPin]:
     """Yield the versions that policies name, and runs whose policy is still to come."""
     # Runs first: one that ends in between has its policy in the same commit, which is then listed.
     for run in lake.registry.runs():
-        if run.get("status") in _GOES_ON and not _is_left(lake, run, now_ms):
+        if run.get("status") in _RESUMABLE and not _is_abandoned(lake, run, now_ms):
             for selection in run.get("datasets") or ():
                 if selection["dataset"] == dataset:
-                    yield Pin(dataset, int(selection["version"]), "run", run["run_id"])
+                    yield VersionPin(dataset, int(selection["version"]), "run", run["run_id"])
     for (policy, version), lineage in lake.registry.lineages().items():
         for selection in lineage.get("datasets", ()):
             if selection["dataset"] == dataset:
-                yield Pin(dataset, int(selection["version"]), "policy", f"{policy}:{version}")
+                yield VersionPin(
+                    dataset, int(selection["version"]), "policy", f"{policy}:{version}"
+                )
 
 
 def needs_checkpoints(lake: Lake, run: Mapping[str, Any], now_ms: int) -> bool:
     """Return whether someone may go on with a run, by its record. Cost: a look at its heartbeat."""
-    return run.get("status") != "done" and not _is_left(lake, run, now_ms)
+    return run.get("status") != "done" and not _is_abandoned(lake, run, now_ms)
 
 
-def _is_left(lake: Lake, run: Mapping[str, Any], now_ms: int) -> bool:
+def _is_abandoned(lake: Lake, run: Mapping[str, Any], now_ms: int) -> bool:
     """Return whether nobody is at work on a run, nor was for long."""
     told = [run.get("started_ms"), run.get("ended_ms")]
     told += [again.get("at_ms") for again in run.get("resumed") or ()]
@@ -151,26 +155,26 @@ def _is_left(lake: Lake, run: Mapping[str, Any], now_ms: int) -> bool:
     heartbeat = last_heartbeat(lake.storage, run["run_id"])
     if heartbeat is not None and heartbeat.at_ms > now_ms - _RUN_MS:
         return False
-    return not is_at_work(lake.storage, run["run_id"])
+    return not is_active(lake.storage, run["run_id"])
 
 
-def _recent(table: Table, horizon_ms: int) -> tuple[list[Pin], set[str]]:
+def _recent(table: Table, horizon_ms: int) -> tuple[list[VersionPin], set[str]]:
     """Return the newest version and those whose successor is younger, and all their files."""
     state = table.log.newest()
     # Only now: of a version that is committed after the listing, nothing would say how old it is.
-    committed = _committed_ms(table)
+    committed = _read_commit_times(table)
     paths = {*state.files}
-    pins = [Pin(table.root, state.version, "newest")]
+    pins = [VersionPin(table.root, state.version, "newest")]
     replaced = takewhile(
         lambda version: committed.get(version, 0) >= horizon_ms, range(state.version, 0, -1)
     )
-    while successors := list(islice(replaced, FETCHED_AT_ONCE)):
+    while successors := list(islice(replaced, FETCH_BATCH)):
         for version, actions in zip(successors, table.log.folder.commits(successors), strict=True):
             if actions is None:  # dropped from the log since it was listed
                 return pins, _below(table, paths)
             # What is live at a version is live at its successor or was removed by it.
             paths.update(action["remove"]["path"] for action in actions if "remove" in action)
-            pins.append(Pin(table.root, version - 1, "recent"))
+            pins.append(VersionPin(table.root, version - 1, "recent"))
     return pins, _below(table, paths)
 
 
@@ -179,7 +183,7 @@ def _below(table: Table, paths: Iterable[str]) -> set[str]:
     return {f"{table.root}/{path}" for path in paths}
 
 
-def _committed_ms(table: Table) -> dict[int, int]:
+def _read_commit_times(table: Table) -> dict[int, int]:
     """Return when each version was committed, by the storage's clock.
 
     Never less than for a version before it: a commit that a slow clock stamped came after them all

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from replaylake.datastore.errors import CommitConflict, ReplayLakeError
+from replaylake.datastore.errors import CommitConflictError, ReplayLakeError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.maintenance.kept import Kept, kept_files, named_pins
-from replaylake.datastore.maintenance.retention import Retention, retention_of
+from replaylake.datastore.maintenance.kept import RetainedFiles, find_retained_files, list_pins
+from replaylake.datastore.maintenance.retention import Retention, read_retention
 from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.maintenance.vacuum import vacuum, vacuum_leftovers
 from replaylake.datastore.query.summaries import refresh
@@ -32,7 +32,7 @@ OnStep = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
-class Maintained:
+class MaintainReceipt:
     """What one round did to one dataset; `error` is what stopped it, if anything did.
 
     Trimmed are episodes; compacted, shards that became fewer; dropped, files of the log; vacuumed,
@@ -55,7 +55,7 @@ class Maintained:
         return asdict(self)
 
 
-class Stopped(Exception):
+class MaintenanceStoppedError(Exception):
     """Someone asked to stop; raised between two commits, never within one."""
 
 
@@ -66,12 +66,12 @@ def maintain(
     now_ms: int | None = None,
     stop: threading.Event | None = None,
     on_step: OnStep | None = None,
-) -> list[Maintained]:
+) -> list[MaintainReceipt]:
     """Apply each dataset's retention once; returns one entry a dataset, and one of the lake.
 
     A dataset that fails is reported and the others go on. Where `stop` is set, the round ends at
     the next point between two commits, and what was not reached has no entry. Raises: nothing of a
-    dataset's; LogCorrupt and the like where the lake itself cannot be read.
+    dataset's; LogCorruptError and the like where the lake itself cannot be read.
     """
     run = _Round(lake, now_ms, stop or threading.Event(), on_step or (lambda dataset, what: None))
     return list(run.run(list(datasets) or [*lake.datasets(), ""]))
@@ -83,7 +83,7 @@ def maintain_every(
     datasets: Sequence[str] = (),
     *,
     stop: threading.Event,
-    on_round: Callable[[list[Maintained]], None],
+    on_round: Callable[[list[MaintainReceipt]], None],
     on_step: OnStep | None = None,
 ) -> None:
     """Maintain until `stop` is set, each round beginning `every_s` after the one before began."""
@@ -111,18 +111,18 @@ class _Round:
             self._vacuum,
         )
 
-    def run(self, names: Sequence[str]) -> Iterator[Maintained]:
+    def run(self, names: Sequence[str]) -> Iterator[MaintainReceipt]:
         for name in names:
             try:
                 yield self._dataset(name) if name else self._lake_itself()
-            except Stopped:
+            except MaintenanceStoppedError:
                 return
 
-    def _dataset(self, name: str) -> Maintained:
-        done = Maintained(name)
+    def _dataset(self, name: str) -> MaintainReceipt:
+        done = MaintainReceipt(name)
         try:
             handle = self._lake.dataset(name)
-            retention = retention_of(handle.snapshot().table)
+            retention = read_retention(handle.snapshot().table)
             if retention.cache_max_bytes is not None:
                 self._caps.append(retention.cache_max_bytes)
             for step in self._steps:
@@ -132,7 +132,9 @@ class _Round:
         except ReplayLakeError as error:
             return replace(done, error=f"{type(error).__name__}: {error}")
 
-    def _trim(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+    def _trim(
+        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+    ) -> MaintainReceipt:
         if retention.max_steps is None and retention.max_age_s is None:
             return done
         self._on_step(handle.name, "trimming")
@@ -145,7 +147,9 @@ class _Round:
         )
         return replace(done, trimmed=trimmed.num_episodes)
 
-    def _compact(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+    def _compact(
+        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+    ) -> MaintainReceipt:
         self._on_step(handle.name, "compacting")
         tables = compact(
             self._lake,
@@ -157,13 +161,17 @@ class _Round:
         won = sum(table.shards_before - table.shards_after for table in tables)
         return replace(done, compacted=max(0, won))
 
-    def _summarise(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+    def _summarise(
+        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+    ) -> MaintainReceipt:
         self._on_step(handle.name, "summarising episodes")
         return replace(done, summarised=refresh(handle.table.snapshot()))
 
-    def _drop(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+    def _drop(
+        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+    ) -> MaintainReceipt:
         self._on_step(handle.name, "dropping old commits from the log")
-        kept = kept_files(
+        kept = find_retained_files(
             self._lake, handle.name, retention_s=retention.keep_versions_s, now_ms=self._now_ms
         )
         dropped = 0
@@ -173,28 +181,32 @@ class _Round:
             dropped += len(expire(table.log, oldest, check=check).paths)
         return replace(done, dropped=dropped)
 
-    def _check_named(self, kept: Kept, root: str, oldest: int) -> None:
-        """Refuse to drop a version that was named since. Raises: CommitConflict."""
+    def _check_named(self, kept: RetainedFiles, root: str, oldest: int) -> None:
+        """Refuse to drop a version that was named since. Raises: CommitConflictError."""
         now_ms = time.time_ns() // 1_000_000 if self._now_ms is None else self._now_ms
         known = {*kept.pins, *kept.broken}
-        for pin in named_pins(self._lake, root, now_ms):
+        for pin in list_pins(self._lake, root, now_ms):
             if pin.version < oldest and pin not in known:
-                raise CommitConflict(
+                raise CommitConflictError(
                     f"{pin}: named while versions before {oldest} were about to be dropped from "
                     "the log, expected none. Nothing was dropped; the next round keeps it."
                 )
 
-    def _checkpoint(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+    def _checkpoint(
+        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+    ) -> MaintainReceipt:
         self._on_step(handle.name, "writing a checkpoint")
         written = [_checkpoint(table) for table in handle.tables()]
         return replace(done, checkpointed=any(written))
 
-    def _vacuum(self, handle: Dataset, retention: Retention, done: Maintained) -> Maintained:
+    def _vacuum(
+        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+    ) -> MaintainReceipt:
         self._on_step(handle.name, "vacuuming")
         found = vacuum(self._lake, [handle.name], delete=True, now_ms=self._now_ms)
         return replace(done, vacuumed=len(found.garbage), vacuumed_bytes=found.num_bytes)
 
-    def _lake_itself(self) -> Maintained:
+    def _lake_itself(self) -> MaintainReceipt:
         self._go_on()
         self._on_step("", "removing leftovers")
         try:
@@ -202,13 +214,13 @@ class _Round:
             if self._lake.storage.is_remote:
                 # Copies of all lakes share one folder: the least of what their datasets ask for.
                 trim_cache(min(self._caps, default=None))
-            return Maintained("", vacuumed=len(found.garbage), vacuumed_bytes=found.num_bytes)
+            return MaintainReceipt("", vacuumed=len(found.garbage), vacuumed_bytes=found.num_bytes)
         except ReplayLakeError as error:
-            return Maintained("", error=f"{type(error).__name__}: {error}")
+            return MaintainReceipt("", error=f"{type(error).__name__}: {error}")
 
     def _go_on(self) -> None:
         if self._stop.is_set():
-            raise Stopped
+            raise MaintenanceStoppedError
 
 
 def _checkpoint(table: Table) -> bool:

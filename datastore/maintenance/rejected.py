@@ -11,10 +11,15 @@ import pyarrow.compute as pc
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.schema import EPISODE_ID
 from replaylake.datastore.lake.dataset import Dataset
-from replaylake.datastore.maintenance.removal import count_rows, forget_rows
-from replaylake.datastore.query.episode_views import episodes, groups_of_rows
+from replaylake.datastore.maintenance.removal import count_rows, remove_rows
+from replaylake.datastore.query.episode_views import episodes_sql, group_rows_sql
 from replaylake.datastore.query.expressions import bound_condition
-from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_arrow,
+    scan_connection,
+)
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 _NONE = pa.array([], pa.string())
@@ -52,7 +57,7 @@ def select_rejected(snapshot: TableSnapshot, condition: str) -> RejectedEpisodes
 
     Their ids, num_steps, policy and its versions are known, all else is not. The policy is not
     where the log did not say which column it is, or where the rows of an episode have several.
-    `condition` is in DuckDB's spelling. Raises: QueryFailed.
+    `condition` is in DuckDB's spelling. Raises: QueryError.
     """
     if not (entries := snapshot.files):
         return RejectedEpisodes(_NONE, _NONE)
@@ -66,8 +71,8 @@ def select_rejected(snapshot: TableSnapshot, condition: str) -> RejectedEpisodes
         else f'CAST(NULL AS {kind}) AS {name}, false AS "{name} is known"'
         for name, kind in zip(names, ("VARCHAR", "BIGINT"), strict=True)
     )
-    with fetched(snapshot, entries) as paths, scanning() as connection:
-        rows = f"SELECT {_AS_STEPS}, {logged} FROM {located(snapshot, paths)}"
+    with fetch_files(snapshot, entries) as paths, scan_connection() as connection:
+        rows = f"SELECT {_AS_STEPS}, {logged} FROM {from_clause(snapshot, paths)}"
         connection.execute(f"CREATE TEMP TABLE rows AS {rows}")
         # The condition is somebody's text.
         connection.execute("SET enable_external_access = false")
@@ -78,8 +83,8 @@ def select_rejected(snapshot: TableSnapshot, condition: str) -> RejectedEpisodes
             for name in names
         )
         flags = f"SELECT {key}, {known} FROM rows GROUP BY {key}"
-        view = f"({episodes(groups_of_rows('rows'))}) AS episodes JOIN ({flags}) USING ({key})"
-        found = arrow_of(
+        view = f"({episodes_sql(group_rows_sql('rows'))}) AS episodes JOIN ({flags}) USING ({key})"
+        found = query_arrow(
             connection,
             f"SELECT {EPISODE_ID} AS key, bool_or(coalesce({surely}, false)) AS selected, "
             f"bool_or(coalesce({maybe}, false)) AS possible FROM {view} GROUP BY key",
@@ -116,24 +121,24 @@ def _point_to_field(snapshot: TableSnapshot, name: str) -> str:
     return f"(CASE WHEN mapping IS NULL THEN '/{name}' ELSE '/' || {escaped} END)"
 
 
-def rejected_before(dataset: Dataset, cutoff_us: int) -> pa.Array:
+def select_rejected_before(dataset: Dataset, cutoff_us: int) -> pa.Array:
     """Return the ids of the episodes that came into quarantine before a time (us since 1970)."""
     if not dataset.rejected.exists() or not (snapshot := dataset.rejected.snapshot()).files:
         return _NONE
-    with fetched(snapshot, snapshot.files) as paths, scanning() as connection:
-        found = arrow_of(
+    with fetch_files(snapshot, snapshot.files) as paths, scan_connection() as connection:
+        found = query_arrow(
             connection,
-            f"SELECT {EPISODE_ID} AS key FROM {located(snapshot, paths)} GROUP BY key "
+            f"SELECT {EPISODE_ID} AS key FROM {from_clause(snapshot, paths)} GROUP BY key "
             f"HAVING max(epoch_us(ingested_at)) < {cutoff_us}",
         )
     return found.column("key").combine_chunks()
 
 
 def count_rejected(dataset: Dataset, keys: pa.Array) -> int:
-    """Return how many rows `forget_rejected` would remove."""
+    """Return how many rows `remove_rejected` would remove."""
     return count_rows(dataset.rejected, EPISODE_ID, keys)
 
 
-def forget_rejected(dataset: Dataset, keys: pa.Array, operation: str) -> int:
+def remove_rejected(dataset: Dataset, keys: pa.Array, operation: str) -> int:
     """Remove the quarantined rows of episodes, by episode id; return how many."""
-    return forget_rows(dataset.rejected, EPISODE_ID, keys, operation)
+    return remove_rows(dataset.rejected, EPISODE_ID, keys, operation)

@@ -15,33 +15,39 @@ from replaylake.datastore.feedback.decisions import DECISION_ID, REQUEST_ID
 from replaylake.datastore.feedback.set_aside import REWARD_CHECK, STEP_CHECK
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.table_files import arrow_of, fetched, located, rows_of, scanning
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_arrow,
+    query_rows,
+    scan_connection,
+)
 from replaylake.datastore.storage.log.state import FileEntry
-from replaylake.datastore.storage.table.rewrite import ChangeRows, Plan, rewrite
+from replaylake.datastore.storage.table.rewrite import ChangeRows, RewritePlan, rewrite
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 
 @dataclass(frozen=True)
-class Removal:
+class RemovalPlan:
     """A plan for `rewrite`, and how many rows leave with it."""
 
-    plan: Plan
+    plan: RewritePlan
     num_rows: int
 
 
-def removal(
+def plan_removal(
     snapshot: TableSnapshot,
     column: str,
     keys: pa.Array,
     info: Mapping[str, Any] | None = None,
-) -> Removal:
+) -> RemovalPlan:
     """Plan that all rows leave whose `column`, a text, is among `keys`.
 
     A shard that holds no other rows is dropped without being read as a whole. Cost: one scan of
     the column.
     """
     if not len(keys) or not snapshot.files:
-        return Removal(Plan({}), 0)
+        return RemovalPlan(RewritePlan({}), 0)
     hits = _hits(snapshot, column, keys)
     changes = {}
     dropped: list[FileEntry] = []
@@ -50,19 +56,21 @@ def removal(
             dropped.append(entry)
         else:
             changes[entry] = _without(column, keys)
-    return Removal(Plan(changes, info or {}, tuple(dropped)), sum(num for _, num in hits))
+    return RemovalPlan(
+        RewritePlan(changes, info or {}, tuple(dropped)), sum(num for _, num in hits)
+    )
 
 
-def forget_decisions(dataset: Dataset, keys: pa.Array, operation: str) -> tuple[int, int]:
+def remove_decisions(dataset: Dataset, keys: pa.Array, operation: str) -> tuple[int, int]:
     """Remove decisions, and the rewards given for them, by decision id; return how many of each.
 
     Done before their steps leave: a crash in between then leaves steps without decisions, which
     nothing joins anew, and not decisions without steps, which `sessionise` would bring back.
     """
     # First: without the decisions nobody knows whose they are.
-    num_named = forget_named(dataset, keys, operation)
+    num_named = remove_named_reports(dataset, keys, operation)
     counts = [
-        forget_rows(table, DECISION_ID, keys, operation)
+        remove_rows(table, DECISION_ID, keys, operation)
         # Rewards last: what is left of a crash here has no decision any more, and is never joined.
         for table in (dataset.decisions, dataset.rewards)
     ]
@@ -70,14 +78,14 @@ def forget_decisions(dataset: Dataset, keys: pa.Array, operation: str) -> tuple[
 
 
 def count_decisions(dataset: Dataset, keys: pa.Array) -> tuple[int, int]:
-    """Return how many decisions and rewards `forget_decisions` would remove."""
+    """Return how many decisions and rewards `remove_decisions` would remove."""
     tables = (dataset.decisions, dataset.rewards)
     decisions, rewards = (count_rows(table, DECISION_ID, keys) for table in tables)
-    return decisions, rewards + count_named(dataset, keys)
+    return decisions, rewards + count_named_reports(dataset, keys)
 
 
 def count_rows(table: Table, column: str, keys: pa.Array) -> int:
-    """Return how many rows `forget_rows` would remove."""
+    """Return how many rows `remove_rows` would remove."""
     if not len(keys) or not table.exists():
         return 0
     batches = table.snapshot().batches([column])
@@ -86,15 +94,15 @@ def count_rows(table: Table, column: str, keys: pa.Array) -> int:
     )
 
 
-def forget_rows(table: Table, column: str, keys: pa.Array, operation: str) -> int:
+def remove_rows(table: Table, column: str, keys: pa.Array, operation: str) -> int:
     """Remove a table's rows of some keys, in a commit of its own; return how many."""
     if not len(keys) or not table.exists():
         return 0
     num_rows = 0
 
-    def plan(snapshot: TableSnapshot) -> Plan:
+    def plan(snapshot: TableSnapshot) -> RewritePlan:
         nonlocal num_rows
-        planned = removal(snapshot, column, keys)
+        planned = plan_removal(snapshot, column, keys)
         num_rows = planned.num_rows
         return planned.plan
 
@@ -103,7 +111,7 @@ def forget_rows(table: Table, column: str, keys: pa.Array, operation: str) -> in
     return num_rows
 
 
-def decisions_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+def find_decisions(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
     """Return the ids of the decisions that episodes are made of.
 
     Those without a reward are among them, which became no step but lie between steps: a reward that
@@ -112,16 +120,16 @@ def decisions_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> 
     if DECISION_ID not in steps.schema.names or not steps.files or not len(episodes):
         return pa.array([], pa.string())
     tables = {"chosen": pa.table({"key": episodes})}
-    with fetched(steps, steps.files) as paths, scanning(tables) as connection:
-        source = located(steps, paths)
-        served = arrow_of(
+    with fetch_files(steps, steps.files) as paths, scan_connection(tables) as connection:
+        source = from_clause(steps, paths)
+        served = query_arrow(
             connection,
             f"SELECT {DECISION_ID} AS key FROM {source} "
             f"WHERE {DECISION_ID} IS NOT NULL AND {EPISODE_ID} IN (SELECT key FROM chosen)",
         )
         if not served.num_rows or not dataset.decisions.exists():
             return served.column("key").combine_chunks()
-        others = arrow_of(
+        others = query_arrow(
             connection,
             f"SELECT {DECISION_ID} AS key FROM {source} WHERE {DECISION_ID} IS NOT NULL "
             f"AND {EPISODE_ID} NOT IN (SELECT key FROM chosen) AND {SOURCE_EPISODE_ID} IN "
@@ -140,11 +148,11 @@ def set_aside_of(dataset: Dataset, episodes: pa.Array) -> pa.Array:
     if not snapshot.files:
         return none
     tables = {"chosen": pa.table({"key": episodes})}
-    with fetched(snapshot, snapshot.files) as paths, scanning(tables) as connection:
-        found = arrow_of(
+    with fetch_files(snapshot, snapshot.files) as paths, scan_connection(tables) as connection:
+        found = query_arrow(
             connection,
             f"SELECT DISTINCT json_extract_string(row, '$.{DECISION_ID}') AS key "
-            f"FROM {located(snapshot, paths)} WHERE {EPISODE_ID} IN (SELECT key FROM chosen) "
+            f"FROM {from_clause(snapshot, paths)} WHERE {EPISODE_ID} IN (SELECT key FROM chosen) "
             f"AND list_has_any(checks, ['{REWARD_CHECK}', '{STEP_CHECK}']) AND key IS NOT NULL",
         )
     return found.column("key").combine_chunks()
@@ -158,14 +166,14 @@ def _with_unrewarded(decisions: TableSnapshot, served: pa.Table, others: pa.Tabl
     if not decisions.files:
         return served.column("key").combine_chunks()
     tables = {"served": served, "others": others}
-    with fetched(decisions, decisions.files) as paths, scanning(tables) as connection:
-        source = located(decisions, paths)
+    with fetch_files(decisions, decisions.files) as paths, scan_connection(tables) as connection:
+        source = from_clause(decisions, paths)
         last = (
             f"SELECT {EPISODE_ID} AS episode, max({TIMESTAMP}) AS until FROM {source} "
             f"WHERE {DECISION_ID} IN (SELECT key FROM served) AND {EPISODE_ID} IS NOT NULL "
             "GROUP BY episode"
         )
-        found = arrow_of(
+        found = query_arrow(
             connection,
             f"SELECT {DECISION_ID} AS key FROM {source} JOIN ({last}) "
             f"ON {EPISODE_ID} = episode AND {TIMESTAMP} <= until "
@@ -177,12 +185,12 @@ def _with_unrewarded(decisions: TableSnapshot, served: pa.Table, others: pa.Tabl
 def _hits(snapshot: TableSnapshot, column: str, keys: pa.Array) -> list[tuple[FileEntry, int]]:
     """Return the shards that hold such rows, and how many each."""
     with (
-        fetched(snapshot, snapshot.files) as paths,
-        scanning({"keys": pa.table({"key": keys})}) as connection,
+        fetch_files(snapshot, snapshot.files) as paths,
+        scan_connection({"keys": pa.table({"key": keys})}) as connection,
     ):
-        found = rows_of(
+        found = query_rows(
             connection,
-            f"SELECT file_index, count(*) FROM {located(snapshot, paths)} "
+            f"SELECT file_index, count(*) FROM {from_clause(snapshot, paths)} "
             f'WHERE "{column}" IN (SELECT key FROM keys) GROUP BY file_index ORDER BY file_index',
         )
     return [(snapshot.files[index], num) for index, num in found]
@@ -194,7 +202,7 @@ def _without(column: str, keys: pa.Array) -> Any:
 
 # A report is of the newest decision of its name that was taken before it, else of the first after;
 # of a step, of those that have the client's own number of it, where there is one.
-_FOUND: Final = """
+_NAMED_REPORTS_SQL: Final = """
 SELECT r.file_index, r.file_row_number FROM {rewards} r
 ASOF LEFT JOIN named d ON d.name = r.{name} AND r.{time} >= d.{time}
 ASOF LEFT JOIN named n ON n.name = r.{name} AND r.{time} <= n.{time}
@@ -207,70 +215,72 @@ WHERE r.{key} IS NULL AND {other}
 """
 
 
-def count_named(dataset: Dataset, keys: pa.Array) -> int:
-    """Return how many reports `forget_named` would remove."""
-    if not len(keys) or not _has_named(dataset):
+def count_named_reports(dataset: Dataset, keys: pa.Array) -> int:
+    """Return how many reports `remove_named_reports` would remove."""
+    if not len(keys) or not _has_named_reports(dataset):
         return 0
-    return sum(map(len, _found(dataset, keys, dataset.rewards.snapshot()).values()))
+    return sum(map(len, _find_named_reports(dataset, keys, dataset.rewards.snapshot()).values()))
 
 
-def forget_named(dataset: Dataset, keys: pa.Array, operation: str) -> int:
+def remove_named_reports(dataset: Dataset, keys: pa.Array, operation: str) -> int:
     """Remove the reports that name decisions otherwise than by id; return how many.
 
     The decisions have to be there still: afterwards nothing tells whose they were.
     """
-    if not len(keys) or not _has_named(dataset):
+    if not len(keys) or not _has_named_reports(dataset):
         return 0
     num_rows = 0
 
-    def plan(snapshot: TableSnapshot) -> Plan:
+    def plan(snapshot: TableSnapshot) -> RewritePlan:
         nonlocal num_rows
-        found = _found(dataset, keys, snapshot)
+        found = _find_named_reports(dataset, keys, snapshot)
         num_rows = sum(map(len, found.values()))
-        return Plan({entry: _named_reports_without(rows) for entry, rows in found.items()})
+        return RewritePlan({entry: _drop_rows(rows) for entry, rows in found.items()})
 
     producer = f"{operation.lower()}/{new_ulid()}"
     rewrite(dataset.rewards, plan, producer=producer, sequence=0, operation=operation)
     return num_rows
 
 
-def _has_named(dataset: Dataset) -> bool:
+def _has_named_reports(dataset: Dataset) -> bool:
     if not dataset.decisions.exists() or not dataset.rewards.exists():
         return False
     rewards = dataset.rewards.snapshot()
     return REQUEST_ID in rewards.schema.names and bool(rewards.files)
 
 
-def _found(dataset: Dataset, keys: pa.Array, rewards: TableSnapshot) -> dict[FileEntry, list[int]]:
+def _find_named_reports(
+    dataset: Dataset, keys: pa.Array, rewards: TableSnapshot
+) -> dict[FileEntry, list[int]]:
     """Return which rows of which files are such reports."""
     decisions = dataset.decisions.snapshot()
     has_step = STEP in decisions.schema.names  # not in a lake that no newer server has served
     names = [DECISION_ID, REQUEST_ID, EPISODE_ID, TIMESTAMP, *([STEP] if has_step else [])]
     tables = {"keys": pa.table({"key": keys}), "decisions": decisions.read(names)}
     found: dict[FileEntry, list[int]] = {}
-    with fetched(rewards, rewards.files) as paths, scanning(tables) as connection:
+    with fetch_files(rewards, rewards.files) as paths, scan_connection(tables) as connection:
         for name, other in ((REQUEST_ID, "true"), (EPISODE_ID, f"r.{REQUEST_ID} IS NULL")):
-            rows_of(
+            query_rows(
                 connection,
                 f"CREATE OR REPLACE TEMP TABLE named AS SELECT {name} AS name, {DECISION_ID}, "
                 f"{TIMESTAMP}, {STEP if has_step else 'NULL::INT'} AS {STEP} "
                 f"FROM decisions WHERE {name} IS NOT NULL",
             )
             is_numbered = f"{STEP} IS NOT NULL" if name == EPISODE_ID else "false"
-            rows_of(
+            query_rows(
                 connection,
                 f"CREATE OR REPLACE TEMP TABLE numbered AS SELECT * FROM named WHERE {is_numbered}",
             )
-            source = located(rewards, paths)
-            text = _FOUND.format(
+            source = from_clause(rewards, paths)
+            text = _NAMED_REPORTS_SQL.format(
                 rewards=source, name=name, time=TIMESTAMP, key=DECISION_ID, other=other, step=STEP
             )
-            for index, row in rows_of(connection, text):
+            for index, row in query_rows(connection, text):
                 found.setdefault(rewards.files[index], []).append(row)
     return found
 
 
-def _named_reports_without(rows: list[int]) -> ChangeRows:
+def _drop_rows(rows: list[int]) -> ChangeRows:
     def change(table: pa.Table) -> pa.Table:
         kept = np.ones(table.num_rows, bool)
         kept[rows] = False

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import DEFAULT_TARGET_BYTES, check_target
 from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S
@@ -19,7 +19,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.state import LogState
 from replaylake.datastore.storage.table.table import TableSnapshot
-from replaylake.datastore.storage.table.table_schema import configuration_of
+from replaylake.datastore.storage.table.table_schema import read_configuration
 
 # Younger than this, a file may be of a commit that is being made, and a version one that a query
 # reads.
@@ -42,7 +42,7 @@ class Retention:
             _check_kind(field.name, getattr(self, field.name))
         check_target(self.target_shard_bytes)
         if not self.keep_versions_s >= MIN_KEEP_S:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"keep_versions_s: found {self.keep_versions_s:g}, expected at least "
                 f"{MIN_KEEP_S:g} (an hour): what writers and readers are in the middle of is "
                 "younger."
@@ -50,7 +50,7 @@ class Retention:
         for name in ("max_steps", "max_age_s", "cache_max_bytes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigInvalid(f"{name}: found {value}, expected more than 0, or none.")
+                raise ConfigInvalidError(f"{name}: found {value}, expected more than 0, or none.")
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -58,7 +58,7 @@ class Retention:
 
 
 def check_field(name: str, value: int | float | None) -> None:
-    """Raise ConfigInvalid for a value of a field that Retention would not take."""
+    """Raise ConfigInvalidError for a value of a field that Retention would not take."""
     changes: dict[str, Any] = {} if value is None else {name: value}
     replace(Retention(), **changes)
 
@@ -66,30 +66,32 @@ def check_field(name: str, value: int | float | None) -> None:
 def _check_kind(name: str, value: Any) -> None:
     kinds = (int, float) if name.endswith("_s") else (int,)
     if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{name}: found {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}."
         )
     if value == math.inf:
-        raise ConfigInvalid(f"{name}: found {value}, expected a number, or none for no limit.")
+        raise ConfigInvalidError(f"{name}: found {value}, expected a number, or none for no limit.")
 
 
-def retention_of(snapshot: TableSnapshot) -> Retention:
-    """Return what a version of a dataset says. Raises: ConfigInvalid on keys that we do not know.
+def read_retention(snapshot: TableSnapshot) -> Retention:
+    """Return what a version of a dataset says.
+
+    Raises: ConfigInvalidError on keys that we do not know.
 
     What a newer ReplayLake would keep must not be deleted by this one.
     """
-    return _parsed(snapshot.root, snapshot.configuration)
+    return _parse_retention(snapshot.root, snapshot.configuration)
 
 
 def set_retention(lake: Lake, dataset: str, changes: Mapping[str, int | float | None]) -> Retention:
     """Change some fields of a dataset's retention, None to the default, in one commit.
 
-    Returns what holds then; without a difference nothing is committed. Raises: NotFound,
-    ConfigInvalid for an unknown field or a value out of its range.
+    Returns what holds then; without a difference nothing is committed. Raises: NotFoundError,
+    ConfigInvalidError for an unknown field or a value out of its range.
     """
     handle = lake.dataset(dataset)
     if not handle.exists():
-        raise NotFound(
+        raise NotFoundError(
             f"dataset {dataset!r}: not in this lake. `replaylake list` names those that are."
         )
     _check_names(dataset, changes)
@@ -98,19 +100,19 @@ def set_retention(lake: Lake, dataset: str, changes: Mapping[str, int | float | 
         name: getattr(defaults, name) if value is None else value for name, value in changes.items()
     }
     producer = f"retention/{new_ulid()}"
-    before = retention_of(handle.table.snapshot())
+    before = read_retention(handle.table.snapshot())
     result = replace(before, **stated)
     if result == before:
         return before
 
     def build(state: LogState) -> Intent:
         nonlocal result
-        configuration = configuration_of(state)
+        configuration = read_configuration(state)
         # On the newest: another field may have been set meanwhile.
-        result = replace(_parsed(dataset, configuration), **stated)
+        result = replace(_parse_retention(dataset, configuration), **stated)
         if state.metadata is None:
-            raise NotFound(f"dataset {dataset!r}: found no table, expected one.")
-        kept = {**configuration, _KEY: json.dumps(_differing(result))}
+            raise NotFoundError(f"dataset {dataset!r}: found no table, expected one.")
+        kept = {**configuration, _KEY: json.dumps(_changed_fields(result))}
         metadata = replace(state.metadata, configuration=kept)
         return Intent(producer, 0, "SET RETENTION", metadata=metadata)
 
@@ -118,7 +120,7 @@ def set_retention(lake: Lake, dataset: str, changes: Mapping[str, int | float | 
     return result
 
 
-def _parsed(dataset: str, configuration: Mapping[str, str]) -> Retention:
+def _parse_retention(dataset: str, configuration: Mapping[str, str]) -> Retention:
     text = configuration.get(_KEY)
     values = {} if text is None else json.loads(text)
     _check_names(dataset, values)
@@ -128,13 +130,13 @@ def _parsed(dataset: str, configuration: Mapping[str, str]) -> Retention:
 def _check_names(dataset: str, values: Mapping[str, Any]) -> None:
     known = [field.name for field in fields(Retention)]
     if unknown := sorted(set(values) - set(known)):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"retention of {dataset}: found {', '.join(unknown)}, expected only "
             f"{', '.join(known)}. A newer ReplayLake may have set it: use that one."
         )
 
 
-def _differing(retention: Retention) -> dict[str, Any]:
+def _changed_fields(retention: Retention) -> dict[str, Any]:
     """Return the fields that are not at their default, which a later version may then move."""
     defaults = asdict(Retention())
     return {name: value for name, value in asdict(retention).items() if value != defaults[name]}

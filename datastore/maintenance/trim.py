@@ -21,34 +21,39 @@ from replaylake.datastore.episodes.schema import (
     TIMESTAMP,
     TRUNCATED,
 )
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import OPEN_S
-from replaylake.datastore.maintenance.received import count_received, forget_received
+from replaylake.datastore.maintenance.received import count_received, remove_received
 from replaylake.datastore.maintenance.rejected import (
     count_rejected,
-    forget_rejected,
-    rejected_before,
+    remove_rejected,
+    select_rejected_before,
 )
 from replaylake.datastore.maintenance.removal import (
     count_decisions,
-    decisions_of,
-    forget_decisions,
-    removal,
+    find_decisions,
+    plan_removal,
+    remove_decisions,
     set_aside_of,
 )
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_arrow,
+    scan_connection,
+)
 from replaylake.datastore.storage.log.state import FileEntry
-from replaylake.datastore.storage.table.rewrite import Plan, rewrite
+from replaylake.datastore.storage.table.rewrite import RewritePlan, rewrite
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 _OPERATION: Final = "TRIM"
 
 
 @dataclass(frozen=True)
-class Trimmed:
+class TrimReceipt:
     """What trimming one dataset did, or would do; `version` is the newest afterwards.
 
     Episodes and steps that left, and the steps that are left; shards that went whole and those
@@ -75,7 +80,7 @@ class Trimmed:
 
 
 @dataclass(frozen=True)
-class _Limits:
+class _TrimLimits:
     max_steps: int | None
     cutoff_us: int | None
     open_after_ms: int
@@ -90,7 +95,7 @@ def trim(
     dry_run: bool = False,
     open_s: float = OPEN_S,
     now_ms: int | None = None,
-) -> Trimmed:
+) -> TrimReceipt:
     """Remove the oldest whole episodes, in one commit.
 
     Args:
@@ -106,22 +111,22 @@ def trim(
         now_ms: the time to judge by (ms since 1970); the clock's by default.
 
     Age is the order of first commits and, within one, of rows. Decisions and rewards that the
-    episodes were made of leave with them, just before. Raises: NotFound, ConfigInvalid if neither
-    limit is given or one is below 0, ShardCorrupt.
+    episodes were made of leave with them, just before. Raises: NotFoundError, ConfigInvalidError if
+    neither limit is given or one is below 0, ShardCorruptError.
     """
     _check(max_steps, older_than_s)
     handle = lake.dataset(dataset)
     if not handle.exists():
-        raise NotFound(
+        raise NotFoundError(
             f"dataset {dataset!r}: not in this lake. `replaylake list` names those that are."
         )
     now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
-    limits = _Limits(
+    limits = _TrimLimits(
         max_steps,
         None if older_than_s is None else now_ms * 1000 - int(older_than_s * 1e6),
         now_ms - int(open_s * 1000),
     )
-    run = _Run(handle, limits, dry_run)
+    run = _Trim(handle, limits, dry_run)
     producer = f"trim/{new_ulid()}"
     if dry_run:
         run.plan(handle.table.snapshot())
@@ -130,7 +135,7 @@ def trim(
     ):
         run.num_episodes = run.num_steps = 0
     left = handle.table.snapshot()
-    return Trimmed(
+    return TrimReceipt(
         dataset=dataset,
         dry_run=dry_run,
         version=left.version,
@@ -148,30 +153,30 @@ def trim(
 
 def _check(max_steps: int | None, older_than_s: float | None) -> None:
     if max_steps is None and older_than_s is None:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             "trim: found no limit, expected max_steps, older_than_s or both. Say what has to go."
         )
     for name, value in (("max_steps", max_steps), ("older_than_s", older_than_s)):
         if value is not None and not value >= 0:
-            raise ConfigInvalid(f"trim: {name}: found {value}, expected at least 0.")
+            raise ConfigInvalidError(f"trim: {name}: found {value}, expected at least 0.")
 
 
-class _Run:
+class _Trim:
     """One trim; planned again when another writer was first."""
 
-    def __init__(self, dataset: Dataset, limits: _Limits, dry_run: bool) -> None:
+    def __init__(self, dataset: Dataset, limits: _TrimLimits, dry_run: bool) -> None:
         self.num_episodes = self.num_steps = self.num_decisions = self.num_rewards = 0
         self.shards_dropped = self.shards_rewritten = 0
         self.num_rejected = self.num_received = 0
         self._dataset = dataset
         self._limits = limits
         self._is_dry = dry_run
-        self._leave = count_decisions if dry_run else _forget
+        self._leave = count_decisions if dry_run else _remove_decisions
 
-    def plan(self, snapshot: TableSnapshot) -> Plan:
+    def plan(self, snapshot: TableSnapshot) -> RewritePlan:
         """Choose episodes, remove the decisions they are made of, and plan that they leave."""
-        episodes = _chosen(self._dataset.table, snapshot, self._limits)
-        served = decisions_of(self._dataset, snapshot, episodes)
+        episodes = _select_episodes(self._dataset.table, snapshot, self._limits)
+        served = find_decisions(self._dataset, snapshot, episodes)
         aside = set_aside_of(self._dataset, episodes)
         decisions = pa.chunked_array([served, aside]).combine_chunks().unique()
         gone = self._leave(self._dataset, decisions)
@@ -180,7 +185,7 @@ class _Run:
         self.num_received += self._leave_received(episodes)
         self.num_rejected += self._leave_rejected(episodes)
         info = {"episodes_removed": len(episodes)}
-        planned = removal(snapshot, EPISODE_ID, episodes, info)
+        planned = plan_removal(snapshot, EPISODE_ID, episodes, info)
         self.num_episodes, self.num_steps = len(episodes), planned.num_rows
         self.shards_dropped = len(planned.plan.dropped)
         self.shards_rewritten = len(planned.plan.changes)
@@ -189,23 +194,23 @@ class _Run:
     def _leave_received(self, episodes: pa.Array) -> int:
         if self._is_dry:
             return count_received(self._dataset, episodes)
-        return forget_received(self._dataset, episodes, _OPERATION)
+        return remove_received(self._dataset, episodes, _OPERATION)
 
     def _leave_rejected(self, episodes: pa.Array) -> int:
         keys = [episodes]
         if self._limits.cutoff_us is not None:
-            keys.append(rejected_before(self._dataset, self._limits.cutoff_us))
+            keys.append(select_rejected_before(self._dataset, self._limits.cutoff_us))
         gone = pa.chunked_array(keys, pa.string()).combine_chunks().unique()
         if self._is_dry:
             return count_rejected(self._dataset, gone)
-        return forget_rejected(self._dataset, gone, _OPERATION)
+        return remove_rejected(self._dataset, gone, _OPERATION)
 
 
-def _forget(dataset: Dataset, decisions: pa.Array) -> tuple[int, int]:
-    return forget_decisions(dataset, decisions, _OPERATION)
+def _remove_decisions(dataset: Dataset, decisions: pa.Array) -> tuple[int, int]:
+    return remove_decisions(dataset, decisions, _OPERATION)
 
 
-def _chosen(table: Table, snapshot: TableSnapshot, limits: _Limits) -> pa.Array:
+def _select_episodes(table: Table, snapshot: TableSnapshot, limits: _TrimLimits) -> pa.Array:
     """Return the ids of the episodes that have to go."""
     surplus = 0 if limits.max_steps is None else snapshot.num_rows - limits.max_steps
     nothing = pa.array([], pa.string())
@@ -215,19 +220,19 @@ def _chosen(table: Table, snapshot: TableSnapshot, limits: _Limits) -> pa.Array:
     # Those at the front are looked at first. Where open episodes lie among them, or whole ones have
     # to give way to their other pieces, twice as many are, and in the end all.
     num_oldest = _prefix(snapshot.files, surplus) if limits.cutoff_us is None else num_files
-    committed = _committed_us(table, snapshot) if limits.cutoff_us is not None else None
+    committed = _read_commit_times(table, snapshot) if limits.cutoff_us is not None else None
     while True:
-        chosen = _choose(snapshot, num_oldest, surplus, limits, committed)
+        chosen = _select_oldest(snapshot, num_oldest, surplus, limits, committed)
         if num_oldest == num_files or sum(chosen.column("num_steps").to_pylist()) >= surplus:
             return chosen.column("key").combine_chunks()
         num_oldest = min(2 * num_oldest, num_files)
 
 
-def _choose(
+def _select_oldest(
     snapshot: TableSnapshot,
     num_oldest: int,
     surplus: int,
-    limits: _Limits,
+    limits: _TrimLimits,
     committed: pa.Table | None,
 ) -> pa.Table:
     """Return `key` and `num_steps` of episodes that go, of those that begin in the oldest files."""
@@ -238,9 +243,9 @@ def _choose(
     if committed is not None:
         tables["committed"] = committed
         age = f"coalesce(max(epoch_us({TIMESTAMP})), max(us))"
-    with fetched(snapshot, snapshot.files) as paths, scanning(tables) as connection:
-        source = located(snapshot, paths)
-        oldest = located(snapshot, paths[:num_oldest])
+    with fetch_files(snapshot, snapshot.files) as paths, scan_connection(tables) as connection:
+        source = from_clause(snapshot, paths)
+        oldest = from_clause(snapshot, paths[:num_oldest])
         joined = "" if committed is None else "JOIN committed ON committed.file = file_index"
         agents = f"""
             SELECT {EPISODE_ID} AS key, count(*) AS num,
@@ -258,7 +263,7 @@ def _choose(
         """
         too_many = "sum(num_steps) OVER (ORDER BY first) - num_steps < " + str(max(surplus, 0))
         too_old = f"newest < {limits.cutoff_us}" if committed is not None else "false"
-        return arrow_of(
+        return query_arrow(
             connection,
             f"SELECT key, num_steps FROM ({episodes}) QUALIFY ({too_many}) OR ({too_old})",
         )
@@ -274,7 +279,7 @@ def _prefix(files: tuple[FileEntry, ...], surplus: int) -> int:
     return len(files)
 
 
-def _committed_us(table: Table, snapshot: TableSnapshot) -> pa.Table:
+def _read_commit_times(table: Table, snapshot: TableSnapshot) -> pa.Table:
     """Return by when all rows of each file were first committed, as `file` and `us`.
 
     A shard that took the place of others says only when its oldest rows were: the younger ones
@@ -283,7 +288,7 @@ def _committed_us(table: Table, snapshot: TableSnapshot) -> pa.Table:
     """
     times = {entry.since: 0 for entry in snapshot.files}
     for version in times:
-        with suppress(NotFound):
+        with suppress(NotFoundError):
             times[version] = int(table.log.info(version).get("timestamp") or 0)
     versions = sorted(times)
     following = dict(pairwise(versions))

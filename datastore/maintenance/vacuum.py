@@ -18,17 +18,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from replaylake.datastore.errors import CommitConflict, ConfigInvalid, NotFound
+from replaylake.datastore.errors import CommitConflictError, ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.maintenance.kept import (
     DEFAULT_RETENTION_S,
-    Pin,
-    kept_files,
-    kept_since,
+    VersionPin,
+    find_newly_retained,
+    find_retained_files,
     needs_checkpoints,
 )
-from replaylake.datastore.maintenance.retention import MIN_KEEP_S, retention_of
+from replaylake.datastore.maintenance.retention import MIN_KEEP_S, read_retention
 from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.query import summaries
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
@@ -62,7 +62,7 @@ class Garbage:
 
 
 @dataclass(frozen=True)
-class Vacuumed:
+class VacuumReceipt:
     """What vacuum found; `deleted` says whether it is gone.
 
     `skipped` are folders that are links, which are left alone. `pinned` are old versions that are
@@ -72,7 +72,7 @@ class Vacuumed:
     deleted: bool
     garbage: tuple[Garbage, ...]
     skipped: tuple[str, ...]
-    pinned: tuple[Pin, ...]
+    pinned: tuple[VersionPin, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -100,7 +100,7 @@ def vacuum(
     force: bool = False,
     now_ms: int | None = None,
     on_progress: OnProgress | None = None,
-) -> Vacuumed:
+) -> VacuumReceipt:
     """Find the files that nothing needs, and with `delete` delete them.
 
     Args:
@@ -114,18 +114,19 @@ def vacuum(
         now_ms: the time to judge by (ms since 1970); the clock's by default.
         on_progress: called with (files deleted, files) as it goes on.
 
-    Raises: NotFound, ConfigInvalid for an age below an hour, LogCorrupt, StorageFailed.
+    Raises: NotFoundError, ConfigInvalidError for an age below an hour, LogCorruptError,
+    StorageError.
     """
     _check_age(older_than_s, force)
     for name in datasets:
         if not lake.dataset(name).exists():
-            raise NotFound(
+            raise NotFoundError(
                 f"dataset {name!r}: not in this lake. `replaylake list` names those that are."
             )
     now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
-    run = _Run(lake, now_ms, on_progress if delete else None)
+    run = _Vacuum(lake, now_ms, on_progress if delete else None)
     for name in datasets or lake.datasets():
-        retention = retention_of(lake.dataset(name).table.snapshot())
+        retention = read_retention(lake.dataset(name).table.snapshot())
         age_s = retention.keep_versions_s if older_than_s is None else older_than_s
         run.dataset(name, age_s, delete)
     if not datasets:
@@ -133,9 +134,9 @@ def vacuum(
     return run.result(delete)
 
 
-def vacuum_leftovers(lake: Lake, *, now_ms: int | None = None) -> Vacuumed:
+def vacuum_leftovers(lake: Lake, *, now_ms: int | None = None) -> VacuumReceipt:
     """Delete what is left of the lake itself: temporary files, packages, runs' checkpoints."""
-    run = _Run(lake, time.time_ns() // 1_000_000 if now_ms is None else now_ms, None)
+    run = _Vacuum(lake, time.time_ns() // 1_000_000 if now_ms is None else now_ms, None)
     run.leftovers(DEFAULT_RETENTION_S, delete=True)
     return run.result(deleted=True)
 
@@ -144,28 +145,28 @@ def _check_age(older_than_s: float | None, force: bool) -> None:
     if older_than_s is None:
         return
     if not older_than_s >= 0 or (older_than_s < MIN_KEEP_S and not force):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"vacuum: older_than_s: found {older_than_s:g}, expected at least {MIN_KEEP_S:g} (an "
             "hour): a younger file may be of a commit that is being made. Where nothing is written "
             "or read meanwhile, force it."
         )
 
 
-class _Run:
+class _Vacuum:
     """One vacuum: what it found so far."""
 
     def __init__(self, lake: Lake, now_ms: int, on_progress: OnProgress | None) -> None:
         self.garbage: list[Garbage] = []
         self.skipped: list[str] = []
-        self.pinned: list[Pin] = []
+        self.pinned: list[VersionPin] = []
         self._lake = lake
         self._storage = lake.storage
         self._now_ms = now_ms
         self._on_progress = on_progress
 
-    def result(self, deleted: bool) -> Vacuumed:
+    def result(self, deleted: bool) -> VacuumReceipt:
         """Return what was found."""
-        return Vacuumed(deleted, tuple(self.garbage), tuple(self.skipped), tuple(self.pinned))
+        return VacuumReceipt(deleted, tuple(self.garbage), tuple(self.skipped), tuple(self.pinned))
 
     def dataset(self, name: str, age_s: float, delete: bool) -> None:
         """Go through a dataset's shards, and those of what was served into it."""
@@ -177,14 +178,14 @@ class _Run:
             for table in tables
             for file in self._older(f"{table.root}/{FOLDER}", _SHARD, age_s)
         ]
-        kept = kept_files(self._lake, name, retention_s=age_s, now_ms=self._now_ms)
+        kept = find_retained_files(self._lake, name, retention_s=age_s, now_ms=self._now_ms)
         self.pinned += [pin for pin in kept.pins if pin.reason not in ("newest", "recent")]
         # While thousands are deleted, a tag may be set, or a shard that waited be committed.
         self._take(
             "shard",
             [file for file in found if file.path not in kept.paths],
             delete,
-            lambda: kept_since(self._lake, name, kept, self._now_ms),
+            lambda: find_newly_retained(self._lake, name, kept, self._now_ms),
         )
         if delete and not self._is_below_link(f"{name}/{summaries.FOLDER}"):
             # What is derived from a shard leaves with it.
@@ -233,7 +234,7 @@ class _Run:
                 self._take("checkpoint", found[run_id], delete)
                 continue
             # Whoever has just begun to go on with it keeps them.
-            with suppress(CommitConflict), RunLease(self._storage, run_id):
+            with suppress(CommitConflictError), RunLease(self._storage, run_id):
                 self._take("checkpoint", found[run_id], delete)
 
     def _take(

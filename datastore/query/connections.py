@@ -22,7 +22,7 @@ _DISCOUNTED_RETURN: Final = (
 
 _lock = threading.Lock()
 _shared: duckdb.DuckDBPyConnection | None = None
-_left_by_fork: list[duckdb.DuckDBPyConnection] = []
+_inherited_connections: list[duckdb.DuckDBPyConnection] = []
 _numbers = itertools.count()
 
 
@@ -80,13 +80,13 @@ def _configure(connection: duckdb.DuckDBPyConnection) -> None:
     connection.execute(_DISCOUNTED_RETURN)
 
 
-def _forget_after_fork() -> None:
+def _reset_after_fork() -> None:
     """Leave the parent's instance alone: its threads are not here, and closing it would wait."""
     global _shared, _lock
     _lock = threading.Lock()
     if _shared is not None:
-        _left_by_fork.append(_shared)
+        _inherited_connections.append(_shared)
         _shared = None
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -44,7 +44,7 @@ _ROWS_AND_PIECES: Final = (
     ("last_env_step", f"max({schema.ENV_STEP})", "max(last_env_step)"),
 )
 _KEY: Final = f"{schema.EPISODE_ID}, {schema.AGENT_ID}"
-_NOT_SHOWN: Final = ("policy_step", "first_env_step", "last_env_step")
+_HIDDEN_COLUMNS: Final = ("policy_step", "first_env_step", "last_env_step")
 
 PIECE_COLUMNS: Final = (
     schema.EPISODE_ID,
@@ -54,7 +54,7 @@ PIECE_COLUMNS: Final = (
 FROM_ROWS: Final = ", ".join([_KEY, *(f"{rows} AS {name}" for name, rows, _ in _ROWS_AND_PIECES)])
 _FROM_PIECES: Final = ", ".join([_KEY, *(f"{by} AS {name}" for name, _, by in _ROWS_AND_PIECES)])
 
-# The rule of ARCHITECTURE.md's data model: the following row counts only if it is the next
+# The rule of docs/DATA_MODEL.md: the following row counts only if it is the next
 # step of the same episode and agent, and this row has not ended.
 # The names with spaces are of no dataset's columns. Not step + 1: the highest has no successor.
 _TRANSITIONS: Final = f"""
@@ -96,26 +96,26 @@ GROUP BY {schema.EPISODE_ID}
 """
 
 
-def transitions(steps: str) -> str:
+def transitions_sql(steps: str) -> str:
     """Return `transitions` over a FROM item of steps."""
     return _TRANSITIONS.format(steps=steps)
 
 
-def groups_of_rows(steps: str) -> str:
+def group_rows_sql(steps: str) -> str:
     """Return one row per episode and agent, made from steps."""
     return f"SELECT {FROM_ROWS} FROM {steps} GROUP BY {_KEY}"
 
 
-def groups_of_pieces(pieces: str) -> str:
+def group_pieces_sql(pieces: str) -> str:
     """Return one row per episode and agent, made from a SELECT of pieces."""
     return f"SELECT {_FROM_PIECES} FROM ({pieces}) GROUP BY {_KEY}"
 
 
-def episodes(groups: str) -> str:
+def episodes_sql(groups: str) -> str:
     """Return `episodes` over either of these."""
-    return f"SELECT * EXCLUDE ({', '.join(_NOT_SHOWN)}) FROM ({groups})"
+    return f"SELECT * EXCLUDE ({', '.join(_HIDDEN_COLUMNS)}) FROM ({groups})"
 
 
-def games(groups: str) -> str:
+def games_sql(groups: str) -> str:
     """Return `games` over either of these."""
     return _GAMES.format(groups=groups)

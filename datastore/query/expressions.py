@@ -15,16 +15,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import QueryRefused
+from replaylake.datastore.errors import QueryRefusedError
 from replaylake.datastore.query.connections import connect, session
 from replaylake.datastore.query.statements import check_select, execute, literal, parse, walk
 from replaylake.datastore.query.views import create_dataset_views
-from replaylake.datastore.storage.arrow_values import is_list, numbers, whole
+from replaylake.datastore.storage.arrow_values import combine_chunks, is_list, numbers
 from replaylake.datastore.storage.table.shard import blob_of
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 _PREFIX: Final = "SELECT 1 FROM episodes WHERE "
-_NOT_ALONE: Final = {
+_REFUSED_NODES: Final = {
     "STAR": "*",
     "SUBQUERY": "a subquery",
     "WINDOW": "a window function",
@@ -43,17 +43,17 @@ _CLOCK_MACROS: Final = {"ago"}
 def canonical_expression(expression: str) -> str:
     """Return an SQL expression in DuckDB's own spelling, refusing what cannot be reproduced.
 
-    Raises: QueryRefused for random(), now() and the like, subqueries and window functions;
-    QueryFailed if it does not parse.
+    Raises: QueryRefusedError for random(), now() and the like, subqueries and window functions;
+    QueryError if it does not parse.
     """
     if not expression.strip():
-        raise QueryRefused("expression: found an empty one, expected SQL such as terminated.")
+        raise QueryRefusedError("expression: found an empty one, expected SQL such as terminated.")
     with session() as connection:
         text = f"{_PREFIX}({expression}\n)"
         check_select(connection, text)
         tree = parse(connection, text)
-        if _around(tree) != _around(parse(connection, f"{_PREFIX}true")):
-            raise QueryRefused(
+        if _strip_where(tree) != _strip_where(parse(connection, f"{_PREFIX}true")):
+            raise QueryRefusedError(
                 f"{expression!r}: found more than an expression, expected one over the columns of "
                 "the dataset. Leave out parameters, GROUP BY, UNION and the like."
             )
@@ -75,7 +75,7 @@ def canonical_reward(reward: str | None) -> str:
 
 
 def check_reward(snapshot: TableSnapshot, reward: str) -> None:
-    """Bind a reward expression to a snapshot's columns. Raises: QueryFailed. Cost: reads no row."""
+    """Bind a reward expression to a snapshot's columns. Raises: QueryError. Cost: reads no row."""
     with reproducible_views(snapshot) as connection:
         execute(connection, f"SELECT CAST(({reward}) AS DOUBLE) AS reward FROM steps LIMIT 0")
 
@@ -120,10 +120,10 @@ def bound_condition(condition: str, known: Mapping[str, str]) -> tuple[str, str]
         return bound(select["where_clause"])
 
 
-def selected_episodes(snapshot: TableSnapshot, where: str) -> pa.Table:
+def select_episode_keys(snapshot: TableSnapshot, where: str) -> pa.Table:
     """Return episode_id and agent_id of the episodes that a WHERE over `episodes` selects.
 
-    Raises: QueryFailed if DuckDB refuses it.
+    Raises: QueryError if DuckDB refuses it.
     """
     with reproducible_views(snapshot) as connection:
         return execute(
@@ -132,32 +132,32 @@ def selected_episodes(snapshot: TableSnapshot, where: str) -> pa.Table:
         )
 
 
-def evaluated_rewards(snapshot: TableSnapshot, reward: str) -> pa.Table:
+def evaluate_rewards(snapshot: TableSnapshot, reward: str) -> pa.Table:
     """Return one column `reward` (double) for the rows of all files, in file and row order.
 
-    Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one number a row.
+    Raises: QueryError if DuckDB refuses it, QueryRefusedError if it is not one number a row.
     """
-    return _one_a_step(snapshot, f"CAST(({reward}) AS DOUBLE) AS reward", f"reward {reward}")
+    return _evaluate_per_step(snapshot, f"CAST(({reward}) AS DOUBLE) AS reward", f"reward {reward}")
 
 
-def evaluated_columns(snapshot: TableSnapshot, expression: str, name: str) -> NDArray[np.float64]:
+def evaluate_column(snapshot: TableSnapshot, expression: str, name: str) -> NDArray[np.float64]:
     """Evaluate an expression over the columns of `steps` that is a number a row, or a list of them.
 
     Returns float64 [num_rows], or [num_rows, K] of lists, for the rows of all files, in file and
-    row order; NaN where it is NULL. Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is
-    not one value a row, or lists of several lengths.
+    row order; NaN where it is NULL. Raises: QueryError if DuckDB refuses it, QueryRefusedError if
+    it is not one value a row, or lists of several lengths.
     """
     with reproducible_views(snapshot) as connection:
         kind = execute(connection, f"SELECT ({expression}) AS value FROM steps LIMIT 0")
     if not is_list(kind["value"].type):
-        column = _one_a_step(snapshot, f"CAST(({expression}) AS DOUBLE) AS value", name)
+        column = _evaluate_per_step(snapshot, f"CAST(({expression}) AS DOUBLE) AS value", name)
         return numbers(column["value"]).astype(np.float64)
-    lists = _one_a_step(snapshot, f"CAST(({expression}) AS DOUBLE[]) AS value", name)
-    column = whole(lists["value"])
+    lists = _evaluate_per_step(snapshot, f"CAST(({expression}) AS DOUBLE[]) AS value", name)
+    column = combine_chunks(lists["value"])
     known = numbers(pc.is_valid(column))
     sizes = pc.unique(pc.list_value_length(column.drop_null())).to_pylist()
     if len(sizes) > 1:
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"{name} {expression}: found lists of {', '.join(map(str, sizes[:4]))} numbers, "
             "expected as many in each row. NULL stands for a list that is missing."
         )
@@ -166,13 +166,13 @@ def evaluated_columns(snapshot: TableSnapshot, expression: str, name: str) -> ND
     return values
 
 
-def selected_steps(snapshot: TableSnapshot, where_steps: str) -> NDArray[np.bool_]:
+def select_steps(snapshot: TableSnapshot, where_steps: str) -> NDArray[np.bool_]:
     """Return which steps a condition over the columns of `steps` selects; NULL selects none.
 
     bool [num_rows], for the rows of all files, in file and row order.
-    Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one value a row.
+    Raises: QueryError if DuckDB refuses it, QueryRefusedError if it is not one value a row.
     """
-    flags = _one_a_step(
+    flags = _evaluate_per_step(
         snapshot,
         f"coalesce(CAST(({where_steps}) AS BOOLEAN), false) AS selected",
         f"where_steps {where_steps}",
@@ -181,23 +181,23 @@ def selected_steps(snapshot: TableSnapshot, where_steps: str) -> NDArray[np.bool
     return selected
 
 
-def _one_a_step(snapshot: TableSnapshot, selected: str, name: str) -> pa.Table:
+def _evaluate_per_step(snapshot: TableSnapshot, selected: str, name: str) -> pa.Table:
     with reproducible_views(snapshot) as connection:
         rows = execute(connection, f"SELECT {selected} FROM steps")
     if rows.num_rows != snapshot.num_rows:
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"{name}: found {rows.num_rows} values for {snapshot.num_rows} steps, expected one a "
             "step. Leave out aggregates and unnest."
         )
     return rows
 
 
-def evaluated_weights(snapshot: TableSnapshot, weight: str, where: str | None = None) -> pa.Table:
+def evaluate_weights(snapshot: TableSnapshot, weight: str, where: str | None = None) -> pa.Table:
     """Return episode_id, agent_id, step and `weight` (double) of steps, in no certain order.
 
     They are the steps of the episodes that `where` selects, by default of all. `weight` may name
     the columns of `steps` and of the step's row in `episodes`; a name that both have is the step's.
-    Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one value a step.
+    Raises: QueryError if DuckDB refuses it, QueryRefusedError if it is not one value a step.
     """
     with reproducible_views(snapshot) as connection:
         names = execute(connection, "SELECT * FROM episodes LIMIT 0").column_names
@@ -214,7 +214,7 @@ def evaluated_weights(snapshot: TableSnapshot, weight: str, where: str | None = 
         )
         num_steps = execute(connection, f"SELECT count(*) AS num {source}")["num"][0].as_py()
     if weights.num_rows != num_steps:
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"weight {weight}: found {weights.num_rows} values for {num_steps} steps, expected one "
             "a step. Leave out unnest."
         )
@@ -232,7 +232,7 @@ def reproducible_views(snapshot: TableSnapshot) -> Iterator[duckdb.DuckDBPyConne
     key = (snapshot.version, snapshot.schema, *paths)
     with _lock:
         held = _idle.pop(key, None)
-    connection = _opened(snapshot, paths) if held is None else held
+    connection = _open_views(snapshot, paths) if held is None else held
     try:
         yield connection
     finally:
@@ -251,7 +251,7 @@ _lock = threading.Lock()
 _idle: dict[Any, duckdb.DuckDBPyConnection] = {}
 
 
-def _opened(snapshot: TableSnapshot, paths: list[str]) -> duckdb.DuckDBPyConnection:
+def _open_views(snapshot: TableSnapshot, paths: list[str]) -> duckdb.DuckDBPyConnection:
     connection = connect()
     # Sums of floats depend on their order, and a return may lie just at the limit of a condition.
     connection.execute("SET threads = 1")
@@ -262,15 +262,15 @@ def _opened(snapshot: TableSnapshot, paths: list[str]) -> duckdb.DuckDBPyConnect
     return connection
 
 
-def _around(tree: Any) -> Any:
+def _strip_where(tree: Any) -> Any:
     """Return a parsed SELECT without its WHERE and without positions in the text."""
     if isinstance(tree, dict):
         return {
-            key: _around(child)
+            key: _strip_where(child)
             for key, child in tree.items()
             if key not in ("where_clause", "query_location", "query_location_length")
         }
-    return [_around(child) for child in tree] if isinstance(tree, list) else tree
+    return [_strip_where(child) for child in tree] if isinstance(tree, list) else tree
 
 
 def _refuse_unreproducible(
@@ -278,8 +278,8 @@ def _refuse_unreproducible(
 ) -> None:
     nodes = list(walk(tree))
     kinds = {node.get("class") for node in nodes}
-    if found := [name for kind, name in _NOT_ALONE.items() if kind in kinds]:
-        raise QueryRefused(
+    if found := [name for kind, name in _REFUSED_NODES.items() if kind in kinds]:
+        raise QueryRefusedError(
             f"{expression!r}: found {', '.join(found)}, expected an expression over one row's "
             "columns, so that the selection can be reproduced. Add a column when ingesting instead."
         )
@@ -290,7 +290,7 @@ def _refuse_unreproducible(
     )["name"].to_pylist()
     changing = sorted(set(_names(nodes, {*volatile, *_CLOCKS, *_CLOCK_MACROS})))
     if changing:
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"{expression!r}: found {', '.join(changing)}, whose value changes between runs, "
             "expected an expression that selects the same rows each time. Write the value out."
         )

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import QueryRefused
+from replaylake.datastore.errors import QueryRefusedError
 from replaylake.datastore.query.expressions import reproducible_views
 from replaylake.datastore.query.statements import execute
 from replaylake.datastore.storage.table.table import TableSnapshot
@@ -23,7 +23,7 @@ _KEY: Final = f"{schema.EPISODE_ID}, {schema.AGENT_ID}"
 
 
 @dataclass(frozen=True)
-class Measure:
+class ElementMoments:
     """Of W numbers a row, float64 [W] each: num of those that are known, mean, squares, bounds.
 
     squares: the sum of (x - mean)^2. Where num is 0, all are 0 but the bounds, infinite.
@@ -41,12 +41,12 @@ class Measure:
         std: Array = np.sqrt(self.squares / np.maximum(self.num, 1))
         return std
 
-    def joined(self, other: Measure) -> Measure:
+    def joined(self, other: ElementMoments) -> ElementMoments:
         """Return that of both together (Chan, Golub and LeVeque 1979, eq. 2.1)."""
         total = self.num + other.num
         share = other.num / np.maximum(total, 1)
         delta = other.mean - self.mean
-        return Measure(
+        return ElementMoments(
             num=total,
             mean=self.mean + delta * share,
             squares=self.squares + other.squares + delta**2 * self.num * share,
@@ -64,18 +64,18 @@ class Elements:
     is_list: bool = False
 
 
-def measured_steps(
+def measure_steps(
     snapshot: TableSnapshot,
     elements: Mapping[str, Elements],
     *,
     where: str | None = None,
     where_steps: str | None = None,
-) -> dict[str, Measure]:
+) -> dict[str, ElementMoments]:
     """Measure some numbers of the steps that `where_steps` selects in episodes that `where` does.
 
     All SQL is what canonical_expression returned. NULL is no number.
-    Raises: QueryFailed; QueryRefused for SQL that is not one value a step. Cost: one pass over the
-    columns named, 40 ns an element (1 core, 2026-12).
+    Raises: QueryError; QueryRefusedError for SQL that is not one value a step. Cost: one pass over
+    the columns named, 40 ns an element (1 core, 2026-12).
     """
     joined = ", ".join(
         f"CAST({e.sql} AS DOUBLE[])" if e.is_list else f"[CAST(({e.sql}) AS DOUBLE)]"
@@ -93,10 +93,12 @@ def measured_steps(
     return _split(found, elements)
 
 
-def measured_returns(snapshot: TableSnapshot, reward: str, *, where: str | None = None) -> Measure:
+def measure_returns(
+    snapshot: TableSnapshot, reward: str, *, where: str | None = None
+) -> ElementMoments:
     """Measure the sums of an SQL expression over the steps of each episode and agent, [1].
 
-    A sum in which one is NULL is not known. Raises: QueryFailed. Cost: a pass over the columns that
+    A sum in which one is NULL is not known. Raises: QueryError. Cost: a pass over the columns that
     it names.
     """
     sums = (
@@ -124,17 +126,17 @@ def _steps(where: str | None, where_steps: str | None) -> str:
     return text
 
 
-def _split(found: pa.Table, elements: Mapping[str, Elements]) -> dict[str, Measure]:
+def _split(found: pa.Table, elements: Mapping[str, Elements]) -> dict[str, ElementMoments]:
     width = sum(e.width for e in elements.values())
     places = found["element"].to_numpy() - 1
     if len(places) and (int(places.max()) >= width or len(places) < width):
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"measures of {', '.join(elements)}: found {int(places.max()) + 1} numbers a step, "
             f"expected {width}. Leave out aggregates and unnest."
         )
     num = _column(found, "num", places, width, 0.0)
     variance = _column(found, "variance", places, width, 0.0)
-    whole = Measure(
+    whole = ElementMoments(
         num=num,
         mean=_column(found, "mean", places, width, 0.0),
         squares=variance * num,
@@ -144,7 +146,9 @@ def _split(found: pa.Table, elements: Mapping[str, Elements]) -> dict[str, Measu
     split, start = {}, 0
     for name, e in elements.items():
         some = slice(start, start + e.width)
-        split[name] = Measure(*(getattr(whole, field)[some] for field in whole.__annotations__))
+        split[name] = ElementMoments(
+            *(getattr(whole, field)[some] for field in whole.__annotations__)
+        )
         start += e.width
     return split
 

@@ -12,8 +12,8 @@ from replaylake.datastore.query.scan import scan as scan
 from replaylake.datastore.query.statements import check_select as check_select
 from replaylake.datastore.query.statements import execute as execute
 from replaylake.datastore.query.statements import execute_interruptibly
+from replaylake.datastore.query.statements import find_tables as named_tables
 from replaylake.datastore.query.statements import literal as literal
-from replaylake.datastore.query.statements import named_tables as named_tables
 from replaylake.datastore.query.statements import parse as parse
 from replaylake.datastore.query.statements import walk as walk
 from replaylake.datastore.query.views import STEP_VIEWS, Views
@@ -22,12 +22,14 @@ from replaylake.datastore.query.views import plan_views as plan_views
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 
-def run(query: str, catalog: Catalog, parameters: Mapping[str, object] | None = None) -> pa.Table:
+def run_query(
+    query: str, catalog: Catalog, parameters: Mapping[str, object] | None = None
+) -> pa.Table:
     """Run one SELECT with `$name` parameters and return Arrow.
 
-    Raises: QueryRefused if it is not one SELECT, QueryFailed with DuckDB's own words, NotFound if
-    it names a dataset or view that does not exist or a version whose shards were removed,
-    ShardCorrupt if a file is missing that should be there.
+    Raises: QueryRefusedError if it is not one SELECT, QueryError with DuckDB's own words,
+    NotFoundError if it names a dataset or view that does not exist or a version whose shards were
+    removed, ShardCorruptError if a file is missing that should be there.
     """
     with session() as connection:
         check_select(connection, query)
@@ -40,7 +42,7 @@ def run(query: str, catalog: Catalog, parameters: Mapping[str, object] | None = 
             views.release()
 
 
-def run_on_snapshot(
+def run_snapshot_query(
     query: str, steps: TableSnapshot, parameters: Mapping[str, object] | None = None
 ) -> pa.Table:
     """Run one SELECT whose tables are the views of one version, by their plain names.

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from replaylake.datastore.errors import ConfigInvalid, QueryFailed
-from replaylake.datastore.storage.storage import written_whole
+from replaylake.datastore.errors import ConfigInvalidError, QueryError
+from replaylake.datastore.storage.storage import atomic_write
 
 ResultFormat = Literal["csv", "json", "jsonl", "parquet"]
 RESULT_FORMATS: Final[tuple[str, ...]] = get_args(ResultFormat)
@@ -40,17 +40,17 @@ def write_result(
 
     A path is written beside its name and renamed: it is there whole, or as it was before.
 
-    Raises: ConfigInvalid for another format, StorageFailed.
+    Raises: ConfigInvalidError for another format, StorageError.
     """
     if form not in RESULT_FORMATS:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"result format: found {form!r}, expected one of {', '.join(RESULT_FORMATS)}."
         )
     table = _distinct_names(table)
     if not isinstance(target, Path):
         _write(table, form, target, also or {})
         return
-    with written_whole(target) as stream:
+    with atomic_write(target) as stream:
         _write(table, form, stream, also or {})
 
 
@@ -74,7 +74,7 @@ def _write(table: pa.Table, form: str, stream: BinaryIO, also: Mapping[str, Any]
 def python_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """Yield rows as Python objects, few at a time.
 
-    Raises: QueryFailed for a date or time that Python cannot hold.
+    Raises: QueryError for a date or time that Python cannot hold.
     """
     for batch in table.to_batches(max_chunksize=_CHUNK_ROWS):
         with _in_calendar(batch.schema):
@@ -88,7 +88,7 @@ def _in_calendar(schema: pa.Schema) -> Iterator[None]:
         yield
     except (OverflowError, ValueError) as error:
         times = [f.name for f in schema if pa.types.is_temporal(f.type)] or schema.names
-        raise QueryFailed(
+        raise QueryError(
             f"result: column {' or '.join(times)}: found a date or time that cannot be written "
             f"({error}), expected the years 1 to 9999 and microseconds. Select it as text, "
             "CAST(... AS VARCHAR), or write Parquet."

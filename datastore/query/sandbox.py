@@ -25,13 +25,13 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from replaylake.datastore.errors import QueryFailed, QueryRefused, ReplayLakeError
+from replaylake.datastore.errors import QueryError, QueryRefusedError, ReplayLakeError
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.statements import (
     check_select,
     execute,
+    find_tables,
     literal,
-    named_tables,
     parse,
     walk,
 )
@@ -79,16 +79,16 @@ def main() -> None:
     try:
         _answer(source, sink)
     except ReplayLakeError as error:
-        _say(sink, {"error": type(error).__name__, "message": str(error)})
+        _send(sink, {"error": type(error).__name__, "message": str(error)})
     except MemoryError:
-        _say(sink, {"error": "QueryFailed", "message": "query: out of memory"})
+        _send(sink, {"error": "QueryFailed", "message": "query: out of memory"})
     except Exception as error:  # said, since nobody reads this process's stderr
         message = f"query: {type(error).__name__}: {error}"
-        _say(sink, {"error": "QueryFailed", "message": message})
+        _send(sink, {"error": "QueryFailed", "message": message})
 
 
 def _answer(source: BinaryIO, sink: BinaryIO) -> None:
-    request = _told(source)
+    request = _receive(source)
     limits = request["limits"]
     limit_resources(
         memory_bytes=limits["memory_bytes"],
@@ -99,17 +99,17 @@ def _answer(source: BinaryIO, sink: BinaryIO) -> None:
     query = request["query"]
     with connect() as connection:
         connection.execute("SET threads = 1")
-        lock(connection, [])
+        lock_down(connection, [])
         check_select(connection, query)
-        names = _checked_names(connection, query)
-    _say(sink, {"names": names})
-    granted = _told(source)
+        names = _check_names(connection, query)
+    _send(sink, {"names": names})
+    granted = _receive(source)
     relations = {name: _table(source) for name in granted["relations"]}
     parameters = _table(source).to_pylist()[0] if granted["has_parameters"] else None
     with connect() as connection:
         # The kernel binds this thread and those that it starts later: DuckDB's come after it.
         connection.execute("SET threads = 1")
-        read_only(granted["paths"], _library_folders())
+        restrict_access(granted["paths"], _library_folders())
         connection.execute(f"SET threads = {limits['num_threads']}")
         connection.execute(
             f"SET memory_limit = '{int(limits['memory_bytes'] * _DUCKDB_SHARE)} bytes'"
@@ -118,14 +118,14 @@ def _answer(source: BinaryIO, sink: BinaryIO) -> None:
             connection.register(name, table)
         for statement in granted["statements"]:
             execute(connection, statement)
-        _check_made(connection, names)
-        lock(connection, granted["paths"])
+        _check_views_exist(connection, names)
+        lock_down(connection, granted["paths"])
         rows, truncated = _rows(connection, query, parameters, limits)
-    _say(sink, {"truncated": truncated})
+    _send(sink, {"truncated": truncated})
     write_frame(sink, rows)
 
 
-def lock(connection: duckdb.DuckDBPyConnection, paths: list[str]) -> None:
+def lock_down(connection: duckdb.DuckDBPyConnection, paths: list[str]) -> None:
     """Leave a connection nothing but these files, for good."""
     # Else DuckDB adds this folder to what it allows, writing included.
     connection.execute("SET temp_directory = ''")
@@ -136,34 +136,36 @@ def lock(connection: duckdb.DuckDBPyConnection, paths: list[str]) -> None:
     connection.execute("SET lock_configuration = true")
 
 
-def _checked_names(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[str, str]]:
+def _check_names(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[str, str]]:
     """Refuse by the parse tree, and return the tables that are to be granted."""
     nodes = list(walk(parse(connection, query)))
     own = {str(entry["key"]).lower() for node in nodes for entry in _with_entries(node)}
     # A name of WITH counts in the whole query for us, and for DuckDB only below it.
     if hidden := sorted(own & _builtin_views(connection)):
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"query: found WITH {hidden[0]}, a name of DuckDB's own. Choose another."
         )
     for node in nodes:
         kind = node.get("type")
         if kind == "SHOW_REF":
-            raise QueryRefused("query: found DESCRIBE, SHOW or SUMMARIZE, expected a SELECT.")
+            raise QueryRefusedError("query: found DESCRIBE, SHOW or SUMMARIZE, expected a SELECT.")
         if kind == "BASE_TABLE" and node.get("catalog_name"):
             name = f"{node['catalog_name']}.{node['schema_name']}.{node['table_name']}"
-            raise QueryRefused(f"query: found {name}, expected <dataset>.<view>.")
+            raise QueryRefusedError(f"query: found {name}, expected <dataset>.<view>.")
         if kind == "TABLE_FUNCTION":
-            _refuse_unless(str(node["function"].get("function_name", "")).lower())
+            _check_function(str(node["function"].get("function_name", "")).lower())
         if node.get("class") == "FUNCTION":
             name = str(node.get("function_name", "")).lower()
             if name in _REFUSED_FUNCTIONS:
-                raise QueryRefused(f"query: found {name}(), which SQL from others may not call.")
-    return list(dict.fromkeys(named_tables(connection, query)))
+                raise QueryRefusedError(
+                    f"query: found {name}(), which SQL from others may not call."
+                )
+    return list(dict.fromkeys(find_tables(connection, query)))
 
 
-def _refuse_unless(function: str) -> None:
+def _check_function(function: str) -> None:
     if function not in _TABLE_FUNCTIONS:
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"query: found FROM {function or 'an expression'}(), expected the views of the lake, "
             f"subqueries, or one of {', '.join(sorted(_TABLE_FUNCTIONS))}."
         )
@@ -184,7 +186,7 @@ def _builtin_views(connection: duckdb.DuckDBPyConnection) -> set[str]:
     return {str(name).lower() for name in rows["view_name"].to_pylist()}
 
 
-def _check_made(connection: duckdb.DuckDBPyConnection, names: list[tuple[str, str]]) -> None:
+def _check_views_exist(connection: duckdb.DuckDBPyConnection, names: list[tuple[str, str]]) -> None:
     """Refuse names that no view of ours stands for: DuckDB may have one of its own, or a file."""
     rows = execute(
         connection, "SELECT schema_name AS s, view_name AS v FROM duckdb_views() WHERE NOT internal"
@@ -193,7 +195,7 @@ def _check_made(connection: duckdb.DuckDBPyConnection, names: list[tuple[str, st
     for dataset, view in names:
         if (dataset, view) not in made:
             name = f"{dataset}.{view}" if dataset else view
-            raise QueryRefused(
+            raise QueryRefusedError(
                 f"query: found {name!r}, which is no view of the lake, expected such as "
                 "<dataset>.steps. `replaylake list` names the datasets."
             )
@@ -216,7 +218,7 @@ def _rows(
                 writer.write_batch(batch)
                 truncated = cut_by
     except (duckdb.Error, pa.ArrowException, OSError) as error:
-        raise QueryFailed(" ".join(str(error).split("\n\n")[0].split())) from error
+        raise QueryError(" ".join(str(error).split("\n\n")[0].split())) from error
     return memoryview(sink.getvalue()), truncated
 
 
@@ -225,7 +227,7 @@ def _cut(
 ) -> Iterator[tuple[pa.RecordBatch, str | None]]:
     """Yield the batches that both caps hold; with the last one, which cap cut it.
 
-    Raises: QueryFailed if not even one row fits.
+    Raises: QueryError if not even one row fits.
     """
     num_rows = num_bytes = 0
     for batch in batches:
@@ -233,9 +235,9 @@ def _cut(
         if num_rows + batch.num_rows > max_rows:
             kept, truncated = batch.slice(0, max_rows - num_rows), "rows"
         if num_bytes + kept.nbytes > max_bytes:
-            kept, truncated = _fitting(kept, max_bytes - num_bytes), "bytes"
+            kept, truncated = _truncate_batch(kept, max_bytes - num_bytes), "bytes"
             if num_rows + kept.num_rows == 0:
-                raise QueryFailed(
+                raise QueryError(
                     f"query: its first row takes {batch.slice(0, 1).nbytes:,} bytes, expected at "
                     f"most {max_bytes:,} for the result. Select fewer columns."
                 )
@@ -245,7 +247,7 @@ def _cut(
             return
 
 
-def _fitting(batch: pa.RecordBatch, most: int) -> pa.RecordBatch:
+def _truncate_batch(batch: pa.RecordBatch, most: int) -> pa.RecordBatch:
     low, high = 0, batch.num_rows
     while low < high:
         middle = (low + high + 1) // 2
@@ -259,7 +261,7 @@ def _library_folders() -> list[str]:
     return [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *packages]
 
 
-def _told(source: BinaryIO) -> dict[str, Any]:
+def _receive(source: BinaryIO) -> dict[str, Any]:
     body = read_frame(source, sys.maxsize)
     if body is None:
         sys.exit(0)  # the parent gave up
@@ -272,7 +274,7 @@ def _table(source: BinaryIO) -> pa.Table:
     return pa.ipc.open_stream(body).read_all()
 
 
-def _say(sink: BinaryIO, body: Mapping[str, Any]) -> None:
+def _send(sink: BinaryIO, body: Mapping[str, Any]) -> None:
     write_frame(sink, json.dumps(body).encode())
 
 
@@ -280,7 +282,7 @@ _ORPHAN_MARGIN_S: Final = 2
 
 # Linux's Landlock (linux/landlock.h): system calls, the version that first knew each right.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_ASK_VERSION: Final = 1
+_QUERY_VERSION: Final = 1
 _RULE_PATH_BENEATH: Final = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 _FILE_RIGHTS: Final = {1: 13, 2: 14, 3: 15, 5: 16}  # version: number of rights, from bit 0 up
@@ -310,13 +312,13 @@ def limit_resources(*, memory_bytes: int, cpu_s: int, wall_s: float, num_files: 
     signal.alarm(math.ceil(wall_s) + _ORPHAN_MARGIN_S)
 
 
-def read_only(files: Iterable[str], folders: Iterable[str]) -> bool:
+def restrict_access(files: Iterable[str], folders: Iterable[str]) -> bool:
     """Take away all files but these, all writing and all TCP; False where the kernel cannot.
 
     Holds for this thread and those that it starts from now on.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ASK_VERSION)
+    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _QUERY_VERSION)
     if version < 1:
         return False
     num_rights = max(number for since, number in _FILE_RIGHTS.items() if since <= version)

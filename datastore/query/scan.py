@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from replaylake.datastore.query.statements import literal
 from replaylake.datastore.storage.table.delta_schema import field_id, to_duckdb
-from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.presence import check_shards_present
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 
@@ -20,7 +20,7 @@ def scan(snapshot: TableSnapshot, paths: Sequence[Path | str] | None = None) -> 
         snapshot: the version.
         paths: its files, where the caller has found that they are there and fetched them.
 
-    Raises: NotFound, ShardCorrupt if a file is not there.
+    Raises: NotFoundError, ShardCorruptError if a file is not there.
     """
     source = scan_files(snapshot, paths)
     # DuckDB 2.0 fails on a field of a struct that some file lacks (its issue 24253), unless an
@@ -49,7 +49,7 @@ def scan_files(snapshot: TableSnapshot, paths: Sequence[Path | str] | None = Non
         for field in snapshot.schema
     )
     if paths is None:
-        check_present(snapshot)
+        check_shards_present(snapshot)
         paths = snapshot.paths()
     files = ", ".join(literal(str(path)) for path in paths)
     return f"read_parquet([{files}], schema = map {{{columns}}})"

@@ -10,15 +10,15 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
-from replaylake.datastore.errors import QueryFailed, QueryRefused
+from replaylake.datastore.errors import QueryError, QueryRefusedError
 
 # WITH takes INSERT, UPDATE, DELETE and COPY TO as well, in what is still one SELECT statement.
 _SELECT_NODES: Final = {"CTE_NODE", "RECURSIVE_CTE_NODE", "SELECT_NODE", "SET_OPERATION_NODE"}
 # Functions of a SELECT that run or plan SQL out of a text, where no check sees it: COPY TO wrote a
 # file that way (duckdb 2.0.0).
-_SQL_IN_A_TEXT: Final = {"json_execute_serialized_sql", "json_serialize_plan", "query"}
+_SQL_TEXT_FUNCTIONS: Final = {"json_execute_serialized_sql", "json_serialize_plan", "query"}
 # Those that change the DuckDB that all queries of this process share, or take addresses.
-_NOT_READING: Final = {
+_NON_READING_FUNCTIONS: Final = {
     "arrow_scan",
     "arrow_scan_dumb",
     "checkpoint",
@@ -41,18 +41,18 @@ _NOT_READING: Final = {
 
 
 def check_select(connection: duckdb.DuckDBPyConnection, query: str) -> None:
-    """Refuse what is not exactly one SELECT. Raises: QueryRefused, QueryFailed."""
+    """Refuse what is not exactly one SELECT. Raises: QueryRefusedError, QueryError."""
     try:
         query.encode()
         statements = connection.extract_statements(query)
     except UnicodeEncodeError as error:
         # What a shell passes on that is no UTF-8; DuckDB would say that a str is no str.
-        raise QueryFailed(f"query: {error}, expected text that UTF-8 can hold.") from error
+        raise QueryError(f"query: {error}, expected text that UTF-8 can hold.") from error
     except duckdb.Error as error:
-        raise QueryFailed(_first_line(error)) from error
+        raise QueryError(_first_line(error)) from error
     kinds = [statement.type.name for statement in statements]
     if kinds != ["SELECT"]:
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"query: found {', '.join(kinds) or 'no statement'}, expected one SELECT. "
             "SQL reads the lake; use the other commands to change it."
         )
@@ -60,14 +60,16 @@ def check_select(connection: duckdb.DuckDBPyConnection, query: str) -> None:
     types = {str(node.get("type")) for node in nodes}
     if writes := sorted(n for n in types if n.endswith("_NODE") and n not in _SELECT_NODES):
         words = ", ".join(name.removesuffix("_NODE").removesuffix("_QUERY") for name in writes)
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"query: found {words} in WITH, expected nothing but SELECT. "
             "SQL reads the lake; use the other commands to change it."
         )
     called = {str(node.get("function_name", "")).lower() for node in nodes}
-    if refused := sorted(called & (_SQL_IN_A_TEXT | _NOT_READING)):
-        what = "runs SQL out of a text" if refused[0] in _SQL_IN_A_TEXT else "does more than read"
-        raise QueryRefused(
+    if refused := sorted(called & (_SQL_TEXT_FUNCTIONS | _NON_READING_FUNCTIONS)):
+        what = (
+            "runs SQL out of a text" if refused[0] in _SQL_TEXT_FUNCTIONS else "does more than read"
+        )
+        raise QueryRefusedError(
             f"query: found {refused[0]}(), which {what}, expected functions that only read. "
             "Write the SELECT out, or leave it to a DuckDB of your own."
         )
@@ -78,12 +80,12 @@ def execute(
     query: str,
     parameters: Mapping[str, object] | None = None,
 ) -> pa.Table:
-    """Run a query and return all its rows. Raises: QueryFailed."""
+    """Run a query and return all its rows. Raises: QueryError."""
     try:
         relation = connection.sql(query, params=dict(parameters) if parameters else None)
         return relation.to_arrow_table() if relation is not None else pa.table({})
     except (duckdb.Error, pa.ArrowException) as error:
-        raise QueryFailed(_first_line(error)) from error
+        raise QueryError(_first_line(error)) from error
     except RuntimeError as error:
         # What DuckDB makes of Ctrl-C (duckdb 2.0.0).
         if str(error) == "Query interrupted":
@@ -111,15 +113,15 @@ def execute_interruptibly(
 
 
 def parse(connection: duckdb.DuckDBPyConnection, query: str) -> Any:
-    """Return DuckDB's parse tree of one SELECT. Raises: QueryFailed."""
+    """Return DuckDB's parse tree of one SELECT. Raises: QueryError."""
     text = execute(connection, "SELECT json_serialize_sql($q) AS j", {"q": query})["j"][0].as_py()
     tree = json.loads(text)
     if tree.get("error"):
-        raise QueryFailed(f"{query!r}: {tree.get('error_message')}")
+        raise QueryError(f"{query!r}: {tree.get('error_message')}")
     return tree
 
 
-def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[tuple[str, str]]:
+def find_tables(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[tuple[str, str]]:
     """Yield (dataset or "", view) for each base table of the query, as SQL folds their case.
 
     A name that WITH defines is left out where it is in scope: below that WITH, after its own

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import QueryFailed, ReplayLakeError
+from replaylake.datastore.errors import QueryError, ReplayLakeError
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.connections import session
 from replaylake.datastore.query.episode_views import FROM_ROWS, PIECE_COLUMNS
@@ -38,10 +38,10 @@ from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 FOLDER: Final = "_derived/episodes"
-_ABOUT: Final = b"replaylake.summary"
+_METADATA_KEY: Final = b"replaylake.summary"
 _SHARD: Final = "shard"
 # Below this many steps a piece, the summary would be about as large as the steps' own columns.
-_LEAST_STEPS: Final = 8
+_MIN_STEPS: Final = 8
 _PROBED_ROWS: Final = 16_384
 # What it costs to read steps and files in place of their summary, and to write a summary: on 2
 # cores, 2026-11, 44 ns a step with all columns, 80 us a file; 5 ms and 1 us a piece.
@@ -63,7 +63,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class SummaryCoverage:
     """What of a version is in the summary.
 
     `pieces` are those of its shards, without `shard`; `rest` are the files to be read instead.
@@ -75,61 +75,63 @@ class Coverage:
     is_distinct: bool
 
 
-def coverage(snapshot: TableSnapshot) -> Coverage | None:
+def read_coverage(snapshot: TableSnapshot) -> SummaryCoverage | None:
     """Return what is known of a version's episodes without reading steps; None if nothing is.
 
     Writes the summary first where so much is missing from it that this soon pays.
     """
     summary = _load(snapshot.storage, snapshot.root)
-    rest = _uncovered(snapshot, summary)
-    if _pays(rest, 0 if summary is None else summary.pieces.num_rows):
+    rest = _find_uncovered(snapshot, summary)
+    if _is_worthwhile(rest, 0 if summary is None else summary.pieces.num_rows):
         # Where it cannot be made, the query itself says why.
-        with suppress(QueryFailed):
+        with suppress(QueryError):
             if _has_episodes(snapshot, rest):
-                summary = _extended(snapshot, summary, rest)
-                rest = _uncovered(snapshot, summary)
+                summary = _extend(snapshot, summary, rest)
+                rest = _find_uncovered(snapshot, summary)
     if summary is None or len(rest) == len(snapshot.files):
         return None
-    pieces = _of(snapshot, summary)
+    pieces = _select_pieces(snapshot, summary)
     is_distinct = summary.is_distinct or (
         pieces.num_rows < summary.pieces.num_rows and _are_distinct(pieces)
     )
-    return Coverage(pieces, rest, is_distinct)
+    return SummaryCoverage(pieces, rest, is_distinct)
 
 
 def refresh(snapshot: TableSnapshot) -> bool:
     """Write the summary of all shards that it lacks; whether there was something to write."""
     summary = _load(snapshot.storage, snapshot.root)
-    rest = _uncovered(snapshot, summary)
+    rest = _find_uncovered(snapshot, summary)
     if not rest or not _has_episodes(snapshot, rest):
         return False
-    _extended(snapshot, summary, rest)
+    _extend(snapshot, summary, rest)
     return True
 
 
-def forget(storage: Storage, root: str) -> None:
-    """Delete a table's summaries, here and in this process's memory. Raises: StorageFailed."""
+def delete_summaries(storage: Storage, root: str) -> None:
+    """Delete a table's summaries, here and in this process's memory. Raises: StorageError."""
     storage.delete([f"{root}/{FOLDER}/{name}" for name in storage.names(f"{root}/{FOLDER}")])
-    _remember(storage, root, None)
+    _cache_summary(storage, root, None)
 
 
 def forget_gone(storage: Storage, root: str) -> None:
     """Delete a table's summaries where one may tell of shards that are gone.
 
-    They are made anew from what is there when that pays. Raises: StorageFailed.
+    They are made anew from what is there when that pays. Raises: StorageError.
     """
     names = storage.names(f"{root}/{FOLDER}")
     summary = _load(storage, root) if len(names) == 1 else None
-    if summary is None or len(_existing(storage, root, summary.shards)) < len(summary.shards):
-        forget(storage, root)
+    if summary is None or len(_filter_existing(storage, root, summary.shards)) < len(
+        summary.shards
+    ):
+        delete_summaries(storage, root)
 
 
-def _uncovered(snapshot: TableSnapshot, summary: Summary | None) -> tuple[FileEntry, ...]:
+def _find_uncovered(snapshot: TableSnapshot, summary: Summary | None) -> tuple[FileEntry, ...]:
     known = set(summary.shards) if summary else set()
     return tuple(entry for entry in snapshot.files if entry.path not in known)
 
 
-def _of(snapshot: TableSnapshot, summary: Summary) -> pa.Table:
+def _select_pieces(snapshot: TableSnapshot, summary: Summary) -> pa.Table:
     """Return the pieces of the snapshot's own shards."""
     live = {entry.path for entry in snapshot.files}
     places = [place for place, path in enumerate(summary.shards) if path in live]
@@ -139,7 +141,7 @@ def _of(snapshot: TableSnapshot, summary: Summary) -> pa.Table:
     return pieces.drop_columns(_SHARD)
 
 
-def _pays(rest: Sequence[FileEntry], num_pieces: int) -> bool:
+def _is_worthwhile(rest: Sequence[FileEntry], num_pieces: int) -> bool:
     reading = sum(entry.num_rows for entry in rest) * _STEP_US + len(rest) * _FILE_US
     return reading > _WORTH * (_WRITE_US + num_pieces * _PIECE_US)
 
@@ -154,12 +156,10 @@ def _has_episodes(snapshot: TableSnapshot, rest: Sequence[FileEntry]) -> bool:
             "SELECT count(*) AS steps, count(DISTINCT (episode_id, agent_id)) AS episodes FROM "
             f"(SELECT {schema.EPISODE_ID}, {schema.AGENT_ID} FROM {source} LIMIT {_PROBED_ROWS})",
         ).to_pylist()[0]
-    return bool(row["steps"] >= _LEAST_STEPS * row["episodes"])
+    return bool(row["steps"] >= _MIN_STEPS * row["episodes"])
 
 
-def _extended(
-    snapshot: TableSnapshot, summary: Summary | None, rest: Sequence[FileEntry]
-) -> Summary:
+def _extend(snapshot: TableSnapshot, summary: Summary | None, rest: Sequence[FileEntry]) -> Summary:
     """Add the pieces of these files, and write the whole where that is allowed."""
     added = _pieces(replace(snapshot, files=tuple(rest)))
     shards = tuple(entry.path for entry in rest)
@@ -174,7 +174,7 @@ def _extended(
     except (ReplayLakeError, OSError):
         # A lake that we may only read, or a full disk: this process has it all the same.
         name = _last_name(storage, root)
-    _remember(storage, root, (name, extended))
+    _cache_summary(storage, root, (name, extended))
     return extended
 
 
@@ -198,7 +198,7 @@ def _are_distinct(pieces: pa.Table) -> bool:
 def _write(storage: Storage, root: str, summary: Summary) -> str:
     """Write a summary in the place of older ones, and return its name."""
     older = storage.names(f"{root}/{FOLDER}")
-    there = _existing(storage, root, summary.shards)
+    there = _filter_existing(storage, root, summary.shards)
     kept = [place for place, path in enumerate(summary.shards) if path in there]
     pieces = summary.pieces
     if len(kept) < len(summary.shards):
@@ -209,19 +209,19 @@ def _write(storage: Storage, root: str, summary: Summary) -> str:
     shards = [summary.shards[place] for place in kept]
     sink = pa.BufferOutputStream()
     about = {"shards": shards, "is_distinct": summary.is_distinct}
-    table = pieces.replace_schema_metadata({_ABOUT: json.dumps(about)})
+    table = pieces.replace_schema_metadata({_METADATA_KEY: json.dumps(about)})
     pq.write_table(table, sink, compression="zstd", compression_level=1)
     data = sink.getvalue().to_pybytes()
     name = f"{new_ulid()}-{hashlib.sha256(data).hexdigest()}.parquet"
     storage.put(f"{root}/{FOLDER}/{name}", data)
-    if not there.issuperset(shards) or len(_existing(storage, root, shards)) < len(shards):
+    if not there.issuperset(shards) or len(_filter_existing(storage, root, shards)) < len(shards):
         storage.delete([f"{root}/{FOLDER}/{name}"])
         return _last_name(storage, root)
     storage.delete([f"{root}/{FOLDER}/{old}" for old in older if old < name])
     return name
 
 
-def _existing(storage: Storage, root: str, shards: Sequence[str]) -> set[str]:
+def _filter_existing(storage: Storage, root: str, shards: Sequence[str]) -> set[str]:
     """Return those of the shards whose files are there."""
     folders = {str(PurePosixPath(path).parent) for path in shards}
     there = {
@@ -249,7 +249,7 @@ def _load(storage: Storage, root: str) -> Summary | None:
     for name in reversed(names):
         # Deleted meanwhile, or damaged: it is derived, and the one before may do.
         if (summary := _read(storage.get(f"{root}/{FOLDER}/{name}"), name)) is not None:
-            _remember(storage, root, (last, summary))
+            _cache_summary(storage, root, (last, summary))
             return summary
     return None
 
@@ -260,7 +260,7 @@ def _read(data: bytes | None, name: str) -> Summary | None:
     with suppress(pa.ArrowException, KeyError):
         pieces = pq.read_table(pa.BufferReader(data))
         if pieces.column_names == [_SHARD, *PIECE_COLUMNS]:  # else another release wrote it
-            about = json.loads(pieces.schema.metadata[_ABOUT])
+            about = json.loads(pieces.schema.metadata[_METADATA_KEY])
             return Summary(pieces.combine_chunks(), tuple(about["shards"]), about["is_distinct"])
     return None
 
@@ -271,7 +271,7 @@ _lock = threading.Lock()
 _cache: OrderedDict[tuple[str, str], tuple[str, Summary]] = OrderedDict()
 
 
-def _remember(storage: Storage, root: str, known: tuple[str, Summary] | None) -> None:
+def _cache_summary(storage: Storage, root: str, known: tuple[str, Summary] | None) -> None:
     """Keep a table's summary in memory, within a bound for all tables."""
     with _lock:
         _cache.pop((storage.url, root), None)

@@ -14,7 +14,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from replaylake.datastore.errors import QueryFailed
+from replaylake.datastore.errors import QueryError
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.scan import scan_files
 from replaylake.datastore.query.statements import execute
@@ -24,7 +24,9 @@ from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 @contextmanager
-def scanning(tables: Mapping[str, pa.Table] | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+def scan_connection(
+    tables: Mapping[str, pa.Table] | None = None,
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """Open a DuckDB for this, with Arrow tables under names that queries may use."""
     with connect() as connection:
         # The rows of a shard are in no order that these queries need, and keeping it costs memory.
@@ -37,7 +39,7 @@ def scanning(tables: Mapping[str, pa.Table] | None = None) -> Iterator[duckdb.Du
 
 
 @contextmanager
-def fetched(snapshot: TableSnapshot, entries: Sequence[FileEntry]) -> Iterator[list[Path]]:
+def fetch_files(snapshot: TableSnapshot, entries: Sequence[FileEntry]) -> Iterator[list[Path]]:
     """Yield local paths of some of a snapshot's files, which stay there until the block ends."""
     blobs = [blob_of(snapshot.root, entry) for entry in entries]
     paths = snapshot.storage.fetch(blobs)
@@ -47,7 +49,7 @@ def fetched(snapshot: TableSnapshot, entries: Sequence[FileEntry]) -> Iterator[l
         snapshot.storage.release(blobs)
 
 
-def located(snapshot: TableSnapshot, paths: Sequence[Path]) -> str:
+def from_clause(snapshot: TableSnapshot, paths: Sequence[Path]) -> str:
     """Return a FROM item over some of a snapshot's files; there has to be one.
 
     DuckDB adds `file_index`, the place of a row's file in `paths`, and `file_row_number`.
@@ -55,16 +57,16 @@ def located(snapshot: TableSnapshot, paths: Sequence[Path]) -> str:
     return scan_files(snapshot, list(map(str, paths)))
 
 
-def rows_of(connection: duckdb.DuckDBPyConnection, text: str) -> list[tuple[Any, ...]]:
-    """Run a query and return its rows. Raises: QueryFailed."""
+def query_rows(connection: duckdb.DuckDBPyConnection, text: str) -> list[tuple[Any, ...]]:
+    """Run a query and return its rows. Raises: QueryError."""
     try:
         return connection.execute(text).fetchall()
     except duckdb.Error as error:
-        raise QueryFailed(f"reading a table's files: {error}") from error
+        raise QueryError(f"reading a table's files: {error}") from error
 
 
-def arrow_of(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
-    """Run a query and return its rows as Arrow. Raises: QueryFailed."""
+def query_arrow(connection: duckdb.DuckDBPyConnection, text: str) -> pa.Table:
+    """Run a query and return its rows as Arrow. Raises: QueryError."""
     return execute(connection, text)
 
 
@@ -72,13 +74,13 @@ def fingerprint(snapshot: TableSnapshot, entries: Sequence[FileEntry]) -> tuple[
     """Return how many rows some files hold and the sum of their hashes, whatever their order.
 
     A sum and not an exclusive or: two rows that are equal must not cancel out. Cost: one scan.
-    Raises: QueryFailed, ShardCorrupt if a file is missing.
+    Raises: QueryError, ShardCorruptError if a file is missing.
     """
     if not entries:
         return 0, 0
     hashed = ", ".join(f'"{name}"' for name in snapshot.schema.names)
-    with fetched(snapshot, entries) as paths, scanning() as connection:
-        source = located(snapshot, paths)
+    with fetch_files(snapshot, entries) as paths, scan_connection() as connection:
+        source = from_clause(snapshot, paths)
         text = f"SELECT count(*), coalesce(sum(hash({hashed})), 0)::HUGEINT FROM {source}"
-        ((num_rows, total),) = rows_of(connection, text)
+        ((num_rows, total),) = query_rows(connection, text)
     return int(num_rows), int(total)

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, Final
 import pyarrow as pa
 
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    QueryFailed,
-    QueryRefused,
+    ConfigInvalidError,
+    QueryError,
+    QueryRefusedError,
     ReplayLakeError,
 )
 from replaylake.datastore.query.sandbox import read_frame, to_ipc, write_frame
@@ -31,15 +31,15 @@ from replaylake.datastore.query.views import Catalog, Views, plan_views
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 # What people outside need not know: where the lake lies, and what its runs met with.
-_WITHHELD: Final = {"policies": ("path",), "runs": ("record",)}
+_WITHHELD_COLUMNS: Final = {"policies": ("path",), "runs": ("record",)}
 _MAX_QUERY_BYTES: Final = 100_000
-_MAX_TALK_BYTES: Final = 1 << 20
+_MAX_FRAME_BYTES: Final = 1 << 20
 _MAX_MESSAGE: Final = 2000
 # Arrow's framing around the rows.
 _FRAMING_BYTES: Final = 16 << 20
 # Of our environment nothing but where the loader finds libraries. One malloc arena and one BLAS
 # thread: each further one takes address space that the query is then short of.
-_KEPT: Final = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+_INHERITED_VARIABLES: Final = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 _ENVIRONMENT: Final = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",
     "MALLOC_ARENA_MAX": "1",
@@ -63,7 +63,7 @@ class QueryLimits:
         least = {"wall_s": 0.1, "memory_bytes": 128 << 20}
         for name, value in asdict(self).items():
             if value < least.get(name, 1):
-                raise ConfigInvalid(
+                raise ConfigInvalidError(
                     f"query limits: {name}: found {value}, expected {least.get(name, 1)} or more."
                 )
 
@@ -91,18 +91,19 @@ def run_untrusted(
     A result over `max_rows` or `max_bytes` is cut there, and says so. Absent in it: where policies
     lie (`policies.path`), the records of runs (`runs.record`).
 
-    Raises: QueryRefused for what is not one SELECT over the lake's views, QueryFailed with DuckDB's
-    own words or with the limit that was reached, NotFound for a dataset that does not exist.
+    Raises: QueryRefusedError for what is not one SELECT over the lake's views, QueryError with
+    DuckDB's own words or with the limit that was reached, NotFoundError for a dataset that does not
+    exist.
     """
     limits = limits or QueryLimits()
     if len(query.encode(errors="replace")) > _MAX_QUERY_BYTES:
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"query: found {len(query):,} characters, expected at most {_MAX_QUERY_BYTES:,} bytes."
         )
     with _Sandbox(limits) as sandbox:
         sandbox.tell(json.dumps({"query": query, "limits": asdict(limits)}).encode())
         names = [(str(dataset), str(view)) for dataset, view in sandbox.told()["names"]]
-        views = plan_views(names, _Public(catalog, sandbox))
+        views = plan_views(names, _PublicCatalog(catalog, sandbox))
         try:
             _grant(sandbox, views, parameters)
             truncated = sandbox.told()["truncated"]
@@ -126,7 +127,7 @@ def _grant(sandbox: _Sandbox, views: Views, parameters: Mapping[str, object] | N
         sandbox.tell(to_ipc(_row(parameters)))
 
 
-class _Public:
+class _PublicCatalog:
     """A catalogue without what people outside need not know.
 
     The clock counts in here too: a query may name every dataset of a wide lake.
@@ -149,7 +150,7 @@ class _Public:
         relation = self._catalog.relation(name)
         if relation is None:
             return None
-        for column in _WITHHELD.get(name, ()):
+        for column in _WITHHELD_COLUMNS.get(name, ()):
             index = relation.schema.get_field_index(column)
             field = relation.schema.field(index)
             relation = relation.set_column(index, field, pa.nulls(relation.num_rows, field.type))
@@ -187,29 +188,29 @@ class _Sandbox:
         self._process.wait()
 
     def check_clock(self) -> None:
-        """Refuse to go on once the time is over. Raises: QueryFailed."""
+        """Refuse to go on once the time is over. Raises: QueryError."""
         if self._out_of_time.is_set():
             raise self._ended()
 
     def tell(self, body: bytes | memoryview) -> None:
-        """Send a frame. Raises: QueryFailed."""
+        """Send a frame. Raises: QueryError."""
         try:
             write_frame(_stream(self._process.stdin), body)
         except BrokenPipeError:
             raise self._ended() from None
 
     def told(self) -> dict[str, Any]:
-        """Return what the process says. Raises: what it says that it met with; QueryFailed."""
-        body = read_frame(_stream(self._process.stdout), _MAX_TALK_BYTES)
+        """Return what the process says. Raises: what it says that it met with; QueryError."""
+        body = read_frame(_stream(self._process.stdout), _MAX_FRAME_BYTES)
         if body is None:
             raise self._ended()
         said: dict[str, Any] = json.loads(body)
         if "error" in said:
-            raise _error(str(said["error"]), str(said["message"])[:_MAX_MESSAGE])
+            raise _rebuild_error(str(said["error"]), str(said["message"])[:_MAX_MESSAGE])
         return said
 
     def rows(self) -> pa.Table:
-        """Return the result. Raises: QueryFailed."""
+        """Return the result. Raises: QueryError."""
         most = self._limits.max_bytes + _FRAMING_BYTES
         body = read_frame(_stream(self._process.stdout), most)
         if body is None:
@@ -218,14 +219,14 @@ class _Sandbox:
             table = pa.ipc.open_stream(body).read_all()
             table.validate(full=True)
         except (pa.ArrowException, OSError) as error:
-            raise QueryFailed(f"query: its result is no Arrow stream ({error}).") from error
+            raise QueryError(f"query: its result is no Arrow stream ({error}).") from error
         return table
 
     def _stop(self) -> None:
         self._out_of_time.set()
         self._process.kill()
 
-    def _ended(self) -> QueryFailed:
+    def _ended(self) -> QueryError:
         """Return the error that says why the process no longer answers."""
         self._process.kill()
         code = self._process.wait()
@@ -236,7 +237,7 @@ class _Sandbox:
             found = f"it took {limits.cpu_s} s of CPU"
         else:
             found = f"it ended its process, most likely beyond {limits.memory_bytes >> 20} MiB"
-        return QueryFailed(
+        return QueryError(
             f"query: {found}, expected a smaller one. Select fewer rows or columns, or aggregate."
         )
 
@@ -248,7 +249,7 @@ def _start() -> subprocess.Popen[bytes]:
         f"import sys; sys.path[:] = {paths!r}\n"
         "from replaylake.datastore.query.sandbox import main; main()"
     )
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    kept = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
     return subprocess.Popen(
         [sys.executable, "-I", "-B", "-c", code],
         stdin=subprocess.PIPE,
@@ -266,12 +267,12 @@ def _stream(stream: Any) -> BinaryIO:
 
 
 def _row(parameters: Mapping[str, object]) -> pa.Table:
-    """Return the parameters as a table of one row. Raises: QueryRefused."""
+    """Return the parameters as a table of one row. Raises: QueryRefusedError."""
     try:
         return pa.table({name: pa.array([value]) for name, value in parameters.items()})
     except (pa.ArrowException, OverflowError) as error:
-        raise QueryRefused(f"parameters: {error}, expected numbers, texts, times.") from error
+        raise QueryRefusedError(f"parameters: {error}, expected numbers, texts, times.") from error
 
 
-def _error(kind: str, message: str) -> ReplayLakeError:
-    return QueryRefused(message) if kind == QueryRefused.__name__ else QueryFailed(message)
+def _rebuild_error(kind: str, message: str) -> ReplayLakeError:
+    return QueryRefusedError(message) if kind == QueryRefusedError.__name__ else QueryError(message)

@@ -9,11 +9,11 @@ from typing import Final, Protocol
 import duckdb
 import pyarrow as pa
 
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.query import episode_views, summaries
 from replaylake.datastore.query.scan import scan
 from replaylake.datastore.query.statements import execute
-from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.presence import check_shards_present
 from replaylake.datastore.storage.table.shard import blob_of
 from replaylake.datastore.storage.table.table import TableSnapshot
 
@@ -61,7 +61,7 @@ class Views:
     _fetched: list[TableSnapshot] = field(default_factory=list)
 
     def create(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Make the views in a connection. Raises: QueryFailed."""
+        """Make the views in a connection. Raises: QueryError."""
         for name, table in self.relations.items():
             connection.register(name, table)
         for statement in self.statements:
@@ -74,41 +74,44 @@ class Views:
             snapshot.storage.release(blobs)
 
     def add(self, prefix: str, names: Collection[str], steps: TableSnapshot) -> None:
-        """Add views of steps, each called `<prefix><name>`. Raises: NotFound, ShardCorrupt."""
-        check_present(steps)
+        """Add views of steps, each called `<prefix><name>`.
+
+        Raises: NotFoundError, ShardCorruptError.
+        """
+        check_shards_present(steps)
         selects = {}
         if "steps" in names or "transitions" in names:
             source = self._scan(steps)
             selects = {
                 "steps": f"SELECT * FROM {source}",
-                "transitions": episode_views.transitions(source),
+                "transitions": episode_views.transitions_sql(source),
             }
         if "episodes" in names or "games" in names:
             groups = self._groups(prefix, steps)
-            selects["episodes"] = episode_views.episodes(groups)
-            selects["games"] = episode_views.games(groups)
+            selects["episodes"] = episode_views.episodes_sql(groups)
+            selects["games"] = episode_views.games_sql(groups)
         for name in names:
             self.statements.append(f"CREATE VIEW {prefix}{name} AS {selects[name]}")
 
     def add_plain(self, name: str, snapshot: TableSnapshot) -> None:
-        """Add a view of a table's rows as they are. Raises: NotFound, ShardCorrupt."""
-        check_present(snapshot)
+        """Add a view of a table's rows as they are. Raises: NotFoundError, ShardCorruptError."""
+        check_shards_present(snapshot)
         self.statements.append(f"CREATE VIEW {name} AS SELECT * FROM {self._scan(snapshot)}")
 
     def _groups(self, prefix: str, steps: TableSnapshot) -> str:
         """Return a SELECT of episodes and agents, of their summary as far as there is one."""
-        known = summaries.coverage(steps)
+        known = summaries.read_coverage(steps)
         if known is None:
-            return episode_views.groups_of_rows(self._scan(steps))
+            return episode_views.group_rows_sql(self._scan(steps))
         table = f"pieces of {prefix or 'episodes'}"
         self.relations[table] = known.pieces
         pieces = f'SELECT * FROM "{table}"'
         if known.rest:
             rest = self._scan(replace(steps, files=known.rest))
-            pieces += f" UNION ALL {episode_views.groups_of_rows(rest)}"
+            pieces += f" UNION ALL {episode_views.group_rows_sql(rest)}"
         elif known.is_distinct:
             return pieces
-        return episode_views.groups_of_pieces(pieces)
+        return episode_views.group_pieces_sql(pieces)
 
     def _scan(self, snapshot: TableSnapshot) -> str:
         paths = [str(path) for path in snapshot.paths()]
@@ -118,10 +121,10 @@ class Views:
 
 
 def plan_views(names: Iterable[tuple[str, str]], catalog: Catalog) -> Views:
-    """Find what makes the views of these names, as `named_tables` gives them.
+    """Find what makes the views of these names, as `find_tables` gives them.
 
-    A name that is neither a view nor like one is left for DuckDB to refuse. Raises: NotFound,
-    ShardCorrupt.
+    A name that is neither a view nor like one is left for DuckDB to refuse. Raises: NotFoundError,
+    ShardCorruptError.
     """
     views = Views()
     wanted: dict[str, list[str]] = {}
@@ -135,7 +138,7 @@ def plan_views(names: Iterable[tuple[str, str]], catalog: Catalog) -> Views:
         elif view in _DATASET_VIEWS:
             wanted.setdefault(dataset, []).append(view)
         elif dataset in catalog.datasets():
-            raise NotFound(
+            raise NotFoundError(
                 f"{dataset}.{view}: found no such view, expected {', '.join(_DATASET_VIEWS)}."
             )
     for dataset, chosen in wanted.items():
@@ -155,12 +158,12 @@ def create_dataset_views(
 ) -> None:
     """Create steps and episodes, each named `<prefix><view>`, from the steps and nothing derived.
 
-    Raises: NotFound, ShardCorrupt.
+    Raises: NotFoundError, ShardCorruptError.
     """
     source = scan(steps)
-    groups = episode_views.groups_of_rows(source)
+    groups = episode_views.group_rows_sql(source)
     execute(connection, f"CREATE VIEW {prefix}steps AS SELECT * FROM {source}")
-    execute(connection, f"CREATE VIEW {prefix}episodes AS {episode_views.episodes(groups)}")
+    execute(connection, f"CREATE VIEW {prefix}episodes AS {episode_views.episodes_sql(groups)}")
 
 
 def _refuse_without_dataset(view: str, catalog: Catalog) -> None:
@@ -174,4 +177,4 @@ def _refuse_without_dataset(view: str, catalog: Catalog) -> None:
         expected = f"the dataset before it: {', '.join(f'{name}.{view}' for name in names[:5])}"
     else:
         expected = f"<dataset>.{view}, and this lake has no dataset yet: ingest one"
-    raise NotFound(f"{view}: found no such view of the lake, expected {expected}.")
+    raise NotFoundError(f"{view}: found no such view of the lake, expected {expected}.")

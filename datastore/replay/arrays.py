@@ -25,8 +25,8 @@ from replaylake.datastore.episodes.spaces import (
     value_dtype,
     value_shape,
 )
-from replaylake.datastore.errors import SchemaMismatch
-from replaylake.datastore.storage.table.shard import decode_row_group, verified_groups
+from replaylake.datastore.errors import SchemaMismatchError
+from replaylake.datastore.storage.table.shard import decode_row_group, verify_row_groups
 from replaylake.datastore.storage.table.table_schema import conform
 from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
 
@@ -70,8 +70,8 @@ def read_arrays(
     and names objects. Where a value is unknown, a float is NaN, a time NaT and a text None.
     Memory: the arrays and a few row groups.
 
-    Raises: NotFound for a column that is absent; SchemaMismatch for one that arrays cannot hold,
-    by its type or because of nulls; ShardCorrupt.
+    Raises: NotFoundError for a column that is absent; SchemaMismatchError for one that arrays
+    cannot hold, by its type or because of nulls; ShardCorruptError.
     """
     names = list(DEFAULT_COLUMNS if columns is None else columns)
     fields = snapshot.selected(names)
@@ -93,40 +93,40 @@ def read_arrays(
             # Combining copies also where there is nothing to combine.
             whole = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
             space = spaces.get(name)
-            values = _decoded(whole, name) if space is None else to_numpy(space, whole)
+            values = _decode(whole, name) if space is None else to_numpy(space, whole)
             _fill(arrays[name], values, start)
 
-    each_row_group(snapshot, fields, fill)
+    for_each_row_group(snapshot, fields, fill)
     return arrays
 
 
-def each_row_group(snapshot: TableSnapshot, fields: pa.Schema, use: UseRows) -> None:
+def for_each_row_group(snapshot: TableSnapshot, fields: pa.Schema, use: UseRows) -> None:
     """Call `use` with the columns `fields` of every row group, from several threads at a time.
 
     Each shard's sha256 is checked before any of it is decoded, and files are read once as the page
-    cache still holds what was hashed. Raises: ShardCorrupt, and what `use` raises.
+    cache still holds what was hashed. Raises: ShardCorruptError, and what `use` raises.
     """
     texts = [field.name for field in fields if pa.types.is_string(field.type)]
 
     def decode(group: RowGroup) -> None:
         rows = decode_row_group(group.path, group.number, fields.names, as_dictionaries=texts)
-        use(completed(rows, fields), group.start)
+        use(complete_columns(rows, fields), group.start)
 
-    each_verified_group(snapshot, snapshot.paths(), decode)
+    for_each_verified_group(snapshot, snapshot.paths(), decode)
 
 
-def each_verified_group(
+def for_each_verified_group(
     snapshot: TableSnapshot, paths: Sequence[Path], use: UseGroup
 ) -> list[list[RowGroup]]:
     """Call `use` with every row group of the snapshot's files, from several threads at a time.
 
     paths: local copies of the files. Each one's sha256 is checked before any of its row groups is
-    used. Returns the row groups of each file. Raises: ShardCorrupt, and what `use` raises. One row
-    group alone is used in the caller's thread.
+    used. Returns the row groups of each file. Raises: ShardCorruptError, and what `use` raises. One
+    row group alone is used in the caller's thread.
     """
     if len(snapshot.files) == 1:
         # As of a commit that is followed: threads of its own take longer than what they would do.
-        sizes = verified_groups(paths[0], snapshot.files[0])
+        sizes = verify_row_groups(paths[0], snapshot.files[0])
         groups = _row_groups(paths[0], sizes, 0)
         _use_all(use, groups)
         return [groups]
@@ -151,14 +151,14 @@ def _schedule(
     snapshot: TableSnapshot, paths: Sequence[Path], pool: ThreadPoolExecutor, use: UseGroup
 ) -> list[list[RowGroup]]:
     shards = list(zip(paths, snapshot.files, strict=True))
-    checks = [pool.submit(verified_groups, *shard) for shard in shards[:_AHEAD]]
+    checks = [pool.submit(verify_row_groups, *shard) for shard in shards[:_AHEAD]]
     using: list[list[Future[None]]] = []
     groups: list[list[RowGroup]] = []
     start = 0
     for number, (path, _) in enumerate(shards):
         sizes = checks[number].result()
         if number + _AHEAD < len(shards):
-            checks.append(pool.submit(verified_groups, *shards[number + _AHEAD]))
+            checks.append(pool.submit(verify_row_groups, *shards[number + _AHEAD]))
         if number >= _AHEAD:
             # What was hashed long ago may have left the page cache: decoding keeps up.
             _finish(using.pop(0))
@@ -183,10 +183,10 @@ def _finish(futures: Sequence[Future[None]]) -> None:
         future.result()
 
 
-def completed(rows: pa.Table, fields: pa.Schema) -> pa.Table:
+def complete_columns(rows: pa.Table, fields: pa.Schema) -> pa.Table:
     """Return all the columns, texts as dictionaries, those that the shard is too old for null.
 
-    Raises: SchemaMismatch for nulls where the field has none.
+    Raises: SchemaMismatchError for nulls where the field has none.
     """
     wanted = [
         pa.field(field.name, schema.NAMES_TYPE, field.nullable)
@@ -214,13 +214,13 @@ def _empty_column(field: pa.Field, num: int) -> Array:
         return np.empty(shape, "datetime64[us]")
     if (types.is_string(kind) or types.is_dictionary(kind)) and len(shape) == 1:
         return np.empty(shape, object)
-    raise SchemaMismatch(
+    raise SchemaMismatchError(
         f"column {field.name!r}: found {field.type}, expected numbers, flags, times, texts or "
         "fixed-size lists of numbers. Read it as Arrow with `snapshot.table.read`, or with SQL."
     )
 
 
-def _decoded(column: pa.Array, name: str) -> Array:
+def _decode(column: pa.Array, name: str) -> Array:
     kind = column.type
     if pa.types.is_dictionary(kind):
         texts = np.asarray([*column.dictionary.to_pylist(), None], object)
@@ -231,7 +231,7 @@ def _decoded(column: pa.Array, name: str) -> Array:
     values = column.flatten() if is_list and not column.null_count else column
     num_nulls = values.null_count
     if num_nulls and not (pa.types.is_floating(values.type) or pa.types.is_timestamp(kind)):
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"column {name!r}: found {num_nulls} nulls in {len(values)} rows, expected a value in "
             "each. Read it as Arrow with `snapshot.table.read`, or with SQL."
         )

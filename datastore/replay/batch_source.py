@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from numpy.typing import ArrayLike
 
 from replaylake.datastore.episodes.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 
 
 @runtime_checkable
@@ -29,16 +29,16 @@ class BatchSource(Protocol):
 
 
 def check_batch_source(who: str, source: object) -> None:
-    """Raises: ConfigInvalid for what gives no batches."""
+    """Raises: ConfigInvalidError for what gives no batches."""
     if isinstance(source, type) or not isinstance(source, BatchSource):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{who}: found a {type(source).__name__}, expected a sampler. Make one of a view, as "
             "with view.uniform(256, seed=0)."
         )
 
 
 @runtime_checkable
-class TakesPriorities(BatchSource, Protocol):
+class PrioritizedSource(BatchSource, Protocol):
     """A BatchSource that draws by priorities, which the learner gives back."""
 
     def update_priorities(self, indices: ArrayLike, priorities: ArrayLike) -> None:

@@ -11,20 +11,20 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from replaylake.datastore.episodes.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.replay.arguments import rank_of, seed_of, whole_number
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.replay.arguments import check_int, check_rank, check_seed
 from replaylake.datastore.replay.batch_source import BatchSource, check_batch_source
-from replaylake.datastore.replay.saved_state import KIND, reading_state
+from replaylake.datastore.replay.saved_state import KIND, read_state
 from replaylake.datastore.replay.selectors.shuffled import ShuffledSampler
 from replaylake.datastore.replay.source import SampleSource
-from replaylake.datastore.replay.to_torch import in_one_memory
+from replaylake.datastore.replay.to_torch import convert_sharing
 from replaylake.datastore.replay.view import ReplayView
 
 _NAME: Final = "replay iterable"
 
 
 @dataclass(frozen=True)
-class Part:
+class LoaderPart:
     """One of all the workers of all ranks, which together make an epoch.
 
     index, num_parts: which one of how many. seed: its own stream of randomness, for samplers with
@@ -59,28 +59,28 @@ class ReplayIterable(IterableDataset[Batch[torch.Tensor]]):
     def __init__(
         self,
         view: SampleSource,
-        make_sampler: Callable[[Any, Part], BatchSource],
+        make_sampler: Callable[[Any, LoaderPart], BatchSource],
         *,
         seed: int,
         rank: int = 0,
         num_ranks: int = 1,
         num_batches: int | None = None,
     ) -> None:
-        """Take what to draw from and how. Raises: ConfigInvalid."""
+        """Take what to draw from and how. Raises: ConfigInvalidError."""
         if not callable(make_sampler):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{_NAME}: found make_sampler {make_sampler!r}, expected a function "
                 "(view, part) -> sampler. Write one that calls, say, "
                 "view.uniform(256, seed=part.seed)."
             )
         if num_batches is not None:
-            num_batches = whole_number(
+            num_batches = check_int(
                 f"{_NAME}: num_batches", num_batches, advice="Leave it out for no end."
             )
         self._view = view
         self._make_sampler = make_sampler
-        self._seed = seed_of(_NAME, seed)
-        self._rank, self._num_ranks = rank_of(_NAME, rank, num_ranks)
+        self._seed = check_seed(_NAME, seed)
+        self._rank, self._num_ranks = check_rank(_NAME, rank, num_ranks)
         self._num_batches = num_batches
         # In shared memory, so that workers that stay see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -90,14 +90,14 @@ class ReplayIterable(IterableDataset[Batch[torch.Tensor]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iteration is, as torch's DistributedSampler is told."""
-        self._epoch.fill_(whole_number(f"{_NAME}: epoch", epoch))
+        self._epoch.fill_(check_int(f"{_NAME}: epoch", epoch))
 
     def __iter__(self) -> Iterator[Batch[torch.Tensor]]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         if info is not None and not isinstance(self._view, ReplayView):
             # A forked worker would draw what there was when it was forked, for ever.
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{_NAME}: found a view that follows a dataset in a worker process, expected it in "
                 "the process that made it. Use num_workers=0, or a snapshot's view."
             )
@@ -118,7 +118,7 @@ class ReplayIterable(IterableDataset[Batch[torch.Tensor]]):
                 return
             batch = sampler.sample()
             self._num_given += 1
-            yield in_one_memory(batch) if isinstance(batch.rewards, np.ndarray) else batch
+            yield convert_sharing(batch) if isinstance(batch.rewards, np.ndarray) else batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's position, as torchdata's StatefulDataLoader asks for it."""
@@ -128,16 +128,16 @@ class ReplayIterable(IterableDataset[Batch[torch.Tensor]]):
         return {KIND: _NAME, "sampler": position, "num_given": self._num_given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next iteration in this process from a position. Raises: ConfigInvalid."""
-        with reading_state(_NAME, state):
+        """Begin the next iteration in this process from a position. Raises: ConfigInvalidError."""
+        with read_state(_NAME, state):
             position, num_given = state["sampler"], int(state["num_given"])
         self._restored = None if position is None else (position, num_given)
 
-    def _part(self, worker: int, num_workers: int) -> Part:
+    def _part(self, worker: int, num_workers: int) -> LoaderPart:
         index, epoch = self._rank * num_workers + worker, int(self._epoch)
         shared = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
         own = np.random.SeedSequence(self._seed, spawn_key=(epoch, index))
-        return Part(
+        return LoaderPart(
             index=index,
             num_parts=self._num_ranks * num_workers,
             seed=int(own.generate_state(1, np.uint64)[0]),

@@ -25,8 +25,8 @@ from replaylake.datastore.episodes.spaces import (
     value_dtype,
     value_shape,
 )
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
-from replaylake.datastore.replay.arguments import whole_number
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError, SpaceUnsupportedError
+from replaylake.datastore.replay.arguments import check_int
 
 # Steps from this one to the end of its run, itself included; 0 marks a tail.
 STEPS_LEFT: Final = "steps_left"
@@ -37,7 +37,7 @@ KEY: Final = "key"
 BOOTSTRAPPABLE: Final = "bootstrappable"
 _COLUMN_PREFIX: Final = "column."
 # A run of one step takes as many records.
-MOST_FRAMES: Final = 1024
+MAX_FRAMES: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class RecordLayout:
     frame_stack: int = 1
 
     def __post_init__(self) -> None:
-        whole_number(
-            "replay: frame_stack", self.frame_stack, least=1, most=MOST_FRAMES, advice="1 is none."
+        check_int(
+            "replay: frame_stack", self.frame_stack, least=1, most=MAX_FRAMES, advice="1 is none."
         )
         if self.frame_stack > 1 and not isinstance(self.spec.observation_space, Box):
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"replay: found frame_stack {self.frame_stack} over a "
                 f"{type(self.spec.observation_space).__name__} space, expected a Box. Stack the "
                 "parts of it in the environment instead."
@@ -71,7 +71,7 @@ class RecordLayout:
     def dtype(self) -> np.dtype[np.void]:
         """The structured dtype of one record, a multiple of 8 bytes.
 
-        Raises: SpaceUnsupported for Text, which has no fixed width, and for such columns.
+        Raises: SpaceUnsupportedError for Text, which has no fixed width, and for such columns.
         """
         fields: list[Any] = [(KEY, np.uint64, (2,))]
         for column, space in (
@@ -80,7 +80,7 @@ class RecordLayout:
         ):
             for name, leaf in leaves(space, column):
                 if isinstance(leaf, Text):
-                    raise SpaceUnsupported(
+                    raise SpaceUnsupportedError(
                         f"{name}: found a Text space, expected numbers. "
                         "Replay packs fixed-width records; read transcripts with SQL."
                     )
@@ -122,11 +122,11 @@ class RecordLayout:
 
     def observations(self, rows: NDArray[np.void]) -> Values:
         """Return the observations of records [...]: views [..., *obs], nested as the space is."""
-        return _nested(rows, schema.OBSERVATION, self.spec.observation_space)
+        return _nest(rows, schema.OBSERVATION, self.spec.observation_space)
 
     def actions(self, rows: NDArray[np.void]) -> Values:
         """Return the actions of records [...]: views [..., *act], nested as the space is."""
-        return _nested(rows, schema.ACTION, self.spec.action_space)
+        return _nest(rows, schema.ACTION, self.spec.action_space)
 
     def column_values(self, rows: NDArray[np.void]) -> dict[str, Array] | None:
         """Return the further columns of records [...] as views, or None where there are none."""
@@ -137,10 +137,10 @@ class RecordLayout:
     def column_field(self, name: str) -> str:
         """Return the record's field that holds a further column.
 
-        Raises: ConfigInvalid if the view was made without it.
+        Raises: ConfigInvalidError if the view was made without it.
         """
         if name not in self.columns:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"column {name!r}: found {', '.join(self.columns) or 'none'} in this replay view, "
                 f"expected it. Make the view with columns=[{name!r}]."
             )
@@ -156,7 +156,7 @@ class RecordLayout:
         types = pa.types
         if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
             return self._decoded(np.dtype(kind.to_pandas_dtype())), shape
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"column {name!r}: found {kind}, expected numbers, flags or fixed-size lists of them. "
             "Read it with SQL."
         )
@@ -172,10 +172,11 @@ def make_layout(
 ) -> RecordLayout:
     """Return the layout of a table's steps with some further columns.
 
-    Raises: NotFound for a column that the table lacks; ConfigInvalid; SpaceUnsupported.
+    Raises: NotFoundError for a column that the table lacks; ConfigInvalidError;
+    SpaceUnsupportedError.
     """
     if missing := [name for name in columns if name not in table.names]:
-        raise NotFound(
+        raise NotFoundError(
             f"replay: found no column {', '.join(missing)}, expected some of "
             f"{', '.join(table.names)}. Name columns as the dataset does."
         )
@@ -186,7 +187,7 @@ def make_layout(
     return layout
 
 
-def _nested(rows: NDArray[np.void], column: str, space: Space) -> Values:
+def _nest(rows: NDArray[np.void], column: str, space: Space) -> Values:
     if not isinstance(space, Dict | Tuple):
         return rows[column]
     nested: dict[str, Any] = {}

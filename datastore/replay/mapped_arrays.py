@@ -24,19 +24,19 @@ def map_array(
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size != num_bytes(dtype, shape):
             raise ValueError(f"{path}: found {os.fstat(file.fileno()).st_size} bytes.")
-        return _mapped(file, dtype, shape, mmap.PROT_READ, read_ahead=read_ahead)
+        return _map_file(file, dtype, shape, mmap.PROT_READ, read_ahead=read_ahead)
 
 
 def create_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     """Map a new file of zeros for writing. Raises: OSError, also where the disk lacks the room."""
     with path.open("x+b") as file:
-        return _reserved(file, dtype, shape)
+        return _reserve(file, dtype, shape)
 
 
 def scratch_array(folder: Path, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     """Map a new file of zeros that has no name: it goes with the array. Raises: OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:
-        return _reserved(file, dtype, shape)
+        return _reserve(file, dtype, shape)
 
 
 def num_bytes(dtype: Any, shape: tuple[int, ...]) -> int:
@@ -44,15 +44,15 @@ def num_bytes(dtype: Any, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * int(np.dtype(dtype).itemsize)
 
 
-def _reserved(file: IO[bytes], dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+def _reserve(file: IO[bytes], dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     if size := num_bytes(dtype, shape):
         # Blocks of its own now: a mapped page without one, on a disk that is full by then, would
         # end the process with SIGBUS.
         os.posix_fallocate(file.fileno(), 0, size)
-    return _mapped(file, dtype, shape, mmap.PROT_READ | mmap.PROT_WRITE)
+    return _map_file(file, dtype, shape, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _mapped(
+def _map_file(
     file: IO[bytes], dtype: Any, shape: tuple[int, ...], access: int, *, read_ahead: bool = True
 ) -> NDArray[Any]:
     size = num_bytes(dtype, shape)

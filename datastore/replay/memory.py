@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import StorageFailed
-from replaylake.datastore.replay.arguments import whole_number
+from replaylake.datastore.errors import StorageError
+from replaylake.datastore.replay.arguments import check_int
 from replaylake.datastore.replay.mapped_arrays import num_bytes, scratch_array
 
 # What a view's arrays are called, and the files that hold them.
@@ -33,10 +33,10 @@ _OWN_CGROUP: Final = Path("/proc/self/cgroup")
 # Left free on a disk by what can be made again.
 DISK_RESERVE: Final = 256 << 20
 # Of each step, beside its record: its place in `steps` and in `bootstrappable`.
-_BYTES_A_STEP: Final = 16
+_BYTES_PER_STEP: Final = 16
 
 
-class Files(Protocol):
+class FileAllocator(Protocol):
     """Where arrays are files."""
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -44,27 +44,27 @@ class Files(Protocol):
         ...
 
 
-class Room:
+class ArrayAllocator:
     """Gives a view's arrays their place: memory where they fit the budget, else files.
 
     Decided when the records are asked for, which they are first; `files` is None for memory.
     """
 
-    def __init__(self, budget: int, open_files: Callable[[int], Files]) -> None:
+    def __init__(self, budget: int, open_files: Callable[[int], FileAllocator]) -> None:
         """Take the budget (bytes), and what to call with the bytes that files must have room for.
 
-        That may raise StorageFailed.
+        That may raise StorageError.
         """
-        self.files: Files | None = None
+        self.files: FileAllocator | None = None
         self._budget = budget
         self._open_files = open_files
         self._is_decided = False
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return an array of zeros. Raises: StorageFailed."""
+        """Return an array of zeros. Raises: StorageError."""
         if not self._is_decided:
             self._is_decided = True
-            needed = num_bytes(dtype, shape) + _BYTES_A_STEP * shape[0]
+            needed = num_bytes(dtype, shape) + _BYTES_PER_STEP * shape[0]
             if needed > self._budget:
                 self.files = self._open_files(needed)
         if self.files is None:
@@ -72,22 +72,22 @@ class Room:
         return self.files.allocate(name, shape, dtype)
 
 
-class Scratch:
+class ScratchFiles:
     """Files without names in the system's folder for temporary ones; gone with their arrays."""
 
     def __init__(self, needed: int) -> None:
-        """Look for room. Raises: StorageFailed."""
+        """Look for room. Raises: StorageError."""
         self._folder = Path(tempfile.gettempdir())
         free = shutil.disk_usage(self._folder).free
         if free < needed + DISK_RESERVE:
-            raise no_room(self._folder, free, needed, "Name a larger disk with TMPDIR")
+            raise no_room_error(self._folder, free, needed, "Name a larger disk with TMPDIR")
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return an array of zeros. Raises: StorageFailed."""
+        """Return an array of zeros. Raises: StorageError."""
         try:
             return scratch_array(self._folder, dtype, shape)
         except OSError as error:
-            raise no_room(
+            raise no_room_error(
                 self._folder, 0, num_bytes(dtype, shape), "Name a larger disk with TMPDIR", error
             ) from error
 
@@ -110,23 +110,23 @@ def is_mapped(array: NDArray[Any]) -> bool:
     return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
 
 
-def no_room(
+def no_room_error(
     folder: Path, free: int, needed: int, advice: str, error: OSError | None = None
-) -> StorageFailed:
+) -> StorageError:
     """Return the error of a view that fits neither the memory budget nor the disk."""
     found = error.strerror if error else f"{free / 1e9:.2f} GB free"
-    return StorageFailed(
+    return StorageError(
         f"replay: {folder}: found {found}, expected room for {needed / 1e9:.2f} GB: the view "
         f"exceeds its memory budget and goes to disk. {advice}, select less with `where`, or raise "
         "memory_budget_bytes."
     )
 
 
-def budget_of(memory_budget_bytes: int | None) -> int:
-    """Return the budget: by default half of what is available. Raises: ConfigInvalid."""
+def resolve_budget(memory_budget_bytes: int | None) -> int:
+    """Return the budget: by default half of what is available. Raises: ConfigInvalidError."""
     if memory_budget_bytes is None:
         return available_bytes() // 2
-    return whole_number(
+    return check_int(
         "replay: memory_budget_bytes",
         memory_budget_bytes,
         most=sys.maxsize,

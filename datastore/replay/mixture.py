@@ -10,19 +10,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.batch import Batch
-from replaylake.datastore.episodes.compatibility import difference
+from replaylake.datastore.episodes.compatibility import find_spec_mismatch
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, SchemaMismatch
-from replaylake.datastore.replay.arguments import batch_size_of
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, SchemaMismatchError
+from replaylake.datastore.replay.arguments import check_batch_size
 from replaylake.datastore.replay.randomness import random_stream
 from replaylake.datastore.replay.sampler import Sampler
-from replaylake.datastore.replay.saved_state import KIND, generator_at, reading_state
-from replaylake.datastore.replay.selectors.priorities import priority_rows
+from replaylake.datastore.replay.saved_state import KIND, read_state, restore_generator
+from replaylake.datastore.replay.selectors.priorities import to_priority_arrays
 from replaylake.datastore.replay.selectors.prioritized import PrioritizedSampler
 
 _NAME: Final = "mixture"
 # Fields that an item gives only where it is asked to.
-_ASKED_FOR: Final = frozenset({"returns", "next_actions"})
+_REQUESTED_FIELDS: Final = frozenset({"returns", "next_actions"})
 
 
 def mixture(
@@ -31,7 +31,8 @@ def mixture(
     """Return a sampler of batches that hold rows of each sampler by ratio.
 
     ratios: at least 0 each, of any sum. The samplers' own batch sizes do not matter; do not sample
-    from them besides. Raises: ConfigInvalid; SchemaMismatch where their rows do not go together.
+    from them besides. Raises: ConfigInvalidError; SchemaMismatchError where their rows do not go
+    together.
     """
     return MixtureSampler(samplers, ratios, batch_size=batch_size, seed=seed)
 
@@ -46,27 +47,27 @@ class MixtureSampler:
     each its own. Importance weights are those of each sampler by itself.
 
     A sampler that ends an epoch goes on with the next one. One that consumes in order gives what
-    it has left, and then `sample` raises EmptyReplay; name such a one first: what the samplers
+    it has left, and then `sample` raises EmptyReplayError; name such a one first: what the samplers
     before it have drawn for that batch is lost.
     """
 
     def __init__(
         self, samplers: Sequence[Sampler], ratios: Sequence[float], *, batch_size: int, seed: int
     ) -> None:
-        """Take what to mix. Raises: ConfigInvalid, SchemaMismatch."""
+        """Take what to mix. Raises: ConfigInvalidError, SchemaMismatchError."""
         _check_samplers(samplers)
         shares = _numbers(ratios)
         if not len(samplers) or shares.shape != (len(samplers),):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"mixture: found {len(samplers)} samplers and {shares.size} ratios, expected at "
                 "least one sampler and a ratio for each. Give as many of both."
             )
         if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"mixture: found ratios {shares.tolist()}, expected numbers of at least 0, one of "
                 "them above. Give each sampler's share, as in [0.75, 0.25]."
             )
-        batch_size = batch_size_of(_NAME, batch_size)
+        batch_size = check_batch_size(_NAME, batch_size)
         for sampler in samplers[1:]:
             _check_joinable(samplers[0], sampler)
         self.batch_size = batch_size
@@ -76,11 +77,13 @@ class MixtureSampler:
         ends = totals / totals[-1] * batch_size
         self._ends = np.concatenate(([0.0], ends))
         self._rng = random_stream(seed, _NAME)
-        # The next batch's, kept until it is drawn: an EmptyReplay leaves everything as it was.
+        # The next batch's, kept until it is drawn: an EmptyReplayError leaves everything as it was.
         self._counts: list[int] | None = None
 
     def sample(self) -> Batch[Array]:
-        """Draw one batch. Raises: EmptyReplay; SchemaMismatch where items differ in shape.
+        """Draw one batch.
+
+        Raises: EmptyReplayError; SchemaMismatchError where items differ in shape.
 
         Cost: that of drawing each sampler's rows, and of copying them once more.
         """
@@ -91,23 +94,23 @@ class MixtureSampler:
         parts = [
             (place, batch)
             for place, (sampler, num) in enumerate(zip(self.samplers, self._counts, strict=True))
-            for batch in _drawn(sampler, num)
+            for batch in _draw_rows(sampler, num)
         ]
         self._counts = None
-        return _joined(parts, len(self.samplers))
+        return _join_batches(parts, len(self.samplers))
 
     def update_priorities(self, indices: ArrayLike, priorities: ArrayLike) -> None:
         """Give each sampler that draws by priorities those of its own rows; others need none.
 
-        indices int64 [B], of a batch; priorities [B]. Raises: ConfigInvalid if no sampler draws by
-        priorities, or for a priority that it refuses.
+        indices int64 [B], of a batch; priorities [B]. Raises: ConfigInvalidError if no sampler
+        draws by priorities, or for a priority that it refuses.
         """
         if not any(isinstance(sampler, PrioritizedSampler) for sampler in self.samplers):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "mixture: found no sampler that draws by priorities, expected one. Make one with "
                 "view.prioritized, or leave update_priorities out."
             )
-        own_indices, values = priority_rows(indices, priorities)
+        own_indices, values = to_priority_arrays(indices, priorities)
         numbers, places = np.divmod(own_indices, len(self.samplers))
         parts = [
             (sampler, numbers[own], values[own])
@@ -132,15 +135,20 @@ class MixtureSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position.
 
-        Raises, changing nothing: ConfigInvalid for another number of samplers, or of other ones.
+        Raises, changing nothing: ConfigInvalidError for another number of samplers, or of other
+        ones.
         """
-        with reading_state(_NAME, state):
+        with read_state(_NAME, state):
             self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        rng, counts, saved = generator_at(state["rng"]), state["counts"], list(state["samplers"])
+        rng, counts, saved = (
+            restore_generator(state["rng"]),
+            state["counts"],
+            list(state["samplers"]),
+        )
         if len(saved) != len(self.samplers):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"mixture: found a state of {len(saved)} samplers, expected of "
                 f"{len(self.samplers)}. Make the mixture as it was made."
             )
@@ -169,7 +177,7 @@ def _check_samplers(samplers: object) -> None:
     wrong = [each for each in all_given if not isinstance(each, Sampler)]
     if wrong or not isinstance(samplers, Sequence):
         found = type(wrong[0] if wrong else samplers).__name__
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"mixture: found a {found}, expected a list of views' own samplers. Mix those; make "
             "tensors of, or draw ahead from, the mixture."
         )
@@ -179,19 +187,19 @@ def _numbers(ratios: object) -> NDArray[np.float64]:
     try:
         return np.asarray(ratios, np.float64)
     except (TypeError, ValueError):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"mixture: found ratios {ratios!r}, expected numbers. Give each sampler's share, as in "
             "[0.75, 0.25]."
         ) from None
 
 
-def _drawn(sampler: Sampler, num: int) -> list[Batch[Array]]:
+def _draw_rows(sampler: Sampler, num: int) -> list[Batch[Array]]:
     """Return batches of `num` rows in all; fewer if the sampler's rows run out after some."""
     batches: list[Batch[Array]] = []
     while num > 0:
         try:
             batches.append(sampler.draw(num).batch)
-        except EmptyReplay:
+        except EmptyReplayError:
             if not batches:
                 raise
             break
@@ -200,7 +208,7 @@ def _drawn(sampler: Sampler, num: int) -> list[Batch[Array]]:
 
 
 def _check_joinable(first: Sampler, other: Sampler) -> None:
-    differs = difference(first.spec, other.spec)
+    differs = find_spec_mismatch(first.spec, other.spec)
     one, two = first.layout, other.layout
     if differs is None and one.frame_stack != two.frame_stack:
         differs = f"frame_stack is {one.frame_stack} and {two.frame_stack}"
@@ -211,7 +219,7 @@ def _check_joinable(first: Sampler, other: Sampler) -> None:
             differs = f"{name} is {kinds[0]} and {kinds[1]}"
             break
     if differs is not None:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"mixture: {differs}, expected one. Make the views with the same columns, float64 and "
             "frame_stack, of datasets with the same spaces."
         )
@@ -227,10 +235,10 @@ def _fields(sampler: Sampler) -> dict[str, str]:
     }
 
 
-def _joined(parts: list[tuple[int, Batch[Array]]], num_samplers: int) -> Batch[Array]:
+def _join_batches(parts: list[tuple[int, Batch[Array]]], num_samplers: int) -> Batch[Array]:
     batches = [batch for _, batch in parts]
     fields = {
-        name: _concatenated(name, [getattr(batch, name) for batch in batches], batches)
+        name: _concatenate_field(name, [getattr(batch, name) for batch in batches], batches)
         for name in vars(batches[0])
         if name != "indices"
     }
@@ -240,27 +248,27 @@ def _joined(parts: list[tuple[int, Batch[Array]]], num_samplers: int) -> Batch[A
 
 def _indices(batch: Batch[Array]) -> NDArray[np.int64]:
     if batch.indices is None:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             "mixture: found a batch without indices, expected int64 [B]. Fill them in where the "
             "item assembles its rows, as WindowOutput.number does."
         )
     return batch.indices
 
 
-def _concatenated(name: str, values: list[Any], batches: list[Batch[Array]]) -> Any:
+def _concatenate_field(name: str, values: list[Any], batches: list[Batch[Array]]) -> Any:
     """Join one field of some batches; where only some have it, the others' is all true."""
     known = [value for value in values if value is not None]
     if not known:
         return None
-    if len(known) < len(values) and name in _ASKED_FOR:
-        raise SchemaMismatch(
+    if len(known) < len(values) and name in _REQUESTED_FIELDS:
+        raise SchemaMismatchError(
             f"mixture: found {name} in batches of {len(known)} of {len(values)} samplers, expected "
             "all or none. Give all samplers the same kind of item, Transitions(..., "
             f"{name}=True)."
         )
     if isinstance(known[0], Mapping):
         return {
-            key: _concatenated(f"{name}.{key}", [value[key] for value in known], batches)
+            key: _concatenate_field(f"{name}.{key}", [value[key] for value in known], batches)
             for key in known[0]
         }
     if len(known) < len(values):
@@ -273,7 +281,7 @@ def _concatenated(name: str, values: list[Any], batches: list[Batch[Array]]) -> 
         ]
     shapes = {value.shape[1:] for value in values}
     if len(shapes) > 1:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"mixture: {name} of a row has shapes {' and '.join(map(str, sorted(shapes)))}, "
             "expected one. Give all samplers the same kind of item, of the same length; whole "
             "episodes, which differ in length, do not mix."

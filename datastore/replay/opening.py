@@ -10,24 +10,34 @@ from pathlib import Path
 from typing import TypeVar
 
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import EmptyReplay, StorageFailed
+from replaylake.datastore.errors import EmptyReplayError, StorageError
 from replaylake.datastore.query.expressions import (
-    evaluated_rewards,
-    selected_episodes,
-    selected_steps,
+    evaluate_rewards,
+    select_episode_keys,
+    select_steps,
 )
-from replaylake.datastore.replay.cache.cached_view import About, arrays_of, describe, map_packed
+from replaylake.datastore.replay.cache.cached_view import (
+    ViewMetadata,
+    collect_arrays,
+    make_metadata,
+    map_packed,
+)
 from replaylake.datastore.replay.cache.draft import Draft
-from replaylake.datastore.replay.cache.keeping import Keeping
+from replaylake.datastore.replay.cache.keeping import CacheWriter
 from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.replay.layout import RecordLayout, make_layout
-from replaylake.datastore.replay.memory import Files, Room, Scratch, budget_of
+from replaylake.datastore.replay.memory import (
+    ArrayAllocator,
+    FileAllocator,
+    ScratchFiles,
+    resolve_budget,
+)
 from replaylake.datastore.replay.packing.packing import OnProgress, pack
 from replaylake.datastore.replay.records import Packed
 from replaylake.datastore.replay.scans import check_finite, has_masked_actions
 from replaylake.datastore.replay.selection import Origin
 from replaylake.datastore.replay.view import CachedPart, ReplayView
-from replaylake.datastore.replay.view_query import ViewQuery, naming, view_key
+from replaylake.datastore.replay.view_query import ViewQuery, explain_sql_errors, view_key
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 _T = TypeVar("_T")
@@ -45,10 +55,10 @@ def open_view(
 ) -> ReplayView:
     """Map a view that was decoded before, or decode it; see Snapshot.replay.
 
-    Raises: QueryRefused, QueryFailed, ShardCorrupt, EmptyReplay, SpaceUnsupported, NotFound,
-    SchemaMismatch, ConfigInvalid, StorageFailed.
+    Raises: QueryRefusedError, QueryError, ShardCorruptError, EmptyReplayError,
+    SpaceUnsupportedError, NotFoundError, SchemaMismatchError, ConfigInvalidError, StorageError.
     """
-    budget = budget_of(memory_budget_bytes)
+    budget = resolve_budget(memory_budget_bytes)
     layout = make_layout(
         spec,
         snapshot.schema,
@@ -56,7 +66,7 @@ def open_view(
         float64=query.float64,
         frame_stack=query.frame_stack,
     )
-    opening = _Opening(dataset, snapshot, layout, budget)
+    opening = _ViewOpener(dataset, snapshot, layout, budget)
     if not cache:
         return opening.decoded(query.canonical(), None, "", on_progress)
     views = ViewCache(snapshot.storage, snapshot.root)
@@ -71,7 +81,7 @@ def open_view(
     return view
 
 
-class _Opening:
+class _ViewOpener:
     """What is the same wherever a view comes from."""
 
     def __init__(
@@ -92,38 +102,40 @@ class _Opening:
         self, query: ViewQuery, views: ViewCache | None, key: str, on_progress: OnProgress | None
     ) -> ReplayView:
         """Decode the shards, and have the view kept if there is a cache."""
-        room = Room(self._budget, partial(_files, views))
-        about: About | None = None
+        room = ArrayAllocator(self._budget, partial(_files, views))
+        about: ViewMetadata | None = None
         try:
             packed = self._packed(query, room, on_progress)
             self._check(packed, query)
             if isinstance(room.files, Draft):
-                packed, about = _settled(room.files, packed)
+                packed, about = _map_draft(room.files, packed)
         except BaseException:
             if isinstance(room.files, Draft):
                 room.files.discard()
             raise
         place = None
-        if views is not None and not isinstance(room.files, Scratch):
+        if views is not None and not isinstance(room.files, ScratchFiles):
             shards = tuple(entry.path for entry in self._snapshot.files)
             draft = room.files if isinstance(room.files, Draft) else None
-            place = Keeping(partial(_keep, views, key, shards, packed, draft, about))
+            place = CacheWriter(partial(_write_to_cache, views, key, shards, packed, draft, about))
         return self._view(packed, query, place, about)
 
-    def _packed(self, query: ViewQuery, room: Room, on_progress: OnProgress | None) -> Packed:
+    def _packed(
+        self, query: ViewQuery, room: ArrayAllocator, on_progress: OnProgress | None
+    ) -> Packed:
         def evaluated(argument: str, evaluate: Callable[[TableSnapshot, str], _T]) -> _T | None:
             expression: str | None = getattr(query, argument)
             if expression is None:
                 return None
-            with naming(argument, expression):
+            with explain_sql_errors(argument, expression):
                 return evaluate(self._snapshot, expression)
 
         return pack(
             self._snapshot,
             self._layout,
-            selected=evaluated("where", selected_episodes),
-            rewards=evaluated("reward", evaluated_rewards),
-            start_flags=evaluated("where_steps", selected_steps),
+            selected=evaluated("where", select_episode_keys),
+            rewards=evaluated("reward", evaluate_rewards),
+            start_flags=evaluated("where_steps", select_steps),
             allocate=room.allocate,
             on_progress=on_progress,
         )
@@ -131,7 +143,7 @@ class _Opening:
     def _check(self, packed: Packed, query: ViewQuery) -> None:
         if not len(packed.steps):
             asked = [f" {name} {text}" for name, text in query.conditions() if text]
-            raise EmptyReplay(
+            raise EmptyReplayError(
                 f"replay of {self._dataset}@{self._snapshot.version}: found no step"
                 f"{' and'.join(asked)}, expected at least one. Look at what there is: "
                 f"replaylake sql 'select * from {self._dataset}.episodes limit 10'."
@@ -143,8 +155,8 @@ class _Opening:
         self,
         packed: Packed,
         query: ViewQuery,
-        place: Keeping | Path | None,
-        about: About | None,
+        place: CacheWriter | Path | None,
+        about: ViewMetadata | None,
     ) -> ReplayView:
         snapshot = self._snapshot
         origin = Origin(
@@ -163,40 +175,40 @@ class _Opening:
         return ReplayView(packed, (origin,), cached=cached, has_masked_actions=masked)
 
 
-def _files(views: ViewCache | None, needed: int) -> Files:
+def _files(views: ViewCache | None, needed: int) -> FileAllocator:
     """Return files for a view that exceeds its budget: the cache's, or some that nobody keeps."""
     if views is not None:
         # Where we may not write, or the disk of the lake is full, another disk may do.
-        with suppress(OSError, StorageFailed):
+        with suppress(OSError, StorageError):
             return views.draft(needed)
-    return Scratch(needed)
+    return ScratchFiles(needed)
 
 
-def _settled(draft: Draft, packed: Packed) -> tuple[Packed, About]:
+def _map_draft(draft: Draft, packed: Packed) -> tuple[Packed, ViewMetadata]:
     """Return what was packed as it is from now on: read from the draft's files."""
-    arrays = arrays_of(packed)
+    arrays = collect_arrays(packed)
     draft.write_missing(arrays, threading.Event())
-    about = describe(packed, arrays, has_masked_actions=has_masked_actions(packed))
+    about = make_metadata(packed, arrays, has_masked_actions=has_masked_actions(packed))
     return map_packed(draft.folder, packed.records.layout, about), about
 
 
-def _keep(
+def _write_to_cache(
     views: ViewCache,
     key: str,
     shards: Sequence[str],
     packed: Packed,
     draft: Draft | None,
-    about: About | None,
+    about: ViewMetadata | None,
     stop: threading.Event,
 ) -> Path:
-    """Put a view into the cache. Raises: OSError, StorageFailed, NotFound, Stopped."""
-    arrays = arrays_of(packed)
+    """Put a view into the cache. Raises: OSError, StorageError, NotFoundError, Stopped."""
+    arrays = collect_arrays(packed)
     if draft is None:
         draft = views.draft(sum(array.nbytes for array in arrays.values()))
     try:
         draft.write_missing(arrays, stop)
         if about is None:
-            about = describe(packed, arrays, has_masked_actions=has_masked_actions(packed))
+            about = make_metadata(packed, arrays, has_masked_actions=has_masked_actions(packed))
         draft.complete(arrays, about, shards, stop)
         return views.publish(draft, key, packed.records.layout, shards)
     except BaseException:

@@ -14,14 +14,14 @@ from typing import Any, Final, Self
 import numpy as np
 
 from replaylake.datastore.episodes.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.replay.arguments import whole_number
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.replay.arguments import check_int
 from replaylake.datastore.replay.batch_source import (
     BatchSource,
-    TakesPriorities,
+    PrioritizedSource,
     check_batch_source,
 )
-from replaylake.datastore.replay.saved_state import KIND, reading_state
+from replaylake.datastore.replay.saved_state import KIND, read_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class _Task:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _TaskResult:
     """What came of a task: a value, or an error in its place."""
 
     task: _Task
@@ -54,7 +54,7 @@ def prefetch(sampler: BatchSource, num: int = 2) -> PrefetchSampler:
     """Return a sampler whose thread keeps `num` batches of another ready.
 
     Use it as a context, or close it. Nothing else may use the sampler meanwhile.
-    Raises: ConfigInvalid.
+    Raises: ConfigInvalidError.
     """
     return PrefetchSampler(sampler, num)
 
@@ -72,12 +72,12 @@ class PrefetchSampler:
     """
 
     def __init__(self, sampler: BatchSource, num: int) -> None:
-        """Start the thread. Raises: ConfigInvalid."""
+        """Start the thread. Raises: ConfigInvalidError."""
         check_batch_source("prefetch", sampler)
-        num = whole_number("prefetch: num", num, least=1, advice="So many batches are kept ready.")
+        num = check_int("prefetch: num", num, least=1, advice="So many batches are kept ready.")
         reuse = getattr(sampler, "reuse", 0)
         if 0 < reuse < num + 2:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"prefetch: found a sampler of reuse {reuse} and {num} batches drawn ahead, "
                 f"expected reuse of at least {num + 2}, or 0: a batch would be overwritten while "
                 "it is in use."
@@ -88,9 +88,9 @@ class PrefetchSampler:
         # Draws asked for whose batches were not handed on.
         self._num_asked = 0
         # Answers that came while another one was waited for.
-        self._ready: deque[_Answer] = deque()
+        self._ready: deque[_TaskResult] = deque()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[_TaskResult] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_work, args=(self._tasks, self._answers), name="prefetch", daemon=True
         )
@@ -119,18 +119,18 @@ class PrefetchSampler:
     def update_priorities(self, indices: Any, priorities: Any) -> None:
         """Set the priorities of rows, behind the batches that are being drawn.
 
-        What the sampler refuses is raised by the next `sample`. Raises: ConfigInvalid if it does
-        not draw by priorities.
+        What the sampler refuses is raised by the next `sample`. Raises: ConfigInvalidError if it
+        does not draw by priorities.
         """
         self._check_open()
         sampler = self._sampler
-        if not isinstance(sampler, TakesPriorities):
-            raise ConfigInvalid(
+        if not isinstance(sampler, PrioritizedSource):
+            raise ConfigInvalidError(
                 "prefetch: found a sampler that does not draw by priorities, expected one. Make it "
                 "with view.prioritized, or leave update_priorities out."
             )
         # Copies, as by the time of the thread's turn both may be overwritten.
-        own = _copied(indices), _copied(priorities)
+        own = _copy_value(indices), _copy_value(priorities)
         self._tasks.put(_Task(lambda: sampler.update_priorities(*own), is_answered=False))
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,12 +140,18 @@ class PrefetchSampler:
         """
         state = self._called(self._sampler.state_dict)
         batches = [answer.value for answer in self._ready if answer.error is None]
-        return {KIND: _NAME, "sampler": state, "ahead": [_copied(vars(batch)) for batch in batches]}
+        return {
+            KIND: _NAME,
+            "sampler": state,
+            "ahead": [_copy_value(vars(batch)) for batch in batches],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position. Raises: ConfigInvalid, changing nothing."""
-        with reading_state(_NAME, state):
-            ahead = [_Answer(self._draw, Batch(**_copied(fields))) for fields in state["ahead"]]
+        """Continue from a saved position. Raises: ConfigInvalidError, changing nothing."""
+        with read_state(_NAME, state):
+            ahead = [
+                _TaskResult(self._draw, Batch(**_copy_value(fields))) for fields in state["ahead"]
+            ]
             self._called(lambda: self._sampler.load_state_dict(state["sampler"]))
         self._ready.clear()
         self._resume()
@@ -189,12 +195,12 @@ class PrefetchSampler:
 
     def _check_open(self) -> None:
         if not self._end.alive:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "prefetch: found it closed, expected an open one. Make another one of the sampler."
             )
 
 
-def _work(tasks: queue.SimpleQueue[_Task | None], answers: queue.SimpleQueue[_Answer]) -> None:
+def _work(tasks: queue.SimpleQueue[_Task | None], answers: queue.SimpleQueue[_TaskResult]) -> None:
     """Do one task after another until there is None."""
     has_failed = False
     while (task := tasks.get()) is not None:
@@ -207,16 +213,16 @@ def _work(tasks: queue.SimpleQueue[_Task | None], answers: queue.SimpleQueue[_An
         except BaseException as error:
             # Also an exit: whoever waits for the answer gets it.
             has_failed = has_failed or task.is_draw
-            answers.put(_Answer(task, error=error))
+            answers.put(_TaskResult(task, error=error))
         else:
             if task.is_answered:
-                answers.put(_Answer(task, value))
+                answers.put(_TaskResult(task, value))
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        return {key: _copied(sub) for key, sub in value.items()}
+        return {key: _copy_value(sub) for key, sub in value.items()}
     # A tensor, which only to_torch.py knows, stays one, where it is.
     return value.clone() if hasattr(value, "clone") else np.array(value)

@@ -46,7 +46,7 @@ class Candidates(Protocol):
 
 
 @dataclass(frozen=True)
-class Selected:
+class SelectedItems:
     """Items of one or several batches, one after another.
 
     numbers int64 [M]: which candidates (see Candidates). weights float32 [M], or None: all 1.
@@ -64,8 +64,11 @@ class Selector(Protocol):
         """Whether several batches may be drawn at once: nothing between them changes the draw."""
         ...
 
-    def select(self, candidates: Candidates, num: int) -> Selected:
-        """Choose `num` items, or fewer where they run out. Raises: EmptyReplay if none is left."""
+    def select(self, candidates: Candidates, num: int) -> SelectedItems:
+        """Choose `num` items, or fewer where they run out.
+
+        Raises: EmptyReplayError if none is left.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class Selector(Protocol):
         ...
 
 
-class Overwritten(Exception):
+class OverwrittenError(Exception):
     """Records were overwritten while they were copied: `positions` says which items are gone."""
 
 
@@ -107,7 +110,9 @@ class Assembler(Protocol):
         """About how much memory one row of the batch takes."""
         ...
 
-    def assemble(self, positions: NDArray[np.int64], selected: Selected, out: Any = None) -> Output:
+    def assemble(
+        self, positions: NDArray[np.int64], selected: SelectedItems, out: Any = None
+    ) -> Output:
         """Return the rows; in `out`, an earlier Output for as many rows, where that is given.
 
         An item whose rows differ in shape from batch to batch may return another Output than `out`.
@@ -117,7 +122,7 @@ class Assembler(Protocol):
 
 
 @runtime_checkable
-class DrawingAssembler(Protocol):
+class RandomAssembler(Protocol):
     """An Assembler that draws random numbers of its own: its position goes with the selector's."""
 
     def state_dict(self) -> dict[str, Any]:

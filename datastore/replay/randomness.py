@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 
-from replaylake.datastore.replay.arguments import seed_of
+from replaylake.datastore.replay.arguments import check_seed
 
 
 def random_stream(seed: int, purpose: str, *parts: int) -> np.random.Generator:
@@ -16,8 +16,8 @@ def random_stream(seed: int, purpose: str, *parts: int) -> np.random.Generator:
     seed. With the same numbers, uniform sampling of row u N and hindsight that replaces a goal
     where u < 0.8 would never touch the goals of the last fifth of the rows.
 
-    Raises: ConfigInvalid for what is no seed.
+    Raises: ConfigInvalidError for what is no seed.
     """
     # Not hash(), which differs from process to process.
     key = (zlib.crc32(purpose.encode()), *parts)
-    return np.random.default_rng(np.random.SeedSequence(seed_of(purpose, seed), spawn_key=key))
+    return np.random.default_rng(np.random.SeedSequence(check_seed(purpose, seed), spawn_key=key))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.kernels.kernels import gather
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.record_runs import Runs, returns_to_go
@@ -165,10 +165,10 @@ class Records:
         """Return what each step earned from there on, discounted: float32 [num_records + PADDING].
 
         To the end of its chain; see returns_to_go. Summed up once a discount, and kept: 4 bytes a
-        record. Raises: ConfigInvalid in a view that grows, where no end is known.
+        record. Raises: ConfigInvalidError in a view that grows, where no end is known.
         """
         if self.runs is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "returns: found a view that grows, expected one of a snapshot: there the rewards "
                 "to come are not known yet. Use dataset.snapshot().replay(...)."
             )

@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import EmptyReplay
-from replaylake.datastore.replay.arguments import batch_size_of
+from replaylake.datastore.errors import EmptyReplayError
+from replaylake.datastore.replay.arguments import check_batch_size
 from replaylake.datastore.replay.layout import RecordLayout
 from replaylake.datastore.replay.protocols import (
     Assembler,
     Candidates,
-    DrawingAssembler,
     Output,
-    Overwritten,
-    Selected,
+    OverwrittenError,
+    RandomAssembler,
+    SelectedItems,
     Selector,
 )
-from replaylake.datastore.replay.saved_state import KIND, reading_state
+from replaylake.datastore.replay.saved_state import KIND, read_state
 
 # Rows drawn at once, for which several small batches are put together: so many that a block has 8
 # batches of 256, whose tensors to_torch.py then makes at once; more would only add memory.
@@ -72,13 +72,13 @@ class Sampler:
         assembler: Assembler,
         batch_size: int,
     ) -> None:
-        """Take what to draw from, how to choose and how to copy. Raises: ConfigInvalid."""
-        batch_size = batch_size_of("sampler", batch_size)
+        """Take what to draw from, how to choose and how to copy. Raises: ConfigInvalidError."""
+        batch_size = check_batch_size("sampler", batch_size)
         self.batch_size = batch_size
         self._candidates = candidates
         self._selector = selector
         self._assembler = assembler
-        self._drawing = assembler if isinstance(assembler, DrawingAssembler) else None
+        self._drawing = assembler if isinstance(assembler, RandomAssembler) else None
         rows = min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, assembler.row_bytes))
         ahead = selector.looks_ahead and candidates.is_fixed
         self._num_ahead = max(1, rows // batch_size) if ahead else 1
@@ -115,7 +115,7 @@ class Sampler:
     def sample(self) -> Batch[Array]:
         """Draw one batch; its arrays are its own. See Batch, and the item, for what is in it.
 
-        Raises: EmptyReplay.
+        Raises: EmptyReplayError.
         """
         if not self._ready:
             self._ready.extend(split(self.block().batch, self.batch_size)[self._num_taken :])
@@ -128,7 +128,7 @@ class Sampler:
 
         For those who split and convert them themselves: they pass over the first `num_taken`
         batches, and say of each other one that they hand on that it is `taken`.
-        Raises: EmptyReplay.
+        Raises: EmptyReplayError.
         """
         # Of a selector that does not look ahead the position may be large, and is not asked for.
         position = self._position() if self._num_ahead > 1 else {}
@@ -147,7 +147,7 @@ class Sampler:
         """Draw `num` rows, or fewer where they run out, whatever the batch size is.
 
         Into `out` where that has as many rows. Not for use beside `sample`, which draws ahead.
-        Raises: EmptyReplay.
+        Raises: EmptyReplayError.
         """
         selected = self._selector.select(self._candidates, num)
         positions = self._candidates.positions(selected.numbers)
@@ -158,29 +158,31 @@ class Sampler:
             else:
                 try:
                     return self._assemble(positions, selected, out)
-                except Overwritten:
+                except OverwrittenError:
                     pass
             positions = self._candidates.positions(selected.numbers)
         return self._assemble(positions, selected, out)
 
     def _assemble(
-        self, positions: NDArray[np.int64], selected: Selected, out: Output | None
+        self, positions: NDArray[np.int64], selected: SelectedItems, out: Output | None
     ) -> Output:
         if out is not None and len(out.batch.keys) != len(positions):
             out = None
         return self._assembler.assemble(positions, selected, out)
 
-    def _without(self, selected: Selected, gone: NDArray[np.bool_]) -> Selected:
+    def _without(self, selected: SelectedItems, gone: NDArray[np.bool_]) -> SelectedItems:
         """Return the items that are not gone, and for each of the rest another, if there is one."""
         weights = selected.weights
-        parts = [Selected(selected.numbers[~gone], None if weights is None else weights[~gone])]
+        parts = [
+            SelectedItems(selected.numbers[~gone], None if weights is None else weights[~gone])
+        ]
         try:
             parts.append(self._selector.select(self._candidates, int(gone.sum())))
-        except EmptyReplay:
+        except EmptyReplayError:
             if gone.all():
                 raise
         known = [part.weights for part in parts if part.weights is not None]
-        return Selected(
+        return SelectedItems(
             np.concatenate([part.numbers for part in parts]),
             np.concatenate(known) if known else None,
         )
@@ -202,9 +204,9 @@ class Sampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position: the next batch is the one that was next.
 
-        Raises, changing nothing: ConfigInvalid for what no sampler made in this way saved.
+        Raises, changing nothing: ConfigInvalidError for what no sampler made in this way saved.
         """
-        with reading_state(self._kind, state):
+        with read_state(self._kind, state):
             self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -249,7 +251,9 @@ def split(batch: Batch[Array], size: int) -> list[Batch[Array]]:
     num = len(batch.keys)
     if num <= size:
         return [batch]
-    return make_batches({name: cuts(value, num, size) for name, value in vars(batch).items()})
+    return make_batches(
+        {name: split_field(value, num, size) for name, value in vars(batch).items()}
+    )
 
 
 def make_batches(fields: Mapping[str, Sequence[Any]]) -> list[Batch[Any]]:
@@ -264,7 +268,7 @@ def make_batches(fields: Mapping[str, Sequence[Any]]) -> list[Batch[Any]]:
     return batches
 
 
-def cuts(value: Any, num: int, size: int) -> Sequence[Any]:
+def split_field(value: Any, num: int, size: int) -> Sequence[Any]:
     """Cut one of a batch's fields along its first dimension, of `num`, into views of `size`."""
     if value is None:
         return [None] * -(-num // size)
@@ -273,5 +277,5 @@ def cuts(value: Any, num: int, size: int) -> Sequence[Any]:
             return [value[start : start + size] for start in range(0, num, size)]
         # Iterating takes half of what slicing does; a view, as only the first dimension is divided.
         return list(value.reshape(-1, size, *value.shape[1:]))
-    parts = zip(*(cuts(sub, num, size) for sub in value.values()), strict=True)
+    parts = zip(*(split_field(sub, num, size) for sub in value.values()), strict=True)
     return [dict(zip(value, part, strict=True)) for part in parts]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 
 # In a state: the kind of sampler that it is of. Without it, the state of one that also draws from
 # a numpy generator would be taken, and go on with other batches.
@@ -16,25 +16,27 @@ KIND: Final = "kind"
 
 
 @contextmanager
-def reading_state(kind: str, state: object) -> Iterator[None]:
+def read_state(kind: str, state: object) -> Iterator[None]:
     """Read a saved position, which anybody may have kept anywhere.
 
-    Raises: ConfigInvalid if it is that of another kind of sampler, or not whole.
+    Raises: ConfigInvalidError if it is that of another kind of sampler, or not whole.
     """
     if not isinstance(state, Mapping):
-        raise _refused(kind, f"a {type(state).__name__}")
+        raise _invalid_state_error(kind, f"a {type(state).__name__}")
     if state.get(KIND) != kind:
         found = (
             f"one of a {state[KIND]} sampler" if KIND in state else f"the entries {_names(state)}"
         )
-        raise _refused(kind, found)
+        raise _invalid_state_error(kind, found)
     try:
         yield
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise _refused(kind, f"one that is not whole ({type(error).__name__}: {error})") from error
+        raise _invalid_state_error(
+            kind, f"one that is not whole ({type(error).__name__}: {error})"
+        ) from error
 
 
-def generator_at(state: Any) -> np.random.Generator:
+def restore_generator(state: Any) -> np.random.Generator:
     """Return a generator of numpy's (PCG64) at a saved position.
 
     Raises: KeyError, TypeError, ValueError if it is none, which leaves other generators alone.
@@ -44,8 +46,8 @@ def generator_at(state: Any) -> np.random.Generator:
     return generator
 
 
-def _refused(kind: str, found: str) -> ConfigInvalid:
-    return ConfigInvalid(
+def _invalid_state_error(kind: str, found: str) -> ConfigInvalidError:
+    return ConfigInvalidError(
         f"{kind} sampler: found a saved state that is {found}, expected what state_dict() of a "
         f"{kind} sampler returned. Nothing was changed; restore each state into a sampler made as "
         "the one that it was saved of."

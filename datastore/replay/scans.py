@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.replay.layout import KEY
 from replaylake.datastore.replay.records import Packed, Records
 
@@ -53,7 +53,10 @@ def num_not_terminated(packed: Packed) -> int:
 
 
 def check_finite(packed: Packed, expression: str) -> None:
-    """Refuse NULL, NaN and infinities that a reward expression gave. Raises: SchemaMismatch."""
+    """Refuse NULL, NaN and infinities that a reward expression gave.
+
+    Raises: SchemaMismatchError.
+    """
     rewards = packed.records.rows[schema.REWARD]
     num, is_infinite = 0, False
     for start in range(0, len(rewards), _PIECE):
@@ -64,7 +67,7 @@ def check_finite(packed: Packed, expression: str) -> None:
             is_infinite |= bool(np.isinf(piece).any())
     if num:
         found = "infinity" if is_infinite else "NULL or NaN"
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"reward {expression}: found {found} in {num} of {packed.num_steps} selected steps, "
             "expected finite numbers. Say what they count as, as in coalesce(x / nullif(y, 0), 0), "
             "or leave their episodes out with `where`."
@@ -90,12 +93,12 @@ def content_hash(
     # Selections that were made before there was a where_steps keep their hash.
     steps = f"{where_steps}\0" if where_steps else ""
     digest.update(f"\0{where or ''}\0{reward or ''}\0{steps}".encode())
-    for keys in _sorted_keys(records.rows[KEY], positions):
+    for keys in _iter_sorted_keys(records.rows[KEY], positions):
         digest.update(keys.tobytes())
     return digest.hexdigest()
 
 
-def _sorted_keys(
+def _iter_sorted_keys(
     keys: NDArray[np.uint64], positions: NDArray[np.int64]
 ) -> Iterator[NDArray[np.uint64]]:
     """Yield the keys [.., 2] in ascending order of their first halves, a range of them at a time.

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.protocols import Assembler, Candidates, Item, Selector
 from replaylake.datastore.replay.sampler import Sampler
@@ -35,7 +35,7 @@ class SampleSource(ABC):
 
     @abstractmethod
     def candidates(self, item: Item) -> Candidates:
-        """Return the items that may be selected. Raises: EmptyReplay if there can be none."""
+        """Return the items that may be selected. Raises: EmptyReplayError if there can be none."""
 
     def finished(self, item: Item) -> Candidates:
         """Return the items to which no step is added any more: all, where none is."""
@@ -49,7 +49,7 @@ class SampleSource(ABC):
         """Return a sampler that draws uniformly with replacement.
 
         `item` is what each row is: by default a transition, discounted by 0.99.
-        Raises: EmptyReplay.
+        Raises: EmptyReplayError.
         """
         return self._sampler(batch_size, item, UniformSelector(seed=seed))
 
@@ -67,7 +67,8 @@ class SampleSource(ABC):
 
         Of `num_ranks` processes that learn together, with the same seed, each draws another part of
         the epoch, in as many batches as the others. An epoch's last batch is smaller, or left out
-        with drop_last. Raises: EmptyReplay; ConfigInvalid where there is too little for an epoch.
+        with drop_last. Raises: EmptyReplayError; ConfigInvalidError where there is too little for
+        an epoch.
         """
         selector = ShuffledSelector(
             batch_size, seed=seed, rank=rank, num_ranks=num_ranks, drop_last=drop_last
@@ -87,7 +88,7 @@ class SampleSource(ABC):
         Of a live view, in that of arrival; sequences come when they have all their steps, or their
         episode ended. after: the row key [2] of the last one that was consumed before,
         `sampler.last_key`.
-        Raises: EmptyReplay; NotFound if no item has that key.
+        Raises: EmptyReplayError; NotFoundError if no item has that key.
         """
         _check_item(item)
         return InOrderSampler(self.finished(item), self.assembler(item), batch_size, after)
@@ -109,8 +110,8 @@ class SampleSource(ABC):
 
         See PrioritizedSelector for alpha, beta, beta_updates and uniform_fraction. What has no
         priority yet has the highest that there was, at first `initial_priority`. `restore` names
-        priorities that save_priorities kept. Raises: EmptyReplay, ConfigInvalid; NotFound where
-        none were kept. Memory: 9.2 bytes a candidate.
+        priorities that save_priorities kept. Raises: EmptyReplayError, ConfigInvalidError;
+        NotFoundError where none were kept. Memory: 9.2 bytes a candidate.
         """
         candidates, assembler = self.items(item)
         selector = PrioritizedSelector(
@@ -141,7 +142,7 @@ class SampleSource(ABC):
         That is, steps with policy_version >= the learner's - max_staleness. The learner's is
         `policy_version`, a number (see also set_policy_version) or a function that returns it, by
         default the newest that was seen. Needs a view with columns=("policy_version",).
-        Raises: EmptyReplay, ConfigInvalid.
+        Raises: EmptyReplayError, ConfigInvalidError.
         """
         candidates, assembler = self.items(item)
         selector = RecentSelector(
@@ -161,14 +162,17 @@ class SampleSource(ABC):
         return Sampler(candidates, selector, assembler, batch_size)
 
     def items(self, item: Item) -> tuple[Candidates, Assembler]:
-        """Return which items there are and what copies them. Raises: EmptyReplay, ConfigInvalid."""
+        """Return which items there are and what copies them.
+
+        Raises: EmptyReplayError, ConfigInvalidError.
+        """
         _check_item(item)
         return self.candidates(item), self.assembler(item)
 
 
 def _check_item(item: Item) -> None:
     if isinstance(item, type) or not isinstance(item, Item):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"replay: found item {item!r}, expected what a row is to be: Transitions(0.99), "
             "Sequences(80), Episodes() or Hindsight(...). Leave it out for transitions."
         )

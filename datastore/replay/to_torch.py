@@ -13,15 +13,15 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.replay.arguments import whole_number
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.replay.arguments import check_int
 from replaylake.datastore.replay.batch_source import (
     BatchSource,
-    TakesPriorities,
+    PrioritizedSource,
     check_batch_source,
 )
 from replaylake.datastore.replay.protocols import Output
-from replaylake.datastore.replay.sampler import Sampler, cuts, make_batches
+from replaylake.datastore.replay.sampler import Sampler, make_batches, split_field
 
 # They name rows, and nothing is computed from them: always numpy.
 _NUMPY_FIELDS: Final = frozenset({"keys", "indices"})
@@ -37,37 +37,37 @@ def to_torch(batch: Batch[Array], device: torch.device | str = "cpu") -> Batch[t
 
     On the CPU the tensors share the arrays' memory. To another device goes each stretch of memory
     that holds fields in one copy, which for packed records is all of them. `keys` and `indices`
-    stay numpy. Raises: ConfigInvalid for a device that is not there, or a batch of tensors.
+    stay numpy. Raises: ConfigInvalidError for a device that is not there, or a batch of tensors.
     """
-    target = _checked_device(device)
+    target = _parse_device(device)
     if not isinstance(batch, Batch) or not isinstance(batch.rewards, np.ndarray):
         found = type(batch.rewards if isinstance(batch, Batch) else batch).__name__
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"to_torch: found {found}, expected a Batch of numpy arrays. Pass what a view's "
             "sampler returns; batches of a TorchSampler are tensors already."
         )
     if target.type == "cpu":
-        return _mapped(batch, _tensor)
-    return in_one_memory(batch, lambda memory: memory.to(target, non_blocking=True))
+        return _map_arrays(batch, _tensor)
+    return convert_sharing(batch, lambda memory: memory.to(target, non_blocking=True))
 
 
-def _checked_device(device: torch.device | str) -> torch.device:
+def _parse_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{_NAME}: found device {device!r}, expected one that torch knows. Pass, say, "
             '"cpu" or "cuda".'
         ) from error
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{_NAME}: found device {device!r} and no CUDA device here, expected one. Leave device "
             "out, or install torch with CUDA."
         )
     return found
 
 
-def in_one_memory(
+def convert_sharing(
     batch: Batch[Array], move: Callable[[torch.Tensor], torch.Tensor] = lambda memory: memory
 ) -> Batch[torch.Tensor]:
     """Return the batch with tensors that share memory with each other as the arrays do.
@@ -75,8 +75,8 @@ def in_one_memory(
     move: is given each stretch of memory that holds fields, uint8 [bytes], once, and returns it
     where it is wanted. Cost: about 5 us a field.
     """
-    stretches = _Stretches(batch, move)
-    return _mapped(stretches.batch, stretches.tensor)
+    stretches = _MemoryRegions(batch, move)
+    return _map_arrays(stretches.batch, stretches.tensor)
 
 
 class TorchSampler:
@@ -101,33 +101,33 @@ class TorchSampler:
         pinned: batches lie in page-locked memory, from which copies to a GPU go on while the
         program does; where `device` is a GPU they go through such memory.
 
-        Raises: ConfigInvalid for reuse of what has no blocks to write into, such as a mixture, and
-        for pinned without a CUDA device.
+        Raises: ConfigInvalidError for reuse of what has no blocks to write into, such as a mixture,
+        and for pinned without a CUDA device.
         """
         check_batch_source(_NAME, sampler)
         if isinstance(sampler, TorchSampler):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "torch sampler: found a TorchSampler, whose batches are tensors already, expected "
                 "another sampler. Use it as it is."
             )
-        reuse = whole_number(f"{_NAME}: reuse", reuse, advice="Leave reuse out.")
+        reuse = check_int(f"{_NAME}: reuse", reuse, advice="Leave reuse out.")
         if reuse and not isinstance(sampler, Sampler):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"torch sampler: found reuse {reuse} of a {type(sampler).__name__}, expected 0, or "
                 "more of a view's own sampler. Leave reuse out."
             )
         if pinned and not torch.cuda.is_available():
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "torch sampler: found pinned=True without a CUDA device, expected one: only copies "
                 "to it need page-locked memory. Leave pinned out."
             )
         self.sampler = sampler
-        self.device = _checked_device(device)
+        self.device = _parse_device(device)
         self.reuse = reuse
         self._pinned = pinned
         self._blocks = sampler if isinstance(sampler, Sampler) else None
         self._ready: deque[Batch[torch.Tensor]] = deque()
-        self._slots: deque[_Slot] = deque()
+        self._slots: deque[_ReusedBlock] = deque()
 
     def sample(self) -> Batch[torch.Tensor]:
         """Draw one batch. Raises: what the sampler raises."""
@@ -141,10 +141,10 @@ class TorchSampler:
     def update_priorities(self, indices: Any, priorities: Any) -> None:
         """Set the priorities of rows: of `batch.indices` [B], to numbers or a tensor [B].
 
-        Raises: ConfigInvalid where the sampler does not draw by priorities.
+        Raises: ConfigInvalidError where the sampler does not draw by priorities.
         """
-        if not isinstance(self.sampler, TakesPriorities):
-            raise ConfigInvalid(
+        if not isinstance(self.sampler, PrioritizedSource):
+            raise ConfigInvalidError(
                 f"torch sampler: found a {type(self.sampler).__name__}, expected one that draws by "
                 "priorities. Make it with view.prioritized, or leave update_priorities out."
             )
@@ -180,7 +180,7 @@ class TorchSampler:
                 # The last rows of an epoch: the next block is a whole one again.
                 self._slots.extendleft([slot] if slot else [])
                 return self._batches(output.batch, size)
-            slot = _Slot(output, output.batch)
+            slot = _ReusedBlock(output, output.batch)
             slot.batches = self._batches(output.batch, size, slot.memory)
         else:
             for stretch, moved in slot.memory:
@@ -190,17 +190,17 @@ class TorchSampler:
 
     def _placed(self, batch: Batch[Array]) -> Batch[torch.Tensor]:
         if self._shares_memory:
-            return _mapped(batch, _tensor)
-        return in_one_memory(batch, lambda stretch: self._moved(stretch, None))
+            return _map_arrays(batch, _tensor)
+        return convert_sharing(batch, lambda stretch: self._moved(stretch, None))
 
     def _batches(
         self, batch: Batch[Array], size: int, memory: list[_Copy] | None = None
     ) -> list[Batch[torch.Tensor]]:
         """Cut some rows into batches where they shall be; append to `memory` what was copied."""
         if self._shares_memory:
-            return _split_and_mapped(batch, size)
+            return _split_and_map(batch, size)
         return _split_tensors(
-            in_one_memory(batch, lambda stretch: self._moved(stretch, memory)), size
+            convert_sharing(batch, lambda stretch: self._moved(stretch, memory)), size
         )
 
     @property
@@ -224,7 +224,7 @@ class TorchSampler:
 
 
 @dataclass
-class _Slot:
+class _ReusedBlock:
     """Memory that is written again: an Output, and the batches of tensors that show it.
 
     memory: each stretch of it, and its copy that the tensors are views of; empty where they are
@@ -237,10 +237,10 @@ class _Slot:
     memory: list[_Copy] = field(default_factory=list)
 
 
-def _split_and_mapped(batch: Batch[Array], size: int) -> list[Batch[torch.Tensor]]:
+def _split_and_map(batch: Batch[Array], size: int) -> list[Batch[torch.Tensor]]:
     num = len(batch.keys)
     fields = {
-        name: cuts(value, num, size) if name in _NUMPY_FIELDS else _tensors(value, num, size)
+        name: split_field(value, num, size) if name in _NUMPY_FIELDS else _tensors(value, num, size)
         for name, value in vars(batch).items()
     }
     return make_batches(fields)
@@ -256,11 +256,11 @@ def _tensors(value: Any, num: int, size: int) -> Sequence[Any]:
         try:
             if num >= _MANY_PARTS * size:
                 return torch.unsafe_split(torch.from_numpy(value), size)
-            return list(map(torch.from_numpy, cuts(value, num, size)))
+            return list(map(torch.from_numpy, split_field(value, num, size)))
         except ValueError:
             # Of strides that torch refuses.
             pass
-    return [_each(part, _tensor) for part in cuts(value, num, size)]
+    return [_map_field(part, _tensor) for part in split_field(value, num, size)]
 
 
 def _split_tensors(batch: Batch[torch.Tensor], size: int) -> list[Batch[torch.Tensor]]:
@@ -275,24 +275,24 @@ def _tensor_cuts(value: Any, num: int, size: int) -> Sequence[Any]:
     if isinstance(value, dict):
         parts = zip(*(_tensor_cuts(sub, num, size) for sub in value.values()), strict=True)
         return [dict(zip(value, part, strict=True)) for part in parts]
-    return cuts(value, num, size)
+    return split_field(value, num, size)
 
 
-def _mapped(batch: Batch[Array], convert: Callable[[Array], Any]) -> Batch[Any]:
+def _map_arrays(batch: Batch[Array], convert: Callable[[Array], Any]) -> Batch[Any]:
     """Return the batch with every array converted that is to be a tensor."""
     fields = {
-        name: value if name in _NUMPY_FIELDS else _each(value, convert)
+        name: value if name in _NUMPY_FIELDS else _map_field(value, convert)
         for name, value in vars(batch).items()
     }
     return Batch(**fields)
 
 
-def _each(value: Any, convert: Callable[[Array], Any]) -> Any:
+def _map_field(value: Any, convert: Callable[[Array], Any]) -> Any:
     if value is None:
         return None
     if isinstance(value, np.ndarray):
         return convert(value)
-    return {key: _each(sub, convert) for key, sub in value.items()}
+    return {key: _map_field(sub, convert) for key, sub in value.items()}
 
 
 def _tensor(value: Array) -> torch.Tensor:
@@ -308,7 +308,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-class _Stretches:
+class _MemoryRegions:
     """The memory that holds a batch's fields, by the array that owns it, each moved once."""
 
     def __init__(self, batch: Batch[Array], move: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -323,7 +323,7 @@ class _Stretches:
             bounds[id(owner)] = owner, min(low, start), max(high, stop)
             return value
 
-        self.batch = _mapped(batch, lambda value: note(_owned(value)))
+        self.batch = _map_arrays(batch, lambda value: note(_make_sharable(value)))
         self._moved = {}
         for key, (owner, low, high) in bounds.items():
             # Whole words, so that they can be viewed as any dtype.
@@ -339,7 +339,7 @@ class _Stretches:
         return moved.view(_torch_dtype(value.dtype)).as_strided(value.shape, strides, offset)
 
 
-def _owned(value: Array) -> Array:
+def _make_sharable(value: Array) -> Array:
     """Return the array, or a copy where torch could not show it in the memory that it lies in."""
     size = value.itemsize
     owner = _owner(value)

@@ -12,25 +12,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.episodes.compatibility import difference, joined
+from replaylake.datastore.episodes.compatibility import find_spec_mismatch, join_specs
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, NotFound, SchemaMismatch
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    EmptyReplayError,
+    NotFoundError,
+    SchemaMismatchError,
+)
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.replay.cache.cached_view import (
     open_cached,
     read_content_hash,
     write_content_hash,
 )
-from replaylake.datastore.replay.cache.keeping import Keeping
+from replaylake.datastore.replay.cache.keeping import CacheWriter
 from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.memory import (
     BOOTSTRAPPABLE_STEPS,
     RECORDS,
     STEPS,
-    Room,
-    Scratch,
-    budget_of,
+    ArrayAllocator,
+    ScratchFiles,
     is_mapped,
+    resolve_budget,
 )
 from replaylake.datastore.replay.protocols import Assembler, Item
 from replaylake.datastore.replay.record_runs import Runs
@@ -45,7 +50,7 @@ from replaylake.datastore.replay.selectors.weighted import (
     step_weights,
 )
 from replaylake.datastore.replay.source import TRANSITIONS, SampleSource
-from replaylake.datastore.replay.view_query import naming
+from replaylake.datastore.replay.view_query import explain_sql_errors
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class CachedPart:
     place: its folder, or who writes it.
     """
 
-    place: Keeping | Path
+    place: CacheWriter | Path
     layout: RecordLayout
     origins: tuple[Origin, ...]
 
@@ -77,11 +82,11 @@ class CachedPart:
         return "" if isinstance(self.place, Path) else self.place.failure
 
     def open(self) -> ReplayView:
-        """Map it. Raises: NotFound."""
+        """Map it. Raises: NotFoundError."""
         folder = self.folder()
         found = None if folder is None else open_cached(folder, self.layout)
         if found is None:
-            raise NotFound(
+            raise NotFoundError(
                 f"replay view {folder}: found it gone from the cache since it was sent here, "
                 "expected it. Open the snapshot's replay again."
             )
@@ -177,10 +182,10 @@ class ReplayView(SampleSource):
         return "; ".join(filter(None, (part.failure for part in self._cached)))
 
     def candidates(self, item: Item) -> FixedCandidates:
-        """Return the items that may be selected. Raises: EmptyReplay."""
+        """Return the items that may be selected. Raises: EmptyReplayError."""
         starts = item.starts(self.packed)
         if not len(starts):
-            raise EmptyReplay(
+            raise EmptyReplayError(
                 f"replay of {self.names}: found {self.num_steps} steps, none at which {item} may "
                 "start, expected at least one. A transition needs a next observation or a "
                 "termination (to clone it does not: only_bootstrappable=False), an episode its "
@@ -205,18 +210,18 @@ class ReplayView(SampleSource):
 
         `weight` is over the columns of the step and of its episode (`return`, `num_steps`, ...): of
         names that both have, the step's. `correct` gives importance weights; see WeightedSelector.
-        Raises: QueryRefused, QueryFailed, EmptyReplay, NotFound; SchemaMismatch for NULL, NaN,
-        negative or infinite weights, or none above 0; ShardCorrupt; ConfigInvalid where the view
-        was sent to.
+        Raises: QueryRefusedError, QueryError, EmptyReplayError, NotFoundError; SchemaMismatchError
+        for NULL, NaN, negative or infinite weights, or none above 0; ShardCorruptError;
+        ConfigInvalidError where the view was sent to.
         """
         if not isinstance(weight, str):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"replay: found weight {weight!r}, expected SQL in a string. Write it as in "
                 "weight='exp(reward)'."
             )
         candidates, assembler = self.items(item)
         starts = candidates.positions(np.arange(candidates.capacity))
-        with naming("weight", weight):
+        with explain_sql_errors("weight", weight):
             expression = canonical_expression(weight)
             weights = step_weights(self.packed, self.origins, starts, expression)
         selector = WeightedSelector(weights, expression, seed=seed, correct=correct)
@@ -231,9 +236,9 @@ class ReplayView(SampleSource):
     def __reduce__(self) -> tuple[Any, ...]:
         written = [part.written() for part in self._cached]
         if written and None not in written:
-            return _reopened, (written,)
+            return _reopen, (written,)
         if is_mapped(self.packed.records.words):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"replay of {self.names}: found a view that is larger than its memory budget and "
                 "not in the cache, expected one that another process can map. Open it with "
                 "cache=True in a lake that can be written to, or raise memory_budget_bytes."
@@ -253,21 +258,21 @@ def concatenate(
     the budget, by default half of what is available, else into a temporary file (TMPDIR), which is
     mapped and goes with the view. A mixture draws from several views without copying them.
 
-    Raises: SchemaMismatch, EmptyReplay; ConfigInvalid if a dataset is there twice, or the views
-    have not the same columns and options; StorageFailed if the disk lacks the room.
+    Raises: SchemaMismatchError, EmptyReplayError; ConfigInvalidError if a dataset is there twice,
+    or the views have not the same columns and options; StorageError if the disk lacks the room.
     """
-    views = _checked_views(views)
+    views = _check_views(views)
     names = [origin.dataset for view in views for origin in view.origins]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"replay of {', '.join(names)}: found {', '.join(twice)} twice, expected each dataset "
             "once: its steps would count double. Name it once, at one version."
         )
     if len(views) == 1:
         return views[0]
-    layout = _joined_layout(views)
-    room = Room(budget_of(memory_budget_bytes), Scratch)
-    packed = join([view.packed for view in views], layout, room)
+    layout = _join_layouts(views)
+    room = ArrayAllocator(resolve_budget(memory_budget_bytes), ScratchFiles)
+    packed = join_packed([view.packed for view in views], layout, room)
     origins, num_before = [], 0
     for view in views:
         origins += [origin.shifted(num_before) for origin in view.origins]
@@ -279,44 +284,44 @@ def concatenate(
     return ReplayView(packed, tuple(origins), cached=cached, has_masked_actions=masked)
 
 
-def _checked_views(views: object) -> Sequence[ReplayView]:
+def _check_views(views: object) -> Sequence[ReplayView]:
     if not isinstance(views, Sequence) or not all(isinstance(view, ReplayView) for view in views):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"concatenate: found {views!r}, expected a list of views of snapshots. Make each with "
             "snapshot.replay(...)."
         )
     if not views:
-        raise EmptyReplay(
+        raise EmptyReplayError(
             "concatenate: found no views, expected at least one. Make them with "
             "snapshot.replay(...)."
         )
     return views
 
 
-def _joined_layout(views: Sequence[ReplayView]) -> RecordLayout:
-    """Return the layout that holds all of them. Raises: SchemaMismatch, ConfigInvalid."""
+def _join_layouts(views: Sequence[ReplayView]) -> RecordLayout:
+    """Return the layout that holds all of them. Raises: SchemaMismatchError, ConfigInvalidError."""
     first = views[0]
     layout, spec = first.packed.records.layout, first.spec
     for view in views[1:]:
-        if (differs := difference(spec, view.spec)) is not None:
-            raise SchemaMismatch(
+        if (differs := find_spec_mismatch(spec, view.spec)) is not None:
+            raise SchemaMismatchError(
                 f"datasets {first.names} and {view.names}: {differs}, expected one. Train on "
                 "each alone, or ingest them with the same --env."
             )
-        spec = joined(spec, view.spec)
+        spec = join_specs(spec, view.spec)
         other = view.packed.records.layout
         for option in ("columns", "float64", "frame_stack"):
             mine, its = getattr(layout, option), getattr(other, option)
             if mine != its:
-                raise ConfigInvalid(
+                raise ConfigInvalidError(
                     f"replay of {first.names} and {view.names}: found {option} {mine} and {its}, "
                     "expected one. Open them with the same."
                 )
     return replace(layout, spec=spec)
 
 
-def _reopened(parts: Sequence[CachedPart]) -> ReplayView:
-    """Map a view that another process sent. Raises: NotFound if it left the cache since."""
+def _reopen(parts: Sequence[CachedPart]) -> ReplayView:
+    """Map a view that another process sent. Raises: NotFoundError if it left the cache since."""
     return concatenate([part.open() for part in parts])
 
 
@@ -324,11 +329,11 @@ def _reopened(parts: Sequence[CachedPart]) -> ReplayView:
 _PIECE = 1 << 14
 
 
-def join(parts: Sequence[Packed], layout: RecordLayout, room: Room) -> Packed:
+def join_packed(parts: Sequence[Packed], layout: RecordLayout, room: ArrayAllocator) -> Packed:
     """Copy the parts into `room`; where `layout` has action masks and a part none, all are true.
 
     Each brings its padding along, so that a window never reaches into the next part's records.
-    Raises: StorageFailed.
+    Raises: StorageError.
     """
     lengths = [len(part.records.words) for part in parts]
     offsets = [sum(lengths[:number]) for number in range(len(parts))]
@@ -336,14 +341,14 @@ def join(parts: Sequence[Packed], layout: RecordLayout, room: Room) -> Packed:
     words = room.allocate(RECORDS, shape, np.dtype(np.uint64))
     for part, offset, length in zip(parts, offsets, lengths, strict=True):
         _copy(part.records, layout, words[offset : offset + length], offset)
-    steps = _shifted([part.steps for part in parts], offsets, STEPS, room)
+    steps = _shift_arrays([part.steps for part in parts], offsets, STEPS, room)
     bootstrappable = steps
     if any(len(part.bootstrappable) < len(part.steps) for part in parts):
         found = [part.bootstrappable for part in parts]
-        bootstrappable = _shifted(found, offsets, BOOTSTRAPPABLE_STEPS, room)
+        bootstrappable = _shift_arrays(found, offsets, BOOTSTRAPPABLE_STEPS, room)
     return Packed(
         records=Records(layout, words, has_links=any(part.records.has_links for part in parts)),
-        runs=_joined_runs([part.runs for part in parts], offsets),
+        runs=_join_runs([part.runs for part in parts], offsets),
         steps=steps,
         bootstrappable=bootstrappable,
         num_steps=sum(part.num_steps for part in parts),
@@ -370,8 +375,8 @@ def _copy(records: Records, layout: RecordLayout, words: NDArray[np.uint64], off
             rows[KEY][links, 0] += np.uint64(offset)
 
 
-def _shifted(
-    arrays: Sequence[NDArray[np.int64]], offsets: Sequence[int], name: str, room: Room
+def _shift_arrays(
+    arrays: Sequence[NDArray[np.int64]], offsets: Sequence[int], name: str, room: ArrayAllocator
 ) -> NDArray[np.int64]:
     joined: NDArray[np.int64] = room.allocate(
         name, (sum(len(array) for array in arrays),), np.dtype(np.int64)
@@ -383,7 +388,7 @@ def _shifted(
     return joined
 
 
-def _joined_runs(parts: Sequence[Runs], offsets: Sequence[int]) -> Runs:
+def _join_runs(parts: Sequence[Runs], offsets: Sequence[int]) -> Runs:
     moved = [
         replace(runs, starts=runs.starts + offset)
         for runs, offset in zip(parts, offsets, strict=True)

@@ -12,17 +12,17 @@ from typing import Final
 
 import duckdb
 
-from replaylake.datastore.errors import ConfigInvalid, QueryFailed, QueryRefused
+from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRefusedError
 from replaylake.datastore.query.expressions import canonical_expression
-from replaylake.datastore.replay.arguments import whole_number
-from replaylake.datastore.replay.layout import MOST_FRAMES, RecordLayout
+from replaylake.datastore.replay.arguments import check_int
+from replaylake.datastore.replay.layout import MAX_FRAMES, RecordLayout
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 # What packing puts into records, and where: one more whenever the same shards and query would give
 # other bytes. (A layout's dtype is in the key besides.)
 PACKED_FORMAT: Final = 1
 # How DuckDB's messages begin that are about what was asked.
-_OF_SQL: Final = ("Parser Error", "Binder Error", "Catalog Error", "Conversion Error")
+_SQL_ERRORS: Final = ("Parser Error", "Binder Error", "Catalog Error", "Conversion Error")
 _TABLES: Final = {
     "where": "episodes",
     "where_steps": "steps",
@@ -48,19 +48,19 @@ class ViewQuery:
     frame_stack: int = 1
 
     def __post_init__(self) -> None:
-        """Raises: ConfigInvalid for an argument of another type."""
+        """Raises: ConfigInvalidError for an argument of another type."""
         for name, text in (*self.conditions(), ("reward", self.reward)):
             if text is not None and not isinstance(text, str):
-                raise ConfigInvalid(
+                raise ConfigInvalidError(
                     f"replay: found {name} {text!r}, expected SQL in a string, or None. Write it "
                     "as in where='num_steps > 10'."
                 )
         if not isinstance(self.float64, bool):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"replay: found float64 {self.float64!r}, expected True or False. True keeps what "
                 "is stored as float64."
             )
-        frames = whole_number("replay: frame_stack", self.frame_stack, least=1, most=MOST_FRAMES)
+        frames = check_int("replay: frame_stack", self.frame_stack, least=1, most=MAX_FRAMES)
         # numpy's numbers are no JSON, which the view's key is made of.
         object.__setattr__(self, "frame_stack", frames)
 
@@ -74,12 +74,12 @@ class ViewQuery:
         return ("where", self.where), ("where_steps", self.where_steps)
 
     def canonical(self) -> ViewQuery:
-        """Return it in DuckDB's own spelling. Raises: QueryRefused, QueryFailed."""
+        """Return it in DuckDB's own spelling. Raises: QueryRefusedError, QueryError."""
         return replace(
             self,
-            where=_spelt("where", self.where),
-            where_steps=_spelt("where_steps", self.where_steps),
-            reward=_spelt("reward", self.reward),
+            where=_canonical("where", self.where),
+            where_steps=_canonical("where_steps", self.where_steps),
+            reward=_canonical("reward", self.reward),
         )
 
 
@@ -103,35 +103,35 @@ def view_key(snapshot: TableSnapshot, layout: RecordLayout, query: ViewQuery) ->
 
 
 @contextmanager
-def naming(argument: str, expression: str) -> Iterator[None]:
-    """Say of which argument an error of its SQL is. Raises: QueryFailed, QueryRefused."""
+def explain_sql_errors(argument: str, expression: str) -> Iterator[None]:
+    """Say of which argument an error of its SQL is. Raises: QueryError, QueryRefusedError."""
     try:
         yield
-    except QueryFailed as error:
-        if not str(error).startswith(_OF_SQL):
+    except QueryError as error:
+        if not str(error).startswith(_SQL_ERRORS):
             # Such as a shard that cannot be read.
-            raise QueryFailed(f"{argument} {expression!r}: {error}") from error
-        raise QueryFailed(
+            raise QueryError(f"{argument} {expression!r}: {error}") from error
+        raise QueryError(
             f"{argument} {expression!r}: found {error}, expected SQL over the columns of "
             f"`{_TABLES[argument]}`. docs/SQL.md names them, and `replaylake show DATASET`."
         ) from error
-    except QueryRefused as error:
-        raise QueryRefused(f"{argument}: {error}") from error
+    except QueryRefusedError as error:
+        raise QueryRefusedError(f"{argument}: {error}") from error
 
 
 def column_names(columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of further columns, each once. Raises: ConfigInvalid."""
+    """Return the names of further columns, each once. Raises: ConfigInvalidError."""
     is_list = isinstance(columns, Sequence) and not isinstance(columns, str)
     if is_list and all(isinstance(name, str) for name in columns):
         return tuple(dict.fromkeys(columns))
-    raise ConfigInvalid(
+    raise ConfigInvalidError(
         f"replay: found columns {columns!r}, expected a list of names. Pass them as in "
         "columns=['policy_version']."
     )
 
 
-def _spelt(argument: str, expression: str | None) -> str | None:
+def _canonical(argument: str, expression: str | None) -> str | None:
     if expression is None:
         return None
-    with naming(argument, expression):
+    with explain_sql_errors(argument, expression):
         return canonical_expression(expression)

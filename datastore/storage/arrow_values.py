@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import SchemaMismatchError
 
 Array = NDArray[Any]
 
@@ -22,9 +22,9 @@ def numbers(column: pa.Array | pa.ChunkedArray) -> Array:
     """Return the values of numbers or flags [N]; unknown floats are NaN, unknown flags False.
 
     A view of the column's memory where it is numbers in one piece, all known: not to be written to.
-    Raises: SchemaMismatch for unknown integers.
+    Raises: SchemaMismatchError for unknown integers.
     """
-    column = whole(column)
+    column = combine_chunks(column)
     if pa.types.is_boolean(column.type):
         known = pc.fill_null(column, scalar(False, np.bool_)) if column.null_count else column
         flags: Array = np.from_dlpack(known.cast(pa.uint8())).view(np.bool_)
@@ -32,7 +32,7 @@ def numbers(column: pa.Array | pa.ChunkedArray) -> Array:
     if column.null_count and pa.types.is_floating(column.type):
         column = pc.fill_null(column, scalar(np.nan, column.type.to_pandas_dtype()))
     if column.null_count:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"column of {column.type}: found {column.null_count} nulls in {len(column)} rows, "
             "expected a value in each. Read it as Arrow, or with SQL."
         )
@@ -54,7 +54,7 @@ def is_numeric(kind: pa.DataType) -> bool:
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
-def whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+def combine_chunks(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Return a column in one piece: the column's memory where it is in one already."""
     if isinstance(column, pa.Array):
         return column

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.storage.remote.object_storage import ENDPOINTS, ObjectStorage, open_store
 from replaylake.datastore.storage.remote.shard_cache import CacheConfig, ShardCache
 from replaylake.datastore.storage.storage import LocalStorage, Storage
@@ -28,7 +28,7 @@ MEMORY: Final = "memory"
 _REMOTE: Final = ("s3", "gs", "az", MEMORY)
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # What a URL becomes as a pathlib.Path: `Path("s3://bucket")` is the folder `s3:/bucket`.
-_COLLAPSED: Final = re.compile(rf"({'|'.join((*_REMOTE, 'file'))}):/[^/]")
+_COLLAPSED_URL: Final = re.compile(rf"({'|'.join((*_REMOTE, 'file'))}):/[^/]")
 
 
 @dataclass(frozen=True)
@@ -53,38 +53,45 @@ class Location:
 
 
 def parse_location(lake: str | Path) -> Path | Location:
-    """Tell a folder from a URL. Raises: ConfigInvalid for a URL that names no lake of ours."""
+    """Tell a folder from a URL. Raises: ConfigInvalidError for a URL that names no lake of ours."""
     text = str(lake)
     match = _SCHEME.fullmatch(text)
-    if not text or "\0" in text or _COLLAPSED.match(text):
-        raise _refused(text, "a folder or a URL, as text: a Path loses one of its slashes")
+    if not text or "\0" in text or _COLLAPSED_URL.match(text):
+        raise _invalid_location_error(
+            text, "a folder or a URL, as text: a Path loses one of its slashes"
+        )
     if match is None:
         return Path(text)
     scheme, rest = match.group(1).lower(), match.group(2)
     if scheme == "file":
         return _file_folder(text)
     if scheme not in _REMOTE:
-        raise _refused(text, "a folder, or a URL of s3://, gs://, az://, file:// or memory://")
+        raise _invalid_location_error(
+            text, "a folder, or a URL of s3://, gs://, az://, file:// or memory://"
+        )
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.rstrip("/")
     parts = prefix.split("/") if prefix else []
     if not bucket and scheme != MEMORY:
-        raise _refused(text, f"{scheme}://BUCKET/PREFIX")
+        raise _invalid_location_error(text, f"{scheme}://BUCKET/PREFIX")
     if any(part in ("", ".", "..") for part in parts) or not rest.isprintable():
-        raise _refused(text, "a prefix without control characters and empty, `.` or `..` parts")
+        raise _invalid_location_error(
+            text, "a prefix without control characters and empty, `.` or `..` parts"
+        )
     return Location(scheme, bucket, prefix)
 
 
 def open_storage(lake: str | Path) -> Storage:
     """Return the storage of a lake, which need not exist yet.
 
-    Raises: ConfigInvalid for a URL that names no lake of ours, ExtraMissing, StorageFailed.
+    Raises: ConfigInvalidError for a URL that names no lake of ours, ExtraMissingError,
+    StorageError.
     """
     place = parse_location(lake)
     if isinstance(place, Path):
         return LocalStorage(place)
     if place.scheme == MEMORY:
-        return _in_memory(place)
+        return _memory_storage(place)
     name = place.folder_name(os.environ)
     cache = ShardCache(CacheConfig.from_environment(os.environ), name)
     return ObjectStorage(
@@ -96,16 +103,16 @@ def open_storage(lake: str | Path) -> Storage:
 
 
 def absolute_lake(lake: str | Path) -> str:
-    """Return what names the same lake from any working directory. Raises: ConfigInvalid."""
+    """Return what names the same lake from any working directory. Raises: ConfigInvalidError."""
     place = parse_location(lake)
     return str(place.resolve()) if isinstance(place, Path) else place.url
 
 
 def check_shareable(lake: str | Path, what: str) -> None:
-    """Refuse a lake that other processes cannot see. Raises: ConfigInvalid."""
+    """Refuse a lake that other processes cannot see. Raises: ConfigInvalidError."""
     place = parse_location(lake)
     if isinstance(place, Location) and place.scheme == MEMORY:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{what}: found lake {lake}, which is in this process's memory alone, expected one "
             "that other processes see too. Use a folder or an object store."
         )
@@ -122,7 +129,7 @@ _memories_lock = threading.Lock()
 _scratch: list[tempfile.TemporaryDirectory[str]] = []
 
 
-def _in_memory(place: Location) -> ObjectStorage:
+def _memory_storage(place: Location) -> ObjectStorage:
     """Return the store of that name; its copies and journals end with the process too."""
     with _memories_lock:
         if (storage := _memories.get(place.url)) is None:
@@ -140,9 +147,13 @@ def _in_memory(place: Location) -> ObjectStorage:
 def _file_folder(text: str) -> Path:
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
-        raise _refused(text, "file:///FOLDER, with `?`, `#` and `%` written as %3F, %23 and %25")
+        raise _invalid_location_error(
+            text, "file:///FOLDER, with `?`, `#` and `%` written as %3F, %23 and %25"
+        )
     return Path(unquote(parts.path))
 
 
-def _refused(text: str, expected: str) -> ConfigInvalid:
-    return ConfigInvalid(f"lake {text!r}: expected {expected}. Check --lake or REPLAYLAKE_LAKE.")
+def _invalid_location_error(text: str, expected: str) -> ConfigInvalidError:
+    return ConfigInvalidError(
+        f"lake {text!r}: expected {expected}. Check --lake or REPLAYLAKE_LAKE."
+    )

@@ -21,22 +21,22 @@ from replaylake.datastore.episodes.spaces import (
     Space,
     describe,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.log_probs import UNIT_LIMIT
 from replaylake.datastore.lake.policies.multi_categorical import element_sizes
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.box_actions import box_scaling
 from replaylake.offline.algorithms.discrete_actions import action_indices, log_softmax
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.action_scaling import ActionScaling
 from replaylake.offline.learning.algorithm import tensor
-from replaylake.offline.losses.actor_critic import squashed_sample
+from replaylake.offline.losses.actor_critic import sample_squashed
 from replaylake.offline.losses.likelihood import gaussian_nll
 
 Parameters = tuple[torch.Tensor, ...]
 
 
-class Taken(NamedTuple):
+class EncodedActions(NamedTuple):
     """The actions of M steps as a head takes them, and ln mu float [M] of those who took them."""
 
     actions: torch.Tensor
@@ -62,7 +62,7 @@ class ActionHead(Protocol):
     num_outputs: int
     num_stds: int
 
-    def taken(self, batch: Batch) -> Taken:
+    def taken(self, batch: Batch) -> EncodedActions:
         """Return the actions of a batch of M steps."""
         ...
 
@@ -72,9 +72,9 @@ class ActionHead(Protocol):
 
 
 def action_head(
-    name: str, observation_space: Space, action_space: Space, facts: DatasetFacts
+    name: str, observation_space: Space, action_space: Space, facts: DatasetStatistics
 ) -> ActionHead:
-    """Return the head for an action space. Raises: SpaceUnsupported."""
+    """Return the head for an action space. Raises: SpaceUnsupportedError."""
     if isinstance(action_space, Discrete):
         return CategoricalHead(observation_space, action_space)
     if isinstance(action_space, MultiDiscrete | MultiBinary):
@@ -82,7 +82,7 @@ def action_head(
     if isinstance(action_space, Box):
         space, scaling = box_scaling(name, action_space, facts)
         return SquashedGaussianHead(observation_space, space, scaling)
-    raise SpaceUnsupported(
+    raise SpaceUnsupportedError(
         f"{name}: found action space {describe(action_space)}, expected Discrete, MultiDiscrete, "
         "MultiBinary or a float Box."
     )
@@ -115,10 +115,10 @@ class CategoricalHead:
         self.num_outputs = space.n
         self._space = space
 
-    def taken(self, batch: Batch) -> Taken:
+    def taken(self, batch: Batch) -> EncodedActions:
         """Return int64 [M, 1]."""
         actions = action_indices(batch, self._space)[:, None]
-        return Taken(actions, tensor(batch.behavior_log_probs))
+        return EncodedActions(actions, tensor(batch.behavior_log_probs))
 
     def distribution(self, parameters: Parameters, masks: torch.Tensor | None) -> Distribution:
         """Return that of logits [M, A]."""
@@ -135,9 +135,9 @@ class MultiCategoricalHead:
         self._sizes = list(element_sizes(space))
         self.num_outputs = sum(self._sizes)
 
-    def taken(self, batch: Batch) -> Taken:
+    def taken(self, batch: Batch) -> EncodedActions:
         """Return int64 [M, K]."""
-        return Taken(tensor(batch.actions).long(), tensor(batch.behavior_log_probs))
+        return EncodedActions(tensor(batch.actions).long(), tensor(batch.behavior_log_probs))
 
     def distribution(self, parameters: Parameters, masks: torch.Tensor | None) -> Distribution:
         """Return that of logits [M, sum of sizes]."""
@@ -158,7 +158,7 @@ class SquashedGaussian:
     def entropies(self, rng: torch.Generator) -> torch.Tensor:
         """Return -ln of the squashed density of an action that it draws, unbiased."""
         noise = torch.randn(self._means.shape, generator=rng, device=self._means.device)
-        return -squashed_sample(self._means, self._log_stds, noise)[1]
+        return -sample_squashed(self._means, self._log_stds, noise)[1]
 
 
 class SquashedGaussianHead:
@@ -173,7 +173,7 @@ class SquashedGaussianHead:
         self.num_outputs = self.num_stds = len(scaling.center)
         self.scaling = scaling
 
-    def taken(self, batch: Batch) -> Taken:
+    def taken(self, batch: Batch) -> EncodedActions:
         """Return the actions before the tanh, [M, D], and their densities there.
 
         Those of the squashed ones differ by a factor that is the same for all policies.
@@ -189,7 +189,7 @@ class SquashedGaussianHead:
         # ln(1 - tanh(x)^2), in the form that does not cancel.
         log_jacobian = 2 * (math.log(2) - raw - F.softplus(-2 * raw)).sum(dim=1)
         log_probs = tensor(batch.behavior_log_probs) + log_jacobian + scale.log().sum()
-        return Taken(raw.float(), log_probs.float())
+        return EncodedActions(raw.float(), log_probs.float())
 
     def distribution(self, parameters: Parameters, masks: torch.Tensor | None) -> Distribution:
         """Return that of means and log_stds [M, D]."""

@@ -26,7 +26,7 @@ from replaylake.offline.algorithms.box_actions import (
     q_of_many,
     with_metrics,
 )
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam_by_group
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -39,11 +39,11 @@ from replaylake.offline.learning.algorithm import (
 from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.actor_critic import (
     clipped_double_target,
-    normalised_advantage_weights,
-    squashed_sample,
+    normalized_advantage_weights,
+    sample_squashed,
 )
 from replaylake.offline.losses.likelihood import gaussian_nll
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.critics import Critics
 
 # Of ln std, in units of a normalised action; as in d3rlpy 2.8.1. It begins at -3.
@@ -82,7 +82,7 @@ def awac(
     observation_space: Space,
     action_space: Space,
     config: AWACConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return AWAC for float Box actions.
 
@@ -95,7 +95,7 @@ def awac(
         config: its options.
         facts: what actions and observations are normalised by.
 
-    Raises: SpaceUnsupported for other action spaces.
+    Raises: SpaceUnsupportedError for other action spaces.
     """
     box, scaling = box_scaling("awac", action_space, facts)
     spec = PolicySpec(observation_space, box, "gaussian")
@@ -121,7 +121,7 @@ def awac(
         critics_loss, priorities = critic_losses(q_tm1, target_tm1, batch)
         # Eq. 13: -exp(A / lambda) / Z ln pi(a|s)
         advantages_tm1 = q_tm1.detach().amin(dim=0) - v_tm1
-        weights_tm1 = normalised_advantage_weights(advantages_tm1, config.lam)
+        weights_tm1 = normalized_advantage_weights(advantages_tm1, config.lam)
         nll_tm1 = gaussian_nll(means_tm1, log_stds, a_tm1)
         groups = {"critics": critics_loss, "policy": weighted_mean(weights_tm1 * nll_tm1, batch)}
         return with_metrics(groups, priorities, q_tm1)
@@ -158,7 +158,7 @@ def _target(
     policy = networks["policy"]
     assert isinstance(policy, BoundedMeanNetwork)
     unbounded, log_stds = policy.unbounded(batch.next_observations)
-    a_t, log_probs_t = squashed_sample(unbounded, log_stds, noise)
+    a_t, log_probs_t = sample_squashed(unbounded, log_stds, noise)
     q_t = targets["critics"](batch.next_observations, a_t)
     return clipped_double_target(
         tensor(batch.rewards), tensor(batch.discounts), q_t, temperature * log_probs_t

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.scans import num_not_terminated, num_unknown_log_probs
 from replaylake.datastore.replay.view import ReplayView
 
@@ -10,18 +10,18 @@ from replaylake.datastore.replay.view import ReplayView
 def check_bandit_log(name: str, view: ReplayView) -> None:
     """Refuse, for the named algorithm, a log that is no log of one-step decisions with chances.
 
-    Cost: two passes over the records. Raises: ConfigInvalid.
+    Cost: two passes over the records. Raises: ConfigInvalidError.
     """
     num_steps = len(view.packed.steps)
     if num := num_unknown_log_probs(view.packed):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"algorithm {name}: {num} of {num_steps} steps have no behavior_log_prob, expected one "
             "for each: rewards are weighed by how likely the logged action was. Ingest with the "
             "column of propensities (--map behavior_prob=COLUMN), leave the steps out "
             "(--where-steps 'behavior_log_prob IS NOT NULL'), or clone with bc."
         )
     if num := num_not_terminated(view.packed):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"algorithm {name}: {num} of {num_steps} steps are not terminated, expected decisions "
             "of one step each: what follows an action would not count. Learn from episodes with an "
             "offline algorithm such as cql, or leave those steps out (--where-steps terminated)."

@@ -21,13 +21,13 @@ from replaylake.datastore.episodes.spaces import (
     Space,
     describe,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.multi_categorical import element_sizes
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.box_actions import deterministic_graph, gaussian_graph
 from replaylake.offline.algorithms.discrete_actions import action_indices
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.action_scaling import action_scaling
 from replaylake.offline.learning.adam import adam
 from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, tensor, weighted_mean
@@ -39,7 +39,7 @@ from replaylake.offline.losses.likelihood import (
     squared_error,
 )
 from replaylake.offline.networks.actors import (
-    NO_FACTS,
+    NO_STATISTICS,
     CategoricalNetwork,
     DeterministicNetwork,
     GaussianNetwork,
@@ -69,7 +69,7 @@ def bc(
     observation_space: Space,
     action_space: Space,
     config: BCConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return behaviour cloning for any actions but text.
 
@@ -81,7 +81,7 @@ def bc(
         config: its options.
         facts: what actions and observations are normalised by.
 
-    Raises: SpaceUnsupported for other spaces.
+    Raises: SpaceUnsupportedError for other spaces.
     """
     if isinstance(action_space, Discrete):
         return _discrete(observation_space, action_space, config, facts)
@@ -91,20 +91,20 @@ def bc(
         if config.head == "gaussian":
             return _gaussian(observation_space, action_space, config, facts)
         return _deterministic(observation_space, action_space, config, facts)
-    raise SpaceUnsupported(
+    raise SpaceUnsupportedError(
         f"bc: found action space {describe(action_space)}, expected Discrete, "
         "MultiDiscrete, MultiBinary or a float Box."
     )
 
 
 def _discrete(
-    observation_space: Space, action_space: Discrete, config: BCConfig, facts: DatasetFacts
+    observation_space: Space, action_space: Discrete, config: BCConfig, facts: DatasetStatistics
 ) -> Algorithm:
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         logits_tm1 = networks["policy"](batch.observations)
         a_tm1 = action_indices(batch, action_space)
         nll_tm1 = categorical_nll(logits_tm1, a_tm1, batch.action_masks)
-        return _weighted(nll_tm1, batch)
+        return _average_losses(nll_tm1, batch)
 
     def networks() -> Networks:
         return Networks(
@@ -121,7 +121,7 @@ def _discrete(
         networks=networks,
         optimizer=adam(config.learning_rate),
         needs_bootstrap=False,
-        config=_resolved(config, Discrete),
+        config=_resolve_options(config, Discrete),
     )
 
 
@@ -129,14 +129,14 @@ def _multi_discrete(
     observation_space: Space,
     action_space: MultiDiscrete | MultiBinary,
     config: BCConfig,
-    facts: DatasetFacts,
+    facts: DatasetStatistics,
 ) -> Algorithm:
     sizes = element_sizes(action_space)
 
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         logits_tm1 = networks["policy"](batch.observations)
         nll_tm1 = multi_categorical_nll(logits_tm1, tensor(batch.actions), sizes)
-        return _weighted(nll_tm1, batch)
+        return _average_losses(nll_tm1, batch)
 
     def networks() -> Networks:
         network = CategoricalNetwork(observation_space, sum(sizes), config.hidden_sizes, facts)
@@ -153,7 +153,7 @@ def _multi_discrete(
 
 
 def _gaussian(
-    observation_space: Space, action_space: Box, config: BCConfig, facts: DatasetFacts
+    observation_space: Space, action_space: Box, config: BCConfig, facts: DatasetStatistics
 ) -> Algorithm:
     scaling = action_scaling(action_space, facts.action_range)
     spec = PolicySpec(observation_space, action_space, "gaussian")
@@ -161,7 +161,7 @@ def _gaussian(
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         means_tm1, log_stds_tm1 = networks["policy"](batch.observations)
         a_tm1 = scaling.normalise(tensor(batch.actions))
-        return _weighted(gaussian_nll(means_tm1, log_stds_tm1, a_tm1, config.beta), batch)
+        return _average_losses(gaussian_nll(means_tm1, log_stds_tm1, a_tm1, config.beta), batch)
 
     def networks() -> Networks:
         size = len(scaling.center)
@@ -176,20 +176,20 @@ def _gaussian(
         optimizer=adam(config.learning_rate),
         policy=lambda nets: gaussian_graph(nets["policy"], spec, scaling),
         needs_bootstrap=False,
-        config=_resolved(config, Box),
+        config=_resolve_options(config, Box),
         normalisation={"actions": scaling.to_json()},
     )
 
 
 def _deterministic(
-    observation_space: Space, action_space: Box, config: BCConfig, facts: DatasetFacts
+    observation_space: Space, action_space: Box, config: BCConfig, facts: DatasetStatistics
 ) -> Algorithm:
     scaling = action_scaling(action_space, facts.action_range)
     spec = PolicySpec(observation_space, action_space, "deterministic")
 
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         predicted_tm1 = networks["policy"](batch.observations)
-        return _weighted(
+        return _average_losses(
             squared_error(predicted_tm1, scaling.normalise(tensor(batch.actions))), batch
         )
 
@@ -206,17 +206,17 @@ def _deterministic(
         optimizer=adam(config.learning_rate),
         policy=lambda nets: deterministic_graph(nets["policy"], spec, scaling),
         needs_bootstrap=False,
-        config=_resolved(config, Box),
+        config=_resolve_options(config, Box),
         normalisation={"actions": scaling.to_json()},
     )
 
 
-def _weighted(loss_tm1: torch.Tensor, batch: Batch) -> Losses:
+def _average_losses(loss_tm1: torch.Tensor, batch: Batch) -> Losses:
     """Average over the batch with the sampler's importance weights."""
     return Losses({"policy": weighted_mean(loss_tm1, batch)})
 
 
-def _resolved(config: BCConfig, kind: type[Discrete | Box]) -> dict[str, Any]:
+def _resolve_options(config: BCConfig, kind: type[Discrete | Box]) -> dict[str, Any]:
     options = to_options(config)
     if kind is Discrete:
         options["head"] = "categorical"

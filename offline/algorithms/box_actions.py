@@ -14,13 +14,13 @@ from torch import nn
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Box, Space, describe
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.network_options import check_sizes
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.action_scaling import (
     ActionScaling,
-    ScaledToEnvironment,
+    ActionUnscaler,
     action_scaling,
 )
 from replaylake.offline.learning.algorithm import (
@@ -55,7 +55,7 @@ class ActorCriticOptions(Protocol):
 
 
 def check_actor_critic(name: str, config: ActorCriticOptions) -> None:
-    """Refuse common options out of range. Raises: ConfigInvalid."""
+    """Refuse common options out of range. Raises: ConfigInvalidError."""
     check_sizes(name, config.hidden_sizes)
     for option in ("actor_learning_rate", "critic_learning_rate"):
         rate = getattr(config, option)
@@ -75,16 +75,21 @@ class TemperatureOptions(Protocol):
 
 
 def check_temperature(name: str, config: TemperatureOptions) -> None:
-    """Refuse a temperature's options out of range. Raises: ConfigInvalid."""
+    """Refuse a temperature's options out of range. Raises: ConfigInvalidError."""
     initial, rate = config.initial_temperature, config.temperature_learning_rate
     expect(initial > 0, f"{name}: initial_temperature", initial, "more than 0")
     expect(rate >= 0, f"{name}: temperature_learning_rate", rate, "0 or more")
 
 
-def box_scaling(name: str, action_space: Space, facts: DatasetFacts) -> tuple[Box, ActionScaling]:
-    """Return the action space, known to be a Box, and its scaling. Raises: SpaceUnsupported."""
+def box_scaling(
+    name: str, action_space: Space, facts: DatasetStatistics
+) -> tuple[Box, ActionScaling]:
+    """Return the action space, known to be a Box, and its scaling.
+
+    Raises: SpaceUnsupportedError.
+    """
     if not isinstance(action_space, Box):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"{name}: found action space {describe(action_space)}, expected a float Box."
         )
     return action_space, action_scaling(action_space, facts.action_range)
@@ -103,7 +108,7 @@ def policy_of(networks: Networks, observations: Any) -> Gaussian:
     return found
 
 
-def learned_number(networks: Networks, group: str) -> torch.Tensor:
+def get_scalar(networks: Networks, group: str) -> torch.Tensor:
     """Return the value [] of a group that is a single number."""
     scalar = networks[group]
     assert isinstance(scalar, Scalar)
@@ -156,7 +161,7 @@ class BoundedMeanNetwork(nn.Module):
         space: Space,
         action_size: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts,
+        facts: DatasetStatistics,
         log_std_range: tuple[float, float],
     ) -> None:
         super().__init__()
@@ -188,7 +193,7 @@ def gaussian_graph(network: nn.Module, spec: PolicySpec, scaling: ActionScaling)
     return PolicyGraph(_GaussianGraph(network, spec, scaling), spec)
 
 
-def squashed_graph(network: nn.Module, spec: PolicySpec) -> PolicyGraph:
+def tanh_gaussian_graph(network: nn.Module, spec: PolicySpec) -> PolicyGraph:
     """Return the graph of a network of means and log_stds [N, D]: the head squashes and scales."""
     return PolicyGraph(PolicyModule(network, spec), spec)
 
@@ -196,7 +201,7 @@ def squashed_graph(network: nn.Module, spec: PolicySpec) -> PolicyGraph:
 class _DeterministicGraph(PolicyModule):
     def __init__(self, network: nn.Module, spec: PolicySpec, scaling: ActionScaling) -> None:
         super().__init__(network, spec)
-        self._scaled = ScaledToEnvironment(scaling)
+        self._scaled = ActionUnscaler(scaling)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self._scaled(actions) for actions in super().forward(*inputs))

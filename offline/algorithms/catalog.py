@@ -22,19 +22,19 @@ from replaylake.datastore.episodes.spaces import (
     describe,
     value_dtype,
 )
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError, SpaceUnsupportedError
 from replaylake.offline.algorithms.info import AlgorithmInfo
-from replaylake.offline.algorithms.own import OwnAlgorithm, own_algorithm
-from replaylake.offline.algorithms.table import OURS, OurAlgorithm
+from replaylake.offline.algorithms.own import UserAlgorithm, load_user_algorithm
+from replaylake.offline.algorithms.table import BUILTIN, BuiltinAlgorithm
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.d3rlpy.options import check_options as check_d3rlpy_options
-from replaylake.offline.d3rlpy.table import TABLE, D3rlpyAlgorithm
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.d3rlpy.table import D3RLPY_ALGORITHMS, D3rlpyAlgorithm
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.learner import GradientLearner, Learner
 from replaylake.offline.learning.options import check_keys, from_options, near_matches
 from replaylake.offline.learning.single_frames import SingleFrames
-from replaylake.offline.networks.actors import NO_FACTS
-from replaylake.offline.networks.frame_stack import stacked_space
+from replaylake.offline.networks.actors import NO_STATISTICS
+from replaylake.offline.networks.frame_stack import stack_space
 
 _D3RLPY: Final = "d3rlpy:"
 
@@ -43,31 +43,31 @@ def algorithms() -> list[AlgorithmInfo]:
     """Return every algorithm that `make_learner` can make, ours first, then by name."""
     theirs = [
         AlgorithmInfo(row.name, row.actions, "d3rlpy", row.head, row.kind, row.paper)
-        for row in TABLE
+        for row in D3RLPY_ALGORITHMS
     ]
     ours = [
         AlgorithmInfo(row.name, row.actions, "replaylake", row.head, row.kind, row.paper)
-        for row in OURS
+        for row in BUILTIN
     ]
     return [*ours, *sorted(theirs, key=lambda info: (info.name, info.actions))]
 
 
 def reference(info: AlgorithmInfo) -> str:
     """Return what `--algorithm` takes for it: `d3rlpy:bc` where we have a `bc` too."""
-    ours = {row.name for row in OURS if row.actions == info.actions}
+    ours = {row.name for row in BUILTIN if row.actions == info.actions}
     is_hidden = info.provider == "d3rlpy" and info.name in ours
     return f"{_D3RLPY}{info.name}" if is_hidden else info.name
 
 
-def algorithms_named(name: str) -> list[AlgorithmInfo]:
+def find_algorithms(name: str) -> list[AlgorithmInfo]:
     """Return those of a name, one for each kind of actions; of a bare name, ours and d3rlpy's.
 
-    Raises: NotFound with the near matches and the list; ConfigInvalid for a function that makes no
-    algorithm.
+    Raises: NotFoundError with the near matches and the list; ConfigInvalidError for a function that
+    makes no algorithm.
     """
-    if _is_own(name):
-        own_algorithm(name)
-        return [_own_info(name, "any")]
+    if _is_user_defined(name):
+        load_user_algorithm(name)
+        return [_user_algorithm_info(name, "any")]
     is_theirs, plain = name.startswith(_D3RLPY), name.removeprefix(_D3RLPY)
     named = [
         info
@@ -79,7 +79,7 @@ def algorithms_named(name: str) -> list[AlgorithmInfo]:
         near = near_matches(plain, names)
         # Where none is near, all of them have just been named.
         there_are = "" if near.startswith("one of ") else f"There are: {', '.join(names)}; "
-        raise NotFound(
+        raise NotFoundError(
             f"algorithm {name!r}: not known, expected {near}. {there_are}"
             f"{_D3RLPY}NAME asks for d3rlpy's, MODULE:FUNCTION for one of your own."
         )
@@ -89,17 +89,17 @@ def algorithms_named(name: str) -> list[AlgorithmInfo]:
 def check_algorithm(name: str, action_space: Space) -> AlgorithmInfo:
     """Return what is known of the algorithm for these actions.
 
-    Raises: NotFound with the near matches and the list; SpaceUnsupported naming those that can;
-    ConfigInvalid for a function that makes no algorithm.
+    Raises: NotFoundError with the near matches and the list; SpaceUnsupportedError naming those
+    that can; ConfigInvalidError for a function that makes no algorithm.
     """
-    named = algorithms_named(name)
+    named = find_algorithms(name)
     kind = _actions_kind(action_space)
-    if _is_own(name):
-        return _own_info(name, kind)
+    if _is_user_defined(name):
+        return _user_algorithm_info(name, kind)
     fitting = [info for info in named if info.actions == kind]
     if not fitting:
         able = sorted({info.name for info in algorithms() if info.actions == kind})
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"algorithm {name}: found action space {describe(action_space)}, expected "
             f"{' or '.join(sorted({_SPACES[info.actions] for info in named}))}. "
             f"Algorithms that take it: {', '.join(able) or 'none'}."
@@ -113,23 +113,27 @@ def check_options(
     """Refuse options that the named algorithm does not have.
 
     `others` are options of the caller's own, which an unknown one may have been meant for.
-    Raises: ConfigInvalid with the near matches; NotFound, SpaceUnsupported, ExtraMissing.
+    Raises: ConfigInvalidError with the near matches; NotFoundError, SpaceUnsupportedError,
+    ExtraMissingError.
     """
     info = check_algorithm(name, action_space)
     if info.provider == "d3rlpy":
         check_d3rlpy_options(d3rlpy_row(info), options, others)
     else:
-        known = [field.name for field in fields(our_row(info).config_class)]
+        known = [field.name for field in fields(builtin_row(info).config_class)]
         check_keys(options, known, f"algorithm {name}", others)
 
 
 def check_masks(name: str, action_space: Space) -> None:
-    """Refuse an algorithm that ignores action masks. Raises: SpaceUnsupported, NotFound."""
+    """Refuse an algorithm that ignores action masks.
+
+    Raises: SpaceUnsupportedError, NotFoundError.
+    """
     info = check_algorithm(name, action_space)
     if info.honours_masks:
         return
     able = sorted({i.name for i in algorithms() if i.honours_masks})
-    raise SpaceUnsupported(
+    raise SpaceUnsupportedError(
         f"algorithm {name}: found action masks that are not all true, expected none: it would "
         f"learn from and choose actions that were not allowed. Algorithms that honour masks: "
         f"{', '.join(able)}."
@@ -139,32 +143,32 @@ def check_masks(name: str, action_space: Space) -> None:
 def check_rewards(name: str, action_space: Space, num_unknown: int, num_steps: int) -> None:
     """Refuse steps without a reward to an algorithm that learns from it.
 
-    `num_unknown` of `num_steps` that may be sampled have none. Raises: ConfigInvalid, NotFound,
-    SpaceUnsupported.
+    `num_unknown` of `num_steps` that may be sampled have none. Raises: ConfigInvalidError,
+    NotFoundError, SpaceUnsupportedError.
     """
     info = check_algorithm(name, action_space)
     if not num_unknown or not info.uses_rewards:
         return
     fitting = [other for other in algorithms() if other.actions == info.actions]
     able = sorted({other.name for other in fitting if not other.uses_rewards})
-    raise ConfigInvalid(
+    raise ConfigInvalidError(
         f"algorithm {name}: {num_unknown} of {num_steps} steps have no reward, expected one for "
         f"each. Clone behaviour with {' or '.join(able)}, give rewards with `replaylake annotate`, "
         "or say in SQL what an unknown one counts as (--reward 'coalesce(reward, 0)')."
     )
 
 
-def check_replayed(name: str, action_space: Space) -> None:
-    """Refuse one that cannot learn from a log. Raises: ConfigInvalid, as check_algorithm."""
+def check_replayable(name: str, action_space: Space) -> None:
+    """Refuse one that cannot learn from a log. Raises: ConfigInvalidError, as check_algorithm."""
     if check_algorithm(name, action_space).consumes_once:
-        raise no_log(name, action_space)
+        raise not_replayable_error(name, action_space)
 
 
-def no_log(name: str, action_space: Space) -> ConfigInvalid:
+def not_replayable_error(name: str, action_space: Space) -> ConfigInvalidError:
     """Return the error of an algorithm that was given a log to learn from."""
     kind = _actions_kind(action_space)
     fitting = [info for info in algorithms() if info.actions == kind and not info.consumes_once]
-    return ConfigInvalid(
+    return ConfigInvalidError(
         f"algorithm {name}: found a log to learn from, expected what its own policy is doing: it "
         "learns from each step once, soon after it was taken. Use `replaylake train online`, or "
         f"one that learns from logs: {', '.join(sorted({i.name for i in fitting}))}."
@@ -172,26 +176,29 @@ def no_log(name: str, action_space: Space) -> ConfigInvalid:
 
 
 def check_priorities(name: str, action_space: Space) -> None:
-    """Refuse one without priorities to sample by. Raises: ConfigInvalid, as check_algorithm."""
+    """Refuse one without priorities to sample by.
+
+    Raises: ConfigInvalidError, as check_algorithm.
+    """
     info = check_algorithm(name, action_space)
     if info.gives_priorities:
         return
     fitting = [i for i in algorithms() if i.gives_priorities and i.actions == info.actions]
     able = ", ".join(sorted({i.name for i in fitting})) or "none for these actions"
-    raise ConfigInvalid(
+    raise ConfigInvalidError(
         f"algorithm {name}: found no priorities in what it learns, expected one for each step of a "
         f"batch, to sample by. Leave prioritized out, or use one that has them: {able}."
     )
 
 
 def check_gradients(name: str, action_space: Space) -> None:
-    """Refuse one whose gradients are its own. Raises: ConfigInvalid, as check_algorithm."""
+    """Refuse one whose gradients are its own. Raises: ConfigInvalidError, as check_algorithm."""
     info = check_algorithm(name, action_space)
     if info.has_gradients:
         return
     fitting = [i for i in algorithms() if i.has_gradients and i.actions == info.actions]
     able = sorted({i.name for i in fitting})
-    raise ConfigInvalid(
+    raise ConfigInvalidError(
         f"algorithm {name}: found d3rlpy's, which steps its gradients down itself, expected one "
         f"whose gradients several learners can average: {', '.join(able)}. Leave learners out, or "
         "use one of these."
@@ -207,7 +214,7 @@ def make_learner(
     seed: int,
     discount: float = 0.99,
     device: torch.device | str = "cpu",
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
     reduce: Callable[[torch.Tensor], None] | None = None,
     frame_stack: int = 1,
 ) -> Learner:
@@ -226,17 +233,17 @@ def make_learner(
         frame_stack: how many consecutive observations its batches hold as one; its policy takes
             them one at a time.
 
-    Raises: NotFound, SpaceUnsupported, ConfigInvalid (the device too; `reduce` of an algorithm
-    that hides its gradients), ExtraMissing.
+    Raises: NotFoundError, SpaceUnsupportedError, ConfigInvalidError (the device too; `reduce` of an
+    algorithm that hides its gradients), ExtraMissingError.
     """
     info = check_algorithm(name, action_space)
     if reduce is not None:
         check_gradients(name, action_space)
-    device = _checked_device(device)
+    device = _parse_device(device)
     if frame_stack > 1:
         learner = make_learner(
             name,
-            stacked_space(observation_space, frame_stack),
+            stack_space(observation_space, frame_stack),
             action_space,
             options=options,
             seed=seed,
@@ -257,7 +264,7 @@ def make_learner(
             device=device,
             facts=facts,
         )
-    row = our_row(info)
+    row = builtin_row(info)
     config: Any = from_options(row.config_class, options, f"algorithm {name}")
     algorithm = row.function(observation_space, action_space, config, facts)
     return GradientLearner(
@@ -267,31 +274,31 @@ def make_learner(
 
 def d3rlpy_row(info: AlgorithmInfo) -> D3rlpyAlgorithm:
     """Return the row of d3rlpy's table."""
-    return next(r for r in TABLE if (r.name, r.actions) == (info.name, info.actions))
+    return next(r for r in D3RLPY_ALGORITHMS if (r.name, r.actions) == (info.name, info.actions))
 
 
-def our_row(info: AlgorithmInfo) -> OurAlgorithm | OwnAlgorithm:
+def builtin_row(info: AlgorithmInfo) -> BuiltinAlgorithm | UserAlgorithm:
     """Return the row of the table of our own, or what the user's module has."""
     if info.kind == "own":
-        return own_algorithm(info.name)
-    return next(r for r in OURS if (r.name, r.actions) == (info.name, info.actions))
+        return load_user_algorithm(info.name)
+    return next(r for r in BUILTIN if (r.name, r.actions) == (info.name, info.actions))
 
 
-def _is_own(name: str) -> bool:
+def _is_user_defined(name: str) -> bool:
     """Whether it names a function of a module."""
     return ":" in name and not name.startswith(_D3RLPY)
 
 
-def _own_info(name: str, actions: str) -> AlgorithmInfo:
+def _user_algorithm_info(name: str, actions: str) -> AlgorithmInfo:
     return AlgorithmInfo(name, actions, "module", "its own", "own", "its own")
 
 
-def _checked_device(device: torch.device | str) -> torch.device:
+def _parse_device(device: torch.device | str) -> torch.device:
     try:
         checked = torch.device(device)
         torch.empty(0, device=checked)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"device: found {str(device)!r}, which torch {torch.__version__} cannot use here "
             f"({str(error).splitlines()[0]}), expected cpu, or cuda where there is one."
         ) from error

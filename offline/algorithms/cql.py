@@ -24,13 +24,13 @@ from replaylake.offline.algorithms.box_actions import (
     check_temperature,
     critic_losses,
     critics_of,
-    learned_number,
+    get_scalar,
     policy_of,
     q_of_many,
-    squashed_graph,
+    tanh_gaussian_graph,
 )
 from replaylake.offline.algorithms.sac import LOG_STD_RANGE
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam_by_group
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -44,10 +44,10 @@ from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.actor_critic import (
     clipped_double_target,
     conservative_gap,
-    squashed_sample,
+    sample_squashed,
     temperature_loss,
 )
-from replaylake.offline.networks.actors import NO_FACTS, GaussianNetwork
+from replaylake.offline.networks.actors import NO_STATISTICS, GaussianNetwork
 from replaylake.offline.networks.critics import Critics, Scalar
 
 _MAX_ALPHA: Final = 1e6  # as in d3rlpy and the paper's code: beyond it the gap is all that counts
@@ -94,7 +94,7 @@ def cql(
     observation_space: Space,
     action_space: Space,
     config: CQLConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return CQL for float Box actions.
 
@@ -104,7 +104,7 @@ def cql(
         config: its options.
         facts: what actions and observations are normalised by.
 
-    Raises: SpaceUnsupported for other action spaces.
+    Raises: SpaceUnsupportedError for other action spaces.
     """
     box, scaling = box_scaling("cql", action_space, facts)
     size = len(scaling.center)
@@ -122,7 +122,7 @@ def cql(
         with torch.no_grad():
             ahead = policy_of(networks, batch.next_observations)
             target_tm1 = _target(networks, targets, batch, ahead, rng, config)
-            actions, log_probs = _sampled_actions(here, ahead, rng, config.num_action_samples)
+            actions, log_probs = _sample_actions(here, ahead, rng, config.num_action_samples)
         # One pass for all: the sampled actions, and last the logged one.
         pairs = torch.cat([actions, a_tm1[:, None]], dim=1)
         q = q_of_many(critics_of(networks), batch.observations, pairs)
@@ -132,7 +132,7 @@ def cql(
         gap_tm1 = conservative_gap(q[..., :-1], log_probs, q_tm1)
         gaps = gap_tm1 @ tensor(batch.weights) / len(a_tm1)
         excess = config.conservative_weight * (gaps - config.alpha_threshold)
-        alpha = torch.exp(learned_number(networks, "alpha")).clamp(max=_MAX_ALPHA)
+        alpha = torch.exp(get_scalar(networks, "alpha")).clamp(max=_MAX_ALPHA)
         noise = torch.randn(a_tm1.shape, generator=rng, device=a_tm1.device)
         groups = {
             "critics": td_loss + alpha.detach() * excess.sum(),
@@ -167,7 +167,7 @@ def cql(
             }
         ),
         targets={"critics": Target(config.tau)},
-        policy=lambda nets: squashed_graph(nets["policy"], spec),
+        policy=lambda nets: tanh_gaussian_graph(nets["policy"], spec),
         n_step=config.n_step,
         config=to_options(config),
         normalisation={"actions": scaling.to_json()},
@@ -185,20 +185,20 @@ def _target(
     """Return r + gamma times the value of the next state as the options say, [B]."""
     rewards, discounts = tensor(batch.rewards), tensor(batch.discounts)
     if config.max_q_backup:
-        actions, _ = _samples(ahead, rng, config.num_action_samples)
+        actions, _ = _sample_gaussians(ahead, rng, config.num_action_samples)
         q_t = q_of_many(critics_of(targets), batch.next_observations, actions)
         return torch.addcmul(rewards, discounts, q_t.amin(dim=0).amax(dim=-1))
     if config.soft_q_backup:
         noise = torch.randn(ahead[0].shape, generator=rng, device=rewards.device)
-        a_t, log_probs_t = squashed_sample(*ahead, noise)
-        cost_t = torch.exp(learned_number(networks, "temperature")) * log_probs_t
+        a_t, log_probs_t = sample_squashed(*ahead, noise)
+        cost_t = torch.exp(get_scalar(networks, "temperature")) * log_probs_t
         q_t = targets["critics"](batch.next_observations, a_t)
         return clipped_double_target(rewards, discounts, q_t, cost_t)
     q_t = targets["critics"](batch.next_observations, torch.tanh(ahead[0]))
     return clipped_double_target(rewards, discounts, q_t)
 
 
-def _sampled_actions(
+def _sample_actions(
     here: Gaussian, ahead: Gaussian, rng: torch.Generator, num: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return actions [B, 3 num, D] and the log of what they were drawn with [B, 3 num].
@@ -207,7 +207,7 @@ def _sampled_actions(
     """
     batch_size, size = here[0].shape
     policies = torch.stack([here[0], ahead[0]]), torch.stack([here[1], ahead[1]])
-    drawn, drawn_log_probs = _samples(policies, rng, num)
+    drawn, drawn_log_probs = _sample_gaussians(policies, rng, num)
     uniform = torch.empty((batch_size, num, size), device=drawn.device)
     uniform.uniform_(-1, 1, generator=rng)
     uniform_log_probs = drawn_log_probs.new_full((batch_size, num), size * _LN_HALF)
@@ -215,20 +215,22 @@ def _sampled_actions(
     return actions, torch.cat([*drawn_log_probs, uniform_log_probs], dim=1)
 
 
-def _samples(policy: Gaussian, rng: torch.Generator, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample_gaussians(
+    policy: Gaussian, rng: torch.Generator, num: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw actions of gaussians [..., B, D]: [..., B, num, D], and log_probs [..., B, num]."""
     means, log_stds = policy
     *leading, batch_size, size = means.shape
     noise = torch.randn((*leading, num, batch_size, size), generator=rng, device=means.device)
-    return squashed_sample(means[..., None, :], log_stds[..., None, :], noise.transpose(-3, -2))
+    return sample_squashed(means[..., None, :], log_stds[..., None, :], noise.transpose(-3, -2))
 
 
 def _actor_losses(
     networks: Networks, batch: Batch, here: Gaussian, noise: torch.Tensor, config: CQLConfig
 ) -> dict[str, torch.Tensor]:
     """Return SAC's losses of the policy and the temperature."""
-    log_temperature = learned_number(networks, "temperature")
-    a, log_probs = squashed_sample(*here, noise)
+    log_temperature = get_scalar(networks, "temperature")
+    a, log_probs = sample_squashed(*here, noise)
     q = critics_of(networks).frozen(batch.observations, a).amin(dim=0)
     policy_loss = torch.addcmul(-q, torch.exp(log_temperature.detach()), log_probs)
     groups = {"policy": weighted_mean(policy_loss, batch)}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete, Space
-from replaylake.offline.algorithms.catalog import d3rlpy_row, our_row
+from replaylake.offline.algorithms.catalog import builtin_row, d3rlpy_row
 from replaylake.offline.algorithms.info import AlgorithmInfo
-from replaylake.offline.d3rlpy.options import known_options
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.d3rlpy.options import list_options
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.options import to_options
 
 # A space of each kind of actions, to make an algorithm for; its networks are not made.
@@ -47,9 +47,9 @@ def needs(info: AlgorithmInfo) -> tuple[str, ...]:
         row = d3rlpy_row(info)
         found += ["next_observations"] if row.bootstraps else []
         return (*found, row.needs) if row.needs else tuple(found)
-    ours = our_row(info)
+    ours = builtin_row(info)
     algorithm = ours.function(
-        Box((1,)), _ACTIONS[info.actions], ours.config_class(), DatasetFacts()
+        Box((1,)), _ACTIONS[info.actions], ours.config_class(), DatasetStatistics()
     )
     asked = {
         "next_observations": algorithm.needs_bootstrap,
@@ -64,12 +64,12 @@ def needs(info: AlgorithmInfo) -> tuple[str, ...]:
 def options(info: AlgorithmInfo) -> list[OptionInfo]:
     """Return its own options, in the order in which its config has them.
 
-    Imports d3rlpy for one of its algorithms: seconds. Raises: ExtraMissing.
+    Imports d3rlpy for one of its algorithms: seconds. Raises: ExtraMissingError.
     """
     if info.provider == "d3rlpy":
-        known = known_options(d3rlpy_row(info))
+        known = list_options(d3rlpy_row(info))
         return [OptionInfo(key, _text(kind), default) for key, (kind, default) in known.items()]
-    config = our_row(info).config_class
+    config = builtin_row(info).config_class
     hints, defaults = get_type_hints(config), to_options(config())
     return [OptionInfo(f.name, _text(hints[f.name]), defaults[f.name]) for f in fields(config)]
 

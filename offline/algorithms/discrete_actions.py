@@ -8,7 +8,7 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Discrete, Space, describe
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.offline.learning.algorithm import tensor
 
 # Of a logit: far below any other, and far from overflowing.
@@ -16,10 +16,10 @@ _FORBIDDEN: Final = -1e9
 
 
 def discrete(name: str, action_space: Space) -> Discrete:
-    """Return the action space, known to be Discrete. Raises: SpaceUnsupported."""
+    """Return the action space, known to be Discrete. Raises: SpaceUnsupportedError."""
     if isinstance(action_space, Discrete):
         return action_space
-    raise SpaceUnsupported(
+    raise SpaceUnsupportedError(
         f"{name}: found action space {describe(action_space)}, expected Discrete."
     )
 

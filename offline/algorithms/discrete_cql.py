@@ -12,8 +12,13 @@ from typing import Any
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.algorithms.discrete_actions import discrete
-from replaylake.offline.algorithms.dqn import DQNConfig, q_algorithm, q_learned, td_loss
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.algorithms.dqn import (
+    DQNConfig,
+    compute_q_learning_terms,
+    q_algorithm,
+    td_loss,
+)
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.algorithm import (
     Algorithm,
     Losses,
@@ -40,16 +45,19 @@ class DiscreteCQLConfig(DQNConfig):
 
 
 def discrete_cql(
-    observation_space: Space, action_space: Space, config: DiscreteCQLConfig, facts: DatasetFacts
+    observation_space: Space,
+    action_space: Space,
+    config: DiscreteCQLConfig,
+    facts: DatasetStatistics,
 ) -> Algorithm:
     """Return CQL for Discrete actions, honouring action masks.
 
-    Raises: SpaceUnsupported for other actions.
+    Raises: SpaceUnsupportedError for other actions.
     """
     space = discrete("cql", action_space)
 
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
-        q_tm1, a_tm1, td_tm1 = q_learned(networks, targets, batch, space, config)
+        q_tm1, a_tm1, td_tm1 = compute_q_learning_terms(networks, targets, batch, space, config)
         # L = L_TD + alpha E[ln sum_a exp Q(s, a) - Q(s, logged a)]        (eq. 4)
         gap_tm1 = conservative_gap(q_tm1, a_tm1, batch.action_masks)
         loss_tm1 = td_loss(td_tm1, config) + config.alpha * gap_tm1

@@ -15,10 +15,10 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.algorithms.box_actions import critic_losses, learned_number
+from replaylake.offline.algorithms.box_actions import critic_losses, get_scalar
 from replaylake.offline.algorithms.discrete_actions import action_indices, discrete, log_softmax
 from replaylake.offline.algorithms.sac import SACConfig
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam_by_group
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -30,8 +30,8 @@ from replaylake.offline.learning.algorithm import (
 )
 from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.actor_critic import soft_values, temperature_loss
-from replaylake.offline.losses.q_learning import taken_values
-from replaylake.offline.networks.actors import NO_FACTS, CategoricalNetwork
+from replaylake.offline.losses.q_learning import gather_values
+from replaylake.offline.networks.actors import NO_STATISTICS, CategoricalNetwork
 from replaylake.offline.networks.critics import QNetworks, Scalar
 
 
@@ -52,16 +52,16 @@ def discrete_sac(
     observation_space: Space,
     action_space: Space,
     config: DiscreteSACConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return SAC for Discrete actions, honouring action masks.
 
-    Raises: SpaceUnsupported for other actions.
+    Raises: SpaceUnsupportedError for other actions.
     """
     space = discrete("sac", action_space)
 
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
-        log_temperature = learned_number(networks, "temperature")
+        log_temperature = get_scalar(networks, "temperature")
         temperature = torch.exp(log_temperature.detach())
         # Eq. 4 and 10: (r + gamma sum_a' pi(a'|s') (q_target(s', a') - temperature ln pi(a'|s'))
         #                - q(s, a))^2
@@ -72,7 +72,7 @@ def discrete_sac(
             v_t = soft_values(targets["critics"](batch.next_observations), log_probs_t, temperature)
             target_tm1 = torch.addcmul(tensor(batch.rewards), tensor(batch.discounts), v_t)
         q = networks["critics"](batch.observations)
-        q_tm1 = taken_values(q, action_indices(batch, space).expand(len(q), -1))
+        q_tm1 = gather_values(q, action_indices(batch, space).expand(len(q), -1))
         critics_loss, priorities = critic_losses(q_tm1, target_tm1, batch)
         # Eq. 12: sum_a pi(a|s) (temperature ln pi(a|s) - q(s, a))
         log_probs = log_softmax(networks["policy"](batch.observations), batch.action_masks)

@@ -19,7 +19,7 @@ from replaylake.datastore.episodes.spaces import Discrete, Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.discrete_actions import action_indices, discrete
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -71,23 +71,23 @@ class DQNConfig:
 
 
 def dqn(
-    observation_space: Space, action_space: Space, config: DQNConfig, facts: DatasetFacts
+    observation_space: Space, action_space: Space, config: DQNConfig, facts: DatasetStatistics
 ) -> Algorithm:
     """Return DQN for Discrete actions, honouring action masks.
 
-    Raises: SpaceUnsupported for other actions.
+    Raises: SpaceUnsupportedError for other actions.
     """
     space = discrete("dqn", action_space)
 
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
-        td_tm1 = q_learned(networks, targets, batch, space, config).td_tm1
+        td_tm1 = compute_q_learning_terms(networks, targets, batch, space, config).td_tm1
         loss_tm1 = td_loss(td_tm1, config)
         return Losses({"q": weighted_mean(loss_tm1, batch)}, td_tm1.detach().abs())
 
     return q_algorithm(observation_space, space, config, facts, losses)
 
 
-class QLearned(NamedTuple):
+class QLearningTerms(NamedTuple):
     """What Q-learning says of a batch.
 
     q_tm1: float [B, A]. a_tm1: int64 [B], what was taken. td_tm1: float [B], the TD errors.
@@ -98,9 +98,9 @@ class QLearned(NamedTuple):
     td_tm1: torch.Tensor
 
 
-def q_learned(
+def compute_q_learning_terms(
     networks: Networks, targets: Networks, batch: Batch, space: Discrete, config: DQNConfig
-) -> QLearned:
+) -> QLearningTerms:
     """Return values and TD errors of network `q` against its target copy."""
     with torch.no_grad():
         q_t = targets["q"](batch.next_observations)
@@ -111,7 +111,9 @@ def q_learned(
     q_tm1 = networks["q"](batch.observations)
     a_tm1 = action_indices(batch, space)
     # delta = r + gamma v(s') - Q(s, a); the discount is 0 where s' is terminal.
-    return QLearned(q_tm1, a_tm1, td_errors(q_tm1, a_tm1, batch.rewards, batch.discounts, v_t))
+    return QLearningTerms(
+        q_tm1, a_tm1, td_errors(q_tm1, a_tm1, batch.rewards, batch.discounts, v_t)
+    )
 
 
 def td_loss(td_tm1: torch.Tensor, config: DQNConfig) -> torch.Tensor:
@@ -123,7 +125,7 @@ def q_algorithm(
     observation_space: Space,
     action_space: Discrete,
     config: DQNConfig,
-    facts: DatasetFacts,
+    facts: DatasetStatistics,
     losses: LossFunction,
 ) -> Algorithm:
     """Return the Algorithm that learns one network `q` by these losses, and acts greedily by it."""

@@ -21,7 +21,7 @@ from replaylake.offline.algorithms.discrete_actions import (
     log_softmax,
 )
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam_with_decay
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -32,8 +32,8 @@ from replaylake.offline.learning.algorithm import (
 )
 from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.bandit import doubly_robust_values, importance_weights
-from replaylake.offline.losses.q_learning import taken_values
-from replaylake.offline.networks.actors import NO_FACTS, CategoricalNetwork
+from replaylake.offline.losses.q_learning import gather_values
+from replaylake.offline.networks.actors import NO_STATISTICS, CategoricalNetwork
 from replaylake.offline.networks.critics import QNetworks
 
 
@@ -58,20 +58,20 @@ def dr_bandit(
     observation_space: Space,
     action_space: Space,
     config: DRBanditConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return doubly robust policy learning for one-step logs with known propensities.
 
     Two reward models each learn from half of the rows, by their keys, and judge the other half
     (cross-fitting): a row's own reward would otherwise be in the model that it is compared with.
-    Discrete actions, honouring action masks. Raises: SpaceUnsupported for others.
+    Discrete actions, honouring action masks. Raises: SpaceUnsupportedError for others.
     """
     space = discrete("dr_bandit", action_space)
 
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         a, r = action_indices(batch, space), tensor(batch.rewards)
         q_both = networks["reward"](batch.observations)  # [2, B, A]
-        taken_first, taken_second = taken_values(q_both, a.expand(2, -1))
+        taken_first, taken_second = gather_values(q_both, a.expand(2, -1))
         in_first = _in_first_half(batch, a.device)
         # Model 0 learns from the first half, model 1 from the second.
         learned = torch.where(in_first, taken_first, taken_second)
@@ -79,7 +79,7 @@ def dr_bandit(
         q_taken = torch.where(in_first, taken_second, taken_first).detach()
         log_pi = log_softmax(networks["policy"](batch.observations), batch.action_masks)
         weights = importance_weights(
-            taken_values(log_pi, a), tensor(batch.behavior_log_probs), config.max_weight
+            gather_values(log_pi, a), tensor(batch.behavior_log_probs), config.max_weight
         )
         # V(pi) = mean( sum_a pi(a|x) q(x, a) + w (r - q(x, a)) )
         v_pi = (log_pi.exp() * q).sum(dim=-1)

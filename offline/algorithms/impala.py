@@ -14,21 +14,21 @@ import torch
 
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.algorithms.on_policy import (
-    Estimates,
-    Judged,
-    Sequenced,
+    AdvantageEstimates,
+    MinibatchTerms,
+    SequenceInputs,
     check_on_policy,
-    normalised,
+    normalize_advantages,
     on_policy_algorithm,
 )
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import OptimizerFunction, adam
 from replaylake.offline.learning.algorithm import Algorithm
 from replaylake.offline.learning.options import expect
 from replaylake.offline.learning.rmsprop import rmsprop
 from replaylake.offline.losses.policy_gradient import policy_gradient, value_loss
 from replaylake.offline.losses.returns import v_trace
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.networks.actors import NO_STATISTICS
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ def impala(
     observation_space: Space,
     action_space: Space,
     config: IMPALAConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return IMPALA for Discrete actions, with masks, MultiDiscrete, MultiBinary or a float Box.
 
-    Raises: SpaceUnsupported for other actions, and for a Box without bounds.
+    Raises: SpaceUnsupportedError for other actions, and for a Box without bounds.
     """
     return on_policy_algorithm(
         "impala",
@@ -109,7 +109,7 @@ class _IMPALA:
 
     needs_log_rho = True
 
-    def estimate(self, sequences: Sequenced) -> Estimates:
+    def estimate(self, sequences: SequenceInputs) -> AdvantageEstimates:
         """Return V-trace's targets and its advantages, importance weights included."""
         assert sequences.log_rho_tm1 is not None  # as needs_log_rho says
         trace = v_trace(
@@ -125,18 +125,18 @@ class _IMPALA:
         )
         advantages = trace.advantages
         if self.config.normalise_advantages:
-            advantages = normalised(advantages, sequences.mask)
-        return Estimates(advantages, trace.targets)
+            advantages = normalize_advantages(advantages, sequences.mask)
+        return AdvantageEstimates(advantages, trace.targets)
 
-    def policy_loss(self, judged: Judged) -> torch.Tensor:
+    def policy_loss(self, judged: MinibatchTerms) -> torch.Tensor:
         """Return the policy gradient's."""
         return policy_gradient(judged.log_probs_tm1, judged.advantages_tm1)
 
-    def value_loss(self, judged: Judged) -> torch.Tensor:
+    def value_loss(self, judged: MinibatchTerms) -> torch.Tensor:
         """Return the squared error."""
         return value_loss(judged.v_tm1, judged.targets_tm1)
 
-    def metrics(self, judged: Judged) -> Mapping[str, torch.Tensor]:
+    def metrics(self, judged: MinibatchTerms) -> Mapping[str, torch.Tensor]:
         """Return the mean importance weight as it is clipped: 1 where who acted learns."""
         rho = judged.log_rho_tm1.detach().exp()
         return {"rho": rho.clamp(max=self.config.clip_rho).mean()}

@@ -22,7 +22,7 @@ from replaylake.offline.algorithms.discrete_actions import (
     log_softmax,
 )
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam_with_decay
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -34,10 +34,10 @@ from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.bandit import (
     importance_weights,
     ips_value,
-    self_normalised_value,
+    self_normalized_value,
 )
-from replaylake.offline.losses.q_learning import taken_values
-from replaylake.offline.networks.actors import NO_FACTS, CategoricalNetwork
+from replaylake.offline.losses.q_learning import gather_values
+from replaylake.offline.networks.actors import NO_STATISTICS, CategoricalNetwork
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ def ips_bandit(
     observation_space: Space,
     action_space: Space,
     config: IPSBanditConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return importance-weighted policy learning for one-step logs with known propensities.
 
-    Discrete actions, honouring action masks. Raises: SpaceUnsupported for others.
+    Discrete actions, honouring action masks. Raises: SpaceUnsupportedError for others.
     """
     space = discrete("ips_bandit", action_space)
-    value = self_normalised_value if config.self_normalised else ips_value
+    value = self_normalized_value if config.self_normalised else ips_value
 
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         log_pi = log_softmax(networks["policy"](batch.observations), batch.action_masks)
-        log_pi_taken = taken_values(log_pi, action_indices(batch, space))
+        log_pi_taken = gather_values(log_pi, action_indices(batch, space))
         log_mu = tensor(batch.behavior_log_probs)
         # w = pi(a|x) / mu(a|x), times the sampler's own
         weights = importance_weights(log_pi_taken, log_mu, config.max_weight)

@@ -24,7 +24,7 @@ from replaylake.offline.algorithms.box_actions import (
     policy_of,
     with_metrics,
 )
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam_by_group
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -37,7 +37,7 @@ from replaylake.offline.learning.algorithm import (
 from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.actor_critic import advantage_weights, expectile_loss
 from replaylake.offline.losses.likelihood import gaussian_nll
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.critics import Critics, ValueNetwork
 
 # Of ln std, in units of a normalised action; as in d3rlpy 2.8.1. It begins at -1.5.
@@ -72,7 +72,7 @@ def iql(
     observation_space: Space,
     action_space: Space,
     config: IQLConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return IQL for float Box actions.
 
@@ -82,7 +82,7 @@ def iql(
         config: its options.
         facts: what actions and observations are normalised by.
 
-    Raises: SpaceUnsupported for other action spaces.
+    Raises: SpaceUnsupportedError for other action spaces.
     """
     box, scaling = box_scaling("iql", action_space, facts)
     spec = PolicySpec(observation_space, box, "gaussian")

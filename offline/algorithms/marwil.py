@@ -14,7 +14,7 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Box, Discrete, Space, describe
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.box_actions import (
     box_scaling,
@@ -22,7 +22,7 @@ from replaylake.offline.algorithms.box_actions import (
 )
 from replaylake.offline.algorithms.discrete_actions import action_indices
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -33,7 +33,7 @@ from replaylake.offline.learning.algorithm import (
 )
 from replaylake.offline.learning.options import expect, to_options
 from replaylake.offline.losses.likelihood import categorical_nll, gaussian_nll
-from replaylake.offline.networks.actors import NO_FACTS, CategoricalNetwork, GaussianNetwork
+from replaylake.offline.networks.actors import NO_STATISTICS, CategoricalNetwork, GaussianNetwork
 from replaylake.offline.networks.critics import ValueNetwork
 
 # The policy network and a batch, to -ln pi(a|s) of the logged actions, [B].
@@ -69,23 +69,23 @@ def marwil(
     observation_space: Space,
     action_space: Space,
     config: MARWILConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return MARWIL for Discrete actions, honouring action masks, or for a float Box.
 
-    Raises: SpaceUnsupported for other spaces.
+    Raises: SpaceUnsupportedError for other spaces.
     """
     if isinstance(action_space, Discrete):
         return _discrete(observation_space, action_space, config, facts)
     if isinstance(action_space, Box):
         return _box(observation_space, action_space, config, facts)
-    raise SpaceUnsupported(
+    raise SpaceUnsupportedError(
         f"marwil: found action space {describe(action_space)}, expected Discrete or a float Box."
     )
 
 
 def _discrete(
-    observation_space: Space, space: Discrete, config: MARWILConfig, facts: DatasetFacts
+    observation_space: Space, space: Discrete, config: MARWILConfig, facts: DatasetStatistics
 ) -> Algorithm:
     def nll(network: Any, batch: Batch) -> torch.Tensor:
         logits_tm1 = network(batch.observations)
@@ -106,7 +106,7 @@ def _discrete(
 
 
 def _box(
-    observation_space: Space, action_space: Box, config: MARWILConfig, facts: DatasetFacts
+    observation_space: Space, action_space: Box, config: MARWILConfig, facts: DatasetStatistics
 ) -> Algorithm:
     space, scaling = box_scaling("marwil", action_space, facts)
     spec = PolicySpec(observation_space, space, "gaussian")
@@ -132,7 +132,7 @@ def _box(
     )
 
 
-class _NormedValue(ValueNetwork):
+class _NormalizedValueNetwork(ValueNetwork):
     """State values [N], and the average squared advantage, kept with the weights.
 
     squared_norm: float [], c^2. num_batches: float [], how many it is of.
@@ -141,7 +141,7 @@ class _NormedValue(ValueNetwork):
     squared_norm: torch.Tensor
     num_batches: torch.Tensor
 
-    def __init__(self, space: Space, config: MARWILConfig, facts: DatasetFacts) -> None:
+    def __init__(self, space: Space, config: MARWILConfig, facts: DatasetStatistics) -> None:
         super().__init__(space, config.hidden_sizes, facts)
         self.register_buffer("squared_norm", torch.zeros(()))
         self.register_buffer("num_batches", torch.zeros(()))
@@ -160,12 +160,12 @@ def _networks(
     policy: Callable[[], torch.nn.Module],
     observation_space: Space,
     config: MARWILConfig,
-    facts: DatasetFacts,
+    facts: DatasetStatistics,
 ) -> Callable[[], Networks]:
     def networks() -> Networks:
         modules = {"policy": policy()}
         if config.beta:
-            modules["value"] = _NormedValue(observation_space, config, facts)
+            modules["value"] = _NormalizedValueNetwork(observation_space, config, facts)
         return Networks(modules)
 
     return networks

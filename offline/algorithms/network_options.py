@@ -19,12 +19,12 @@ class NetworkOptions(Protocol):
 
 
 def check_network(name: str, config: NetworkOptions) -> None:
-    """Refuse a learning rate or sizes out of range. Raises: ConfigInvalid."""
+    """Refuse a learning rate or sizes out of range. Raises: ConfigInvalidError."""
     rate = config.learning_rate
     expect(0 < rate < math.inf, f"{name}: learning_rate", rate, "a finite number above 0")
     check_sizes(name, config.hidden_sizes)
 
 
 def check_sizes(name: str, sizes: Sequence[int]) -> None:
-    """Refuse hidden layers without units; there may be no layer. Raises: ConfigInvalid."""
+    """Refuse hidden layers without units; there may be no layer. Raises: ConfigInvalidError."""
     expect(all(size > 0 for size in sizes), f"{name}: hidden_sizes", sizes, "positive sizes")

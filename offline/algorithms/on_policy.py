@@ -13,11 +13,11 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Box, Space, leaves
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.offline.algorithms.action_heads import ActionHead, SquashedGaussianHead, action_head
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.algorithms.steps_seen import SingleSteps, StepsSeen, WholeSequences
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.algorithms.steps_seen import FeedforwardModel, RecurrentModel, SequenceModel
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import OptimizerFunction
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -66,7 +66,7 @@ class OnPolicyOptions(Protocol):
 
 
 def check_on_policy(name: str, config: OnPolicyOptions) -> None:
-    """Refuse common options out of range. Raises: ConfigInvalid."""
+    """Refuse common options out of range. Raises: ConfigInvalidError."""
     check_network(name, config)
     for option in ("length", "num_sequences", "epochs", "minibatches"):
         found = getattr(config, option)
@@ -81,7 +81,7 @@ def check_on_policy(name: str, config: OnPolicyOptions) -> None:
     expect(is_possible, f"{name}: shared", config.shared, expected)
 
 
-class Sequenced(NamedTuple):
+class SequenceInputs(NamedTuple):
     """What estimates are made of, float [B, T] each; nothing is known of steps outside the mask.
 
     values: [B, T + 1], of what was observed, and after the last step of each sequence of what
@@ -96,14 +96,14 @@ class Sequenced(NamedTuple):
     log_rho_tm1: torch.Tensor | None
 
 
-class Estimates(NamedTuple):
+class AdvantageEstimates(NamedTuple):
     """Advantages of the actions taken and what values are fitted to, float [B, T] each."""
 
     advantages: torch.Tensor
     targets: torch.Tensor
 
 
-class Judged(NamedTuple):
+class MinibatchTerms(NamedTuple):
     """What a minibatch of M steps is learned from, float [M] each: log_rho_tm1 is ln pi - ln mu."""
 
     log_probs_tm1: torch.Tensor
@@ -114,7 +114,7 @@ class Judged(NamedTuple):
     targets_tm1: torch.Tensor
 
 
-class Rule(Protocol):
+class OnPolicyRule(Protocol):
     """What one algorithm does that others do not."""
 
     @property
@@ -122,19 +122,19 @@ class Rule(Protocol):
         """Whether its estimates do."""
         ...
 
-    def estimate(self, sequences: Sequenced) -> Estimates:
+    def estimate(self, sequences: SequenceInputs) -> AdvantageEstimates:
         """Return the estimates; what they say of steps outside the mask does not matter."""
         ...
 
-    def policy_loss(self, judged: Judged) -> torch.Tensor:
+    def policy_loss(self, judged: MinibatchTerms) -> torch.Tensor:
         """Return what the policy costs, [M]."""
         ...
 
-    def value_loss(self, judged: Judged) -> torch.Tensor:
+    def value_loss(self, judged: MinibatchTerms) -> torch.Tensor:
         """Return what the values cost, [M]."""
         ...
 
-    def metrics(self, judged: Judged) -> Mapping[str, torch.Tensor]:
+    def metrics(self, judged: MinibatchTerms) -> Mapping[str, torch.Tensor]:
         """Return what is worth watching."""
         ...
 
@@ -144,20 +144,20 @@ def on_policy_algorithm(
     observation_space: Space,
     action_space: Space,
     config: OnPolicyOptions,
-    facts: DatasetFacts,
+    facts: DatasetStatistics,
     *,
-    rule: Rule,
+    rule: OnPolicyRule,
     optimizer: OptimizerFunction,
 ) -> Algorithm:
     """Return the algorithm that learns one actor-critic by this rule.
 
-    Raises: SpaceUnsupported for actions that are neither countable nor a Box with bounds.
+    Raises: SpaceUnsupportedError for actions that are neither countable nor a Box with bounds.
     """
     head = action_head(name, observation_space, action_space, facts)
     sizes = config.hidden_sizes
-    seen: StepsSeen = SingleSteps(head, sizes, facts, shared=_is_shared(config, head))
+    seen: SequenceModel = FeedforwardModel(head, sizes, facts, shared=_is_shared(config, head))
     if config.recurrent:
-        seen = WholeSequences(head, sizes, facts, core=config.core)
+        seen = RecurrentModel(head, sizes, facts, core=config.core)
 
     def losses(
         networks: Networks, targets: Networks, batch: Batch, rng: torch.Generator, *_: Any
@@ -167,7 +167,7 @@ def on_policy_algorithm(
         distribution = head.distribution(outputs.parameters, steps.action_masks)
         log_probs_tm1 = distribution.log_probs(taken.actions)
         columns: Mapping[str, torch.Tensor] = steps.columns or {}
-        judged = Judged(
+        judged = MinibatchTerms(
             log_probs_tm1,
             log_probs_tm1 - taken.log_probs,
             columns[_ADVANTAGES],
@@ -198,7 +198,7 @@ def on_policy_algorithm(
     )
 
 
-def normalised(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return advantages [B, T] of mean 0 and standard deviation 1 over the mask."""
     known = advantages[mask]
     if not len(known):
@@ -207,7 +207,7 @@ def normalised(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _postprocess(
-    name: str, head: ActionHead, seen: StepsSeen, rule: Rule
+    name: str, head: ActionHead, seen: SequenceModel, rule: OnPolicyRule
 ) -> Callable[[Networks, Batch], Batch]:
     def postprocess(networks: Networks, batch: Batch) -> Batch:
         mask = tensor(batch.mask)
@@ -224,7 +224,9 @@ def _postprocess(
             log_rho_tm1 = torch.full(mask.shape, -torch.inf, device=mask.device)
             log_rho_tm1[mask] = distribution.log_probs(taken.actions) - taken.log_probs
         rewards, discounts = tensor(batch.rewards), tensor(batch.discounts)
-        estimates = rule.estimate(Sequenced(rewards, discounts, looked.values, mask, log_rho_tm1))
+        estimates = rule.estimate(
+            SequenceInputs(rewards, discounts, looked.values, mask, log_rho_tm1)
+        )
         columns = {
             _ADVANTAGES: estimates.advantages,
             _TARGETS: estimates.targets,
@@ -236,10 +238,10 @@ def _postprocess(
 
 
 def _check_known(name: str, log_probs: torch.Tensor) -> None:
-    """Refuse steps of unknown propensity. Raises: ConfigInvalid."""
+    """Refuse steps of unknown propensity. Raises: ConfigInvalidError."""
     if torch.isnan(log_probs).any():
         num = int(torch.isnan(log_probs).sum())
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{name}: found {num} of {len(log_probs)} steps without a behaviour log-probability, "
             "expected one for each: an action counts by how likely it was. Collect with a policy "
             "that draws its actions (temperature above 0, no noise added)."

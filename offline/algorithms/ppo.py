@@ -16,20 +16,20 @@ import torch
 
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.algorithms.on_policy import (
-    Estimates,
-    Judged,
-    Sequenced,
+    AdvantageEstimates,
+    MinibatchTerms,
+    SequenceInputs,
     check_on_policy,
-    normalised,
+    normalize_advantages,
     on_policy_algorithm,
 )
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam
 from replaylake.offline.learning.algorithm import Algorithm
 from replaylake.offline.learning.options import expect
 from replaylake.offline.losses.policy_gradient import clipped_surrogate, value_loss
-from replaylake.offline.losses.returns import generalised_advantages
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.losses.returns import generalized_advantages
+from replaylake.offline.networks.actors import NO_STATISTICS
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def ppo(
     observation_space: Space,
     action_space: Space,
     config: PPOConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return PPO for Discrete actions, honouring masks, MultiDiscrete, MultiBinary or a float Box.
 
-    Raises: SpaceUnsupported for other actions, and for a Box without bounds.
+    Raises: SpaceUnsupportedError for other actions, and for a Box without bounds.
     """
     return on_policy_algorithm(
         "ppo",
@@ -97,30 +97,30 @@ class _PPO:
 
     needs_log_rho = False
 
-    def estimate(self, sequences: Sequenced) -> Estimates:
+    def estimate(self, sequences: SequenceInputs) -> AdvantageEstimates:
         """Return generalised advantages, and values with them added."""
         mask = sequences.mask
         # What comes after a sequence's last step is in that step's value: no trace goes on.
         goes_on = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
-        advantages = generalised_advantages(
+        advantages = generalized_advantages(
             sequences.r_t, sequences.discount_t, sequences.values, goes_on * self.config.gae_lambda
         )
         targets = advantages + sequences.values[:, :-1]
         if self.config.normalise_advantages:
-            advantages = normalised(advantages, mask)
-        return Estimates(advantages, targets)
+            advantages = normalize_advantages(advantages, mask)
+        return AdvantageEstimates(advantages, targets)
 
-    def policy_loss(self, judged: Judged) -> torch.Tensor:
+    def policy_loss(self, judged: MinibatchTerms) -> torch.Tensor:
         """Return the clipped surrogate."""
         return clipped_surrogate(judged.log_rho_tm1, judged.advantages_tm1, self.config.clip)
 
-    def value_loss(self, judged: Judged) -> torch.Tensor:
+    def value_loss(self, judged: MinibatchTerms) -> torch.Tensor:
         """Return the squared error, clipped if so asked."""
         return value_loss(
             judged.v_tm1, judged.targets_tm1, judged.v_before_tm1, self.config.value_clip
         )
 
-    def metrics(self, judged: Judged) -> Mapping[str, torch.Tensor]:
+    def metrics(self, judged: MinibatchTerms) -> Mapping[str, torch.Tensor]:
         """Return the share of ratios beyond the clip, and how far pi is from mu (nats)."""
         log_rho = judged.log_rho_tm1.detach()
         rho = log_rho.exp()

@@ -22,12 +22,12 @@ from replaylake.offline.algorithms.box_actions import (
     check_temperature,
     critic_losses,
     critics_of,
-    learned_number,
+    get_scalar,
     policy_of,
-    squashed_graph,
+    tanh_gaussian_graph,
     with_metrics,
 )
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam_by_group
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -40,10 +40,10 @@ from replaylake.offline.learning.algorithm import (
 from replaylake.offline.learning.options import to_options
 from replaylake.offline.losses.actor_critic import (
     clipped_double_target,
-    squashed_sample,
+    sample_squashed,
     temperature_loss,
 )
-from replaylake.offline.networks.actors import NO_FACTS, GaussianNetwork
+from replaylake.offline.networks.actors import NO_STATISTICS, GaussianNetwork
 from replaylake.offline.networks.critics import Critics, Scalar
 
 # Of ln std before the tanh; as in d3rlpy 2.8.1 and the paper's code.
@@ -72,7 +72,7 @@ def sac(
     observation_space: Space,
     action_space: Space,
     config: SACConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return SAC for float Box actions, its target entropy -D nats for actions of D elements.
 
@@ -82,7 +82,7 @@ def sac(
         config: its options.
         facts: what actions and observations are normalised by.
 
-    Raises: SpaceUnsupported for other action spaces.
+    Raises: SpaceUnsupportedError for other action spaces.
     """
     box, scaling = box_scaling("sac", action_space, facts)
     size = len(scaling.center)
@@ -96,12 +96,12 @@ def sac(
         due: frozenset[str],
     ) -> Losses:
         a_tm1 = scaling.normalise(tensor(batch.actions))
-        log_temperature = learned_number(networks, "temperature")
+        log_temperature = get_scalar(networks, "temperature")
         temperature = torch.exp(log_temperature.detach())
         noise = torch.randn((2, *a_tm1.shape), generator=rng, device=a_tm1.device)
         # Eq. 5 and 6: (r + gamma (q_target(s', a') - temperature ln pi(a'|s')) - q(s, a))^2
         with torch.no_grad():
-            a_t, log_probs_t = squashed_sample(
+            a_t, log_probs_t = sample_squashed(
                 *policy_of(networks, batch.next_observations), noise[0]
             )
             target_tm1 = clipped_double_target(
@@ -113,7 +113,7 @@ def sac(
         q_tm1 = networks["critics"](batch.observations, a_tm1)
         critics_loss, priorities = critic_losses(q_tm1, target_tm1, batch)
         # Eq. 9: temperature ln pi(a|s) - q(s, a)
-        a, log_probs = squashed_sample(*policy_of(networks, batch.observations), noise[1])
+        a, log_probs = sample_squashed(*policy_of(networks, batch.observations), noise[1])
         q = critics_of(networks).frozen(batch.observations, a).amin(dim=0)
         groups = {
             "critics": critics_loss,
@@ -146,7 +146,7 @@ def sac(
             }
         ),
         targets={"critics": Target(config.tau)},
-        policy=lambda nets: squashed_graph(nets["policy"], spec),
+        policy=lambda nets: tanh_gaussian_graph(nets["policy"], spec),
         n_step=config.n_step,
         config=to_options(config),
         normalisation={"actions": scaling.to_json()},

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.action_heads import ActionHead, Parameters
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.algorithm import PolicyModule, tensor
-from replaylake.offline.learning.minibatches import taken_rows
+from replaylake.offline.learning.minibatches import take_rows
 from replaylake.offline.networks.actor_critic import (
     Outputs,
     RecurrentActorCritic,
     SeparateActorCritic,
     SharedActorCritic,
-    each_leaf,
+    map_leaves,
 )
 from replaylake.offline.networks.graph import PolicyGraph
 
@@ -29,7 +29,7 @@ from replaylake.offline.networks.graph import PolicyGraph
 POLICY_STATE: Final = "policy_state"
 
 
-class Looked(NamedTuple):
+class ForwardResult(NamedTuple):
     """What a network says of a batch [B, T] before it learns from it.
 
     steps: the M steps of the mask, single ones. values: float [B, T + 1]; of the observations of
@@ -42,7 +42,7 @@ class Looked(NamedTuple):
     parameters: Parameters | None
 
 
-class StepsSeen(Protocol):
+class SequenceModel(Protocol):
     """How the steps of a batch of sequences get to a network."""
 
     spec: PolicySpec
@@ -57,7 +57,7 @@ class StepsSeen(Protocol):
 
     def look(
         self, network: Any, batch: Batch, mask: torch.Tensor, *, with_parameters: bool
-    ) -> Looked:
+    ) -> ForwardResult:
         """Look at all of a batch [B, T]; mask: the steps to learn from."""
         ...
 
@@ -72,11 +72,16 @@ class StepsSeen(Protocol):
         ...
 
 
-class SingleSteps:
+class FeedforwardModel:
     """Each observation by itself; a minibatch is of single steps."""
 
     def __init__(
-        self, head: ActionHead, hidden_sizes: Sequence[int], facts: DatasetFacts, *, shared: bool
+        self,
+        head: ActionHead,
+        hidden_sizes: Sequence[int],
+        facts: DatasetStatistics,
+        *,
+        shared: bool,
     ) -> None:
         self._head, self._hidden_sizes, self._facts = head, hidden_sizes, facts
         self._kind = SharedActorCritic if shared else SeparateActorCritic
@@ -99,12 +104,12 @@ class SingleSteps:
 
     def look(
         self, network: Any, batch: Batch, mask: torch.Tensor, *, with_parameters: bool
-    ) -> Looked:
+    ) -> ForwardResult:
         """Look at the mask's observations, and at what followed each that no other one follows."""
-        steps = taken_rows(_without_successors(batch, mask), mask)
+        steps = take_rows(_drop_successors(batch, mask), mask)
         ends = mask.clone()
         ends[:, :-1] &= ~mask[:, 1:]
-        following = each_leaf(batch.next_observations, lambda values: values[ends])
+        following = map_leaves(batch.next_observations, lambda values: values[ends])
         parameters = None
         if with_parameters:
             parameters, of_steps = network(steps.observations)
@@ -113,7 +118,7 @@ class SingleSteps:
         values = mask.new_zeros((len(mask), mask.shape[1] + 1), dtype=torch.float32)
         values[:, :-1][mask] = of_steps
         values[:, 1:][ends] = network.values_of(following)
-        return Looked(steps, values, parameters)
+        return ForwardResult(steps, values, parameters)
 
     def rows(
         self, batch: Batch, steps: Batch, mask: torch.Tensor, columns: Mapping[str, torch.Tensor]
@@ -126,7 +131,7 @@ class SingleSteps:
         return batch, network(batch.observations)
 
 
-class WholeSequences:
+class RecurrentModel:
     """Each observation after those before it, by a core that remembers; minibatches of sequences.
 
     A sequence begins with the state that was recorded before its first step: its policy's, which
@@ -134,7 +139,7 @@ class WholeSequences:
     """
 
     def __init__(
-        self, head: ActionHead, hidden_sizes: Sequence[int], facts: DatasetFacts, *, core: str
+        self, head: ActionHead, hidden_sizes: Sequence[int], facts: DatasetStatistics, *, core: str
     ) -> None:
         self._head, self._hidden_sizes, self._facts, self._core = head, hidden_sizes, facts, core
         self.spec = replace(head.spec, state_size=self._made("meta").state_size)
@@ -149,17 +154,17 @@ class WholeSequences:
 
     def look(
         self, network: Any, batch: Batch, mask: torch.Tensor, *, with_parameters: bool
-    ) -> Looked:
+    ) -> ForwardResult:
         """Go over all observations and what followed each sequence's last one."""
         # The first step past a sequence's end shows what followed its last one.
         known = _up_to_last(mask)
         reached = torch.cat([known[:, :1], known], dim=1)
-        observed = _filled(_joined(batch.observations, batch.next_observations), reached)
+        observed = _fill_unknown(_append_last(batch.observations, batch.next_observations), reached)
         parameters, values = network(observed, self._states(batch))
-        steps = taken_rows(_without_successors(batch, mask), mask)
+        steps = take_rows(_drop_successors(batch, mask), mask)
         shape = reached.shape
         of_steps = tuple(p.view(*shape, -1)[:, :-1][mask] for p in parameters)
-        return Looked(steps, values.view(shape), of_steps if with_parameters else None)
+        return ForwardResult(steps, values.view(shape), of_steps if with_parameters else None)
 
     def rows(
         self, batch: Batch, steps: Batch, mask: torch.Tensor, columns: Mapping[str, torch.Tensor]
@@ -167,25 +172,25 @@ class WholeSequences:
         """Return the sequences that have a step to learn from."""
         states = tensor((batch.columns or {})[POLICY_STATE])
         sequences = replace(
-            _without_successors(batch, mask),
-            observations=_filled(batch.observations, _up_to_last(mask)),
+            _drop_successors(batch, mask),
+            observations=_fill_unknown(batch.observations, _up_to_last(mask)),
             mask=mask,
             columns={**columns, POLICY_STATE: states},
         )
-        return taken_rows(sequences, mask.any(dim=1).nonzero()[:, 0])
+        return take_rows(sequences, mask.any(dim=1).nonzero()[:, 0])
 
     def outputs(self, network: Any, batch: Batch) -> tuple[Batch, Outputs]:
         """Go over the sequences; return their steps."""
         mask = tensor(batch.mask)
         parameters, values = network(batch.observations, self._states(batch))
         flat = mask.flatten()
-        steps = taken_rows(replace(batch, mask=None), mask)
+        steps = take_rows(replace(batch, mask=None), mask)
         return steps, Outputs(tuple(p[flat] for p in parameters), values[flat])
 
     def _states(self, batch: Batch) -> torch.Tensor:
-        """Return the states [B, S] before the first steps. Raises: ConfigInvalid."""
+        """Return the states [B, S] before the first steps. Raises: ConfigInvalidError."""
         if batch.columns is None or POLICY_STATE not in batch.columns:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"recurrent: found no column {POLICY_STATE!r} in the batch, expected what the "
                 "policy remembered before each step. Make the view with "
                 f"columns=[{POLICY_STATE!r}], of steps that a recurrent policy took."
@@ -215,7 +220,7 @@ class _OneStep(PolicyModule):
         return outputs
 
 
-def _without_successors(batch: Batch, mask: torch.Tensor) -> Batch:
+def _drop_successors(batch: Batch, mask: torch.Tensor) -> Batch:
     """Return a batch [B, T] whose fields all are so; what followed is left out: it is estimated."""
     weights = tensor(batch.weights)
     if weights.dim() == 1:
@@ -237,18 +242,18 @@ def _up_to_last(mask: torch.Tensor) -> torch.Tensor:
     return mask.flip(1).cumsum(dim=1).flip(1) > 0
 
 
-def _filled(observations: Any, known: torch.Tensor) -> Any:
+def _fill_unknown(observations: Any, known: torch.Tensor) -> Any:
     """Put the first observation where none is known: not all spaces have the zeros of padding."""
 
     def filled(values: torch.Tensor) -> torch.Tensor:
         some = known.view(*known.shape, *(1,) * (values.dim() - 2))
         return torch.where(some, values, values[:, :1])
 
-    return each_leaf(observations, filled)
+    return map_leaves(observations, filled)
 
 
-def _joined(observations: Any, following: Any) -> Any:
+def _append_last(observations: Any, following: Any) -> Any:
     """Return [B, T + 1, *obs]: all observations, and what followed the last one."""
     if isinstance(observations, Mapping):
-        return {key: _joined(value, following[key]) for key, value in observations.items()}
+        return {key: _append_last(value, following[key]) for key, value in observations.items()}
     return torch.cat([observations, following[:, -1:]], dim=1)

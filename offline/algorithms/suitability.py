@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, SpaceUnsupportedError
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.catalog import (
     algorithms,
+    builtin_row,
     check_algorithm,
     check_masks,
-    check_replayed,
+    check_replayable,
     check_rewards,
     d3rlpy_row,
-    our_row,
     reference,
 )
 from replaylake.offline.algorithms.description import needs
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.d3rlpy.features import observation_features
-from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.learning.normalisation import fit_facts
+from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.learning.normalisation import fit_statistics
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class Suitability:
     refusal: str | None
 
 
-def suitable(snapshot: Snapshot) -> list[Suitability]:
+def list_suitability(snapshot: Snapshot) -> list[Suitability]:
     """Return each algorithm for the dataset's actions or, where it has none for them, its refusal.
 
     The dataset is taken whole, with default options and logged rewards: `where`, `reward` and the
     like may make more algorithms fit. Cost: as opening it to train.
     """
-    data = _Data(snapshot)
+    data = _TrainingSteps(snapshot)
     return [
         Suitability(info, _refusal(info, data))
         for info in algorithms()
-        if not _is_stood_for(info, snapshot.spec.action_space)
+        if not _is_superseded(info, snapshot.spec.action_space)
     ]
 
 
-class _Data:
+class _TrainingSteps:
     """What training looks at; only read for algorithms that take the actions."""
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -61,27 +61,27 @@ class _Data:
 
     @cached_property
     def view(self) -> ReplayView:
-        """All steps. Raises: EmptyReplay, SpaceUnsupported."""
+        """All steps. Raises: EmptyReplayError, SpaceUnsupportedError."""
         return self._snapshot.replay()
 
     @cached_property
-    def facts(self) -> DatasetFacts:
+    def facts(self) -> DatasetStatistics:
         """What they are scaled by."""
-        return fit_facts([self._snapshot])
+        return fit_statistics([self._snapshot])
 
 
-def _is_stood_for(info: AlgorithmInfo, action_space: Space) -> bool:
+def _is_superseded(info: AlgorithmInfo, action_space: Space) -> bool:
     """Return whether its name is another algorithm's for these actions."""
     try:
         return check_algorithm(reference(info), action_space) != info
-    except SpaceUnsupported:
+    except SpaceUnsupportedError:
         return False
 
 
-def _refusal(info: AlgorithmInfo, data: _Data) -> str | None:
+def _refusal(info: AlgorithmInfo, data: _TrainingSteps) -> str | None:
     name, space = reference(info), data.spec.action_space
     try:
-        check_replayed(name, space)
+        check_replayable(name, space)
         view = data.view
         if view.has_masked_actions:
             check_masks(name, space)
@@ -97,17 +97,17 @@ def _refusal(info: AlgorithmInfo, data: _Data) -> str | None:
 
 def _check_successors(info: AlgorithmInfo, view: ReplayView) -> None:
     if "next_observations" in needs(info) and not view.num_transitions:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"algorithm {reference(info)}: found {len(view.packed.steps):,} steps without what was "
             "seen next, expected some with it. Clone behaviour with bc, or log final observations."
         )
 
 
-def _check_observations(info: AlgorithmInfo, data: _Data) -> None:
-    """Make what takes the observations. Raises: SpaceUnsupported."""
+def _check_observations(info: AlgorithmInfo, data: _TrainingSteps) -> None:
+    """Make what takes the observations. Raises: SpaceUnsupportedError."""
     observations, actions = data.spec.observation_space, data.spec.action_space
     if info.provider == "d3rlpy":
         observation_features(d3rlpy_row(info), observations, data.facts)
         return
-    ours = our_row(info)
+    ours = builtin_row(info)
     ours.function(observations, actions, ours.config_class(), data.facts).networks()

@@ -21,7 +21,7 @@ from replaylake.offline.algorithms.ppo import PPOConfig, ppo
 from replaylake.offline.algorithms.sac import SACConfig, sac
 from replaylake.offline.algorithms.td3 import TD3Config, td3
 from replaylake.offline.algorithms.td3_plus_bc import TD3PlusBCConfig, td3_plus_bc
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.algorithm import Algorithm
 
 Actions = Literal["discrete", "continuous", "multi_discrete"]
@@ -36,14 +36,14 @@ class AlgorithmFunction(Protocol):
         observation_space: Space,
         action_space: Space,
         config: Any,
-        facts: DatasetFacts,
+        facts: DatasetStatistics,
     ) -> Algorithm:
-        """Return the algorithm. Raises: SpaceUnsupported."""
+        """Return the algorithm. Raises: SpaceUnsupportedError."""
         ...
 
 
 @dataclass(frozen=True)
-class OurAlgorithm:
+class BuiltinAlgorithm:
     """One algorithm for one kind of actions; the same name may stand once for each kind."""
 
     name: str
@@ -57,7 +57,7 @@ class OurAlgorithm:
 
 def _for_all_actions(
     name: str, paper: str, function: AlgorithmFunction, config_class: type
-) -> tuple[OurAlgorithm, ...]:
+) -> tuple[BuiltinAlgorithm, ...]:
     """Return the rows of an on-policy algorithm."""
     heads: tuple[tuple[Actions, str], ...] = (
         ("discrete", "categorical"),
@@ -65,21 +65,23 @@ def _for_all_actions(
         ("multi_discrete", "multi_categorical"),
     )
     return tuple(
-        OurAlgorithm(name, actions, head, "on-policy", paper, function, config_class)
+        BuiltinAlgorithm(name, actions, head, "on-policy", paper, function, config_class)
         for actions, head in heads
     )
 
 
-OURS: Final = (
-    OurAlgorithm("bc", "discrete", "categorical", "imitation", "Pomerleau 1989", bc, BCConfig),
-    OurAlgorithm("bc", "continuous", "gaussian", "imitation", "Seitzer et al. 2022", bc, BCConfig),
-    OurAlgorithm(
+BUILTIN: Final = (
+    BuiltinAlgorithm("bc", "discrete", "categorical", "imitation", "Pomerleau 1989", bc, BCConfig),
+    BuiltinAlgorithm(
+        "bc", "continuous", "gaussian", "imitation", "Seitzer et al. 2022", bc, BCConfig
+    ),
+    BuiltinAlgorithm(
         "bc", "multi_discrete", "multi_categorical", "imitation", "Pomerleau 1989", bc, BCConfig
     ),
-    OurAlgorithm(
+    BuiltinAlgorithm(
         "iql", "continuous", "gaussian", "offline", "Kostrikov et al. 2021", iql, IQLConfig
     ),
-    OurAlgorithm(
+    BuiltinAlgorithm(
         "td3_plus_bc",
         "continuous",
         "deterministic",
@@ -88,17 +90,19 @@ OURS: Final = (
         td3_plus_bc,
         TD3PlusBCConfig,
     ),
-    OurAlgorithm("awac", "continuous", "gaussian", "offline", "Nair et al. 2020", awac, AWACConfig),
-    OurAlgorithm(
+    BuiltinAlgorithm(
+        "awac", "continuous", "gaussian", "offline", "Nair et al. 2020", awac, AWACConfig
+    ),
+    BuiltinAlgorithm(
         "cql", "continuous", "squashed_gaussian", "offline", "Kumar et al. 2020", cql, CQLConfig
     ),
-    OurAlgorithm(
+    BuiltinAlgorithm(
         "sac", "continuous", "squashed_gaussian", "off-policy", "Haarnoja 2018", sac, SACConfig
     ),
-    OurAlgorithm(
+    BuiltinAlgorithm(
         "td3", "continuous", "deterministic", "off-policy", "Fujimoto et al. 2018", td3, TD3Config
     ),
-    OurAlgorithm(
+    BuiltinAlgorithm(
         "cql",
         "discrete",
         "q_values",
@@ -107,7 +111,7 @@ OURS: Final = (
         discrete_cql,
         DiscreteCQLConfig,
     ),
-    OurAlgorithm(
+    BuiltinAlgorithm(
         "sac",
         "discrete",
         "categorical",
@@ -116,16 +120,18 @@ OURS: Final = (
         discrete_sac,
         DiscreteSACConfig,
     ),
-    OurAlgorithm("dqn", "discrete", "q_values", "off-policy", "Mnih et al. 2015", dqn, DQNConfig),
-    OurAlgorithm(
+    BuiltinAlgorithm(
+        "dqn", "discrete", "q_values", "off-policy", "Mnih et al. 2015", dqn, DQNConfig
+    ),
+    BuiltinAlgorithm(
         "marwil", "discrete", "categorical", "offline", "Wang et al. 2018", marwil, MARWILConfig
     ),
-    OurAlgorithm(
+    BuiltinAlgorithm(
         "marwil", "continuous", "gaussian", "offline", "Wang et al. 2018", marwil, MARWILConfig
     ),
     *_for_all_actions("impala", "Espeholt et al. 2018", impala, IMPALAConfig),
     *_for_all_actions("ppo", "Schulman et al. 2017", ppo, PPOConfig),
-    OurAlgorithm(
+    BuiltinAlgorithm(
         "ips_bandit",
         "discrete",
         "categorical",
@@ -134,7 +140,7 @@ OURS: Final = (
         ips_bandit,
         IPSBanditConfig,
     ),
-    OurAlgorithm(
+    BuiltinAlgorithm(
         "dr_bandit",
         "discrete",
         "categorical",

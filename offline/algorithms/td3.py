@@ -23,7 +23,7 @@ from replaylake.offline.algorithms.box_actions import (
     deterministic_graph,
     with_metrics,
 )
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.adam import adam_by_group
 from replaylake.offline.learning.algorithm import (
     Algorithm,
@@ -34,8 +34,8 @@ from replaylake.offline.learning.algorithm import (
     weighted_mean,
 )
 from replaylake.offline.learning.options import expect, to_options
-from replaylake.offline.losses.actor_critic import clipped_double_target, smoothed_actions
-from replaylake.offline.networks.actors import NO_FACTS, DeterministicNetwork
+from replaylake.offline.losses.actor_critic import clipped_double_target, smooth_actions
+from replaylake.offline.networks.actors import NO_STATISTICS, DeterministicNetwork
 from replaylake.offline.networks.critics import Critics
 
 # What the actor minimises, [B]: of the first critic's q [B] at its actions, those actions [B, D],
@@ -73,7 +73,7 @@ def td3(
     observation_space: Space,
     action_space: Space,
     config: TD3Config,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return TD3 for float Box actions.
 
@@ -83,24 +83,24 @@ def td3(
         config: its options.
         facts: what actions and observations are normalised by.
 
-    Raises: SpaceUnsupported for other action spaces.
+    Raises: SpaceUnsupportedError for other action spaces.
     """
 
     def actor_loss(q: torch.Tensor, a: torch.Tensor, logged_a: torch.Tensor) -> torch.Tensor:
         return -q  # algorithm 1: up the first critic's gradient
 
-    return delayed_actor("td3", observation_space, action_space, config, facts, actor_loss)
+    return td3_algorithm("td3", observation_space, action_space, config, facts, actor_loss)
 
 
-def delayed_actor(
+def td3_algorithm(
     name: str,
     observation_space: Space,
     action_space: Space,
     config: TD3Config,
-    facts: DatasetFacts,
+    facts: DatasetStatistics,
     actor_loss: ActorLoss,
 ) -> Algorithm:
-    """Return TD3 with this loss of the actor. Raises: SpaceUnsupported."""
+    """Return TD3 with this loss of the actor. Raises: SpaceUnsupportedError."""
     box, scaling = box_scaling(name, action_space, facts)
     spec = PolicySpec(observation_space, box, "deterministic")
 
@@ -156,6 +156,6 @@ def _target(
     """Return r + gamma min_i q_i(s', pi(s') + clipped noise), [B]."""
     a_t = targets["policy"](batch.next_observations)
     noise = torch.randn(a_t.shape, generator=rng, device=a_t.device)
-    a_t = smoothed_actions(a_t, noise, config.target_smoothing_sigma, config.target_smoothing_clip)
+    a_t = smooth_actions(a_t, noise, config.target_smoothing_sigma, config.target_smoothing_clip)
     q_t = targets["critics"](batch.next_observations, a_t)
     return clipped_double_target(tensor(batch.rewards), tensor(batch.discounts), q_t)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.algorithms.td3 import TD3Config, delayed_actor
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.algorithms.td3 import TD3Config, td3_algorithm
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.algorithm import Algorithm
 from replaylake.offline.learning.options import expect
-from replaylake.offline.losses.actor_critic import behaviour_regularised_value
+from replaylake.offline.losses.actor_critic import behavior_regularized_value
 from replaylake.offline.losses.likelihood import squared_error
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.networks.actors import NO_STATISTICS
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def td3_plus_bc(
     observation_space: Space,
     action_space: Space,
     config: TD3PlusBCConfig,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
     """Return TD3+BC for float Box actions.
 
@@ -46,11 +46,11 @@ def td3_plus_bc(
         config: its options.
         facts: what actions and observations are normalised by.
 
-    Raises: SpaceUnsupported for other action spaces.
+    Raises: SpaceUnsupportedError for other action spaces.
     """
 
     def actor_loss(q: torch.Tensor, a: torch.Tensor, logged_a: torch.Tensor) -> torch.Tensor:
         # -lambda q(s, pi(s)) + (pi(s) - a)^2
-        return behaviour_regularised_value(q, config.alpha) + squared_error(a, logged_a)
+        return behavior_regularized_value(q, config.alpha) + squared_error(a, logged_a)
 
-    return delayed_actor("td3_plus_bc", observation_space, action_space, config, facts, actor_loss)
+    return td3_algorithm("td3_plus_bc", observation_space, action_space, config, facts, actor_loss)

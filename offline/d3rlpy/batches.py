@@ -13,11 +13,11 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Discrete, Space
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.offline.d3rlpy.features import Features
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.d3rlpy.options import what_of
+from replaylake.offline.d3rlpy.options import algorithm_label
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
 from replaylake.offline.facts import RewardScaling
 from replaylake.offline.learning.action_scaling import ActionScaling
@@ -47,9 +47,9 @@ class D3rlpyBatches:
         is_compiled: give every batch memory of its own, since a captured graph keeps its first one
         and writes later ones into it, which may not be a sampler's.
 
-        Raises: ConfigInvalid where rewards are shifted and the algorithm learns from returns.
+        Raises: ConfigInvalidError where rewards are shifted and the algorithm learns from returns.
         """
-        self._what = what_of(algorithm)
+        self._what = algorithm_label(algorithm)
         self._algorithm = algorithm
         self._features = features
         self._start = action_space.start if isinstance(action_space, Discrete) else None
@@ -62,7 +62,7 @@ class D3rlpyBatches:
         self._is_compiled = is_compiled
         self._batch_class = load_d3rlpy().TorchMiniBatch
         if algorithm.needs == "returns" and rewards.shift:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{self._what}: found rewards shifted by {rewards.shift:g}, expected them scaled "
                 "only: by how much a return shifts depends on the steps that are left. Leave the "
                 "shift out."
@@ -71,9 +71,9 @@ class D3rlpyBatches:
     def converted(self, batch: Batch) -> Any:
         """Return d3rlpy's batch of ours, of arrays or of tensors on the device.
 
-        Raises: SpaceUnsupported for action masks that are not all true; ConfigInvalid for weights
-        other than 1, where the algorithm bootstraps for discounts other than 0 and gamma and for
-        steps without a successor, and for a batch that lacks what its item asks for.
+        Raises: SpaceUnsupportedError for action masks that are not all true; ConfigInvalidError for
+        weights other than 1, where the algorithm bootstraps for discounts other than 0 and gamma
+        and for steps without a successor, and for a batch that lacks what its item asks for.
         """
         is_tensors = isinstance(batch.rewards, torch.Tensor)
         tensors: Batch = batch if is_tensors else to_torch(batch, self._device)
@@ -116,7 +116,7 @@ class D3rlpyBatches:
 
     def _given(self, value: Any, name: str) -> torch.Tensor:
         if value is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{self._what}: found a batch without {name}, expected one with them. Sample with "
                 "the learner's item."
             )
@@ -126,26 +126,26 @@ class D3rlpyBatches:
     def _refuse_unsupported(self, batch: Batch) -> None:
         for masks in (batch.action_masks, batch.next_action_masks):
             if masks is not None and not masks.all():
-                raise SpaceUnsupported(
+                raise SpaceUnsupportedError(
                     f"{self._what}: found action masks that are not all true, expected none: "
                     "d3rlpy has no masks. Use an algorithm that honours them, such as bc."
                 )
         if not (batch.weights == 1).all():
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{self._what}: found importance weights of {batch.weights.min():g} to "
                 f"{batch.weights.max():g}, expected 1: d3rlpy has none. Sample uniformly."
             )
         if not self._algorithm.bootstraps:
             return
         if batch.bootstrappable is not None and not batch.bootstrappable.all():
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{self._what}: found steps without a next observation, expected none: d3rlpy "
                 "would bootstrap from their own. Sample with only_bootstrappable."
             )
         discounts = batch.discounts
         fits = (discounts == 0) | (discounts == self._discount)
         if not fits.all():
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{self._what}: found a discount of {discounts[~fits][0]:g} in a batch, expected 0 "
                 f"(terminated) or {self._discount:g}, the one that d3rlpy was given. Sample with "
                 "the learner's discount and single steps."

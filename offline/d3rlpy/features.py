@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Space, describe, leaves
-from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.offline.d3rlpy.table import TABLE, D3rlpyAlgorithm
-from replaylake.offline.facts import DatasetFacts
+from replaylake.datastore.errors import SpaceUnsupportedError
+from replaylake.offline.d3rlpy.table import D3RLPY_ALGORITHMS, D3rlpyAlgorithm
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.networks import encoders
 from replaylake.offline.networks.features import ObservationFeatures
 
@@ -27,19 +27,23 @@ Features = ObservationFeatures | Frames
 
 
 def observation_features(
-    algorithm: D3rlpyAlgorithm, space: Space, facts: DatasetFacts
+    algorithm: D3rlpyAlgorithm, space: Space, facts: DatasetStatistics
 ) -> tuple[Features, tuple[int, ...]]:
     """Return what makes features of observations, and their shape without the leading dim.
 
-    Raises: SpaceUnsupported for text, for frames of more than three dims or beside other leaves,
-    and for frames where the algorithm takes none, naming those that do.
+    Raises: SpaceUnsupportedError for text, for frames of more than three dims or beside other
+    leaves, and for frames where the algorithm takes none, naming those that do.
     """
     if isinstance(space, Box) and space.is_image and len(space.shape) <= 3:
         if not algorithm.takes_images:
             able = sorted(
-                {row.name for row in TABLE if row.takes_images and row.actions == algorithm.actions}
+                {
+                    row.name
+                    for row in D3RLPY_ALGORITHMS
+                    if row.takes_images and row.actions == algorithm.actions
+                }
             )
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"algorithm d3rlpy:{algorithm.name}: found observation {describe(space)} (an "
                 "image), expected a Box of numbers: it looks for neighbours of vectors. "
                 f"Algorithms of d3rlpy that take it: {', '.join(able)}."
@@ -48,7 +52,7 @@ def observation_features(
         return frames, frames.shape
     for name, leaf in leaves(space):
         if isinstance(leaf, Box) and leaf.is_image:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"algorithm d3rlpy:{algorithm.name}: found image {describe(leaf)} at observation"
                 f"{'.' + name if name else ''}, expected one image of 2 or 3 dims and nothing "
                 "beside it: that is what d3rlpy's convolutions take. Leave the rest out, or use an "

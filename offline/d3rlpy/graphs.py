@@ -18,7 +18,7 @@ from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.d3rlpy.features import Features
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
-from replaylake.offline.learning.action_scaling import ActionScaling, ScaledToEnvironment
+from replaylake.offline.learning.action_scaling import ActionScaling, ActionUnscaler
 from replaylake.offline.networks.graph import PolicyGraph
 
 
@@ -47,7 +47,7 @@ class _Graph(nn.Module):
         self._features = features
         self.build(impl, head)
         if scaling is not None:
-            self.scaled = ScaledToEnvironment(scaling)
+            self.scaled = ActionUnscaler(scaling)
 
     def build(self, impl: Any, head: str) -> None:
         """Take what acts out of d3rlpy's implementation."""
@@ -71,7 +71,7 @@ class _QValues(_Graph):
         return (self.q_values(self.observed(inputs)),)
 
 
-class _LikelyQValues(_QValues):
+class _DiscreteBCQ(_QValues):
     """Action values above their least, 0 where the imitated policy finds the action too unlikely.
 
     Fujimoto et al. 2019, "Benchmarking Batch Deep Reinforcement Learning Algorithms", in the
@@ -246,7 +246,7 @@ def _q_value(q_func: Any, *inputs: torch.Tensor) -> torch.Tensor:
 
 _GRAPHS: Final[Mapping[str, Callable[[Features, Any, ActionScaling | None, str], nn.Module]]] = {
     "q_values": _QValues,
-    "likely_q_values": _LikelyQValues,
+    "likely_q_values": _DiscreteBCQ,
     "logits": _Logits,
     "gaussian": _Gaussian,
     "deterministic": _Deterministic,

@@ -13,22 +13,22 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array, Box, Discrete, Space
-from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
+from replaylake.datastore.errors import ConfigInvalidError, PackageInvalidError
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.offline.d3rlpy.batches import D3rlpyBatches
 from replaylake.offline.d3rlpy.features import Frames, observation_features
 from replaylake.offline.d3rlpy.graphs import policy_graph
-from replaylake.offline.d3rlpy.options import SAID_ELSEWHERE, config_of, what_of
-from replaylake.offline.d3rlpy.randomness import OwnRandomness
-from replaylake.offline.d3rlpy.shortcuts import take_shortcuts
+from replaylake.offline.d3rlpy.options import EXCLUDED_OPTIONS, algorithm_label, make_config
+from replaylake.offline.d3rlpy.randomness import IsolatedRandomState
+from replaylake.offline.d3rlpy.shortcuts import apply_optimizations
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.action_scaling import ActionScaling, action_scaling
 from replaylake.offline.learning.learner import Update
 from replaylake.offline.learning.state import pack_state, unpack_state
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.graph import PolicyGraph
 
 _ROWS_AT_ONCE: Final = 1 << 14
@@ -47,12 +47,12 @@ class D3rlpyLearner:
         seed: int,
         discount: float = 0.99,
         device: torch.device | str = "cpu",
-        facts: DatasetFacts = NO_FACTS,
+        facts: DatasetStatistics = NO_STATISTICS,
     ) -> None:
         """Build the networks under `seed`; the global random state is left as it was.
 
-        Raises: ConfigInvalid for options that d3rlpy does not have; SpaceUnsupported for text, for
-        images that it cannot take, and for Box actions without bounds or logged range.
+        Raises: ConfigInvalidError for options that d3rlpy does not have; SpaceUnsupportedError for
+        text, for images that it cannot take, and for Box actions without bounds or logged range.
         """
         device = torch.device(device)
         self._algorithm = algorithm
@@ -72,7 +72,7 @@ class D3rlpyLearner:
             if algorithm.head == "squashed_gaussian" and isinstance(action_space, Box):
                 action_space = self._scaling.bounded(action_space)
         self._action_space = action_space
-        config = config_of(
+        config = make_config(
             algorithm,
             options,
             discount=discount,
@@ -90,14 +90,14 @@ class D3rlpyLearner:
             is_compiled=config.compile_graph,
         )
         self._device = device
-        self._randomness = OwnRandomness(seed, device)
+        self._randomness = IsolatedRandomState(seed, device)
         with self._randomness.lent():
             self._d3rlpy = self._created(config, shape, options)
         self._impl = self._d3rlpy.impl
         if not config.compile_graph:
-            take_shortcuts(self._impl)
+            apply_optimizations(self._impl)
         # d3rlpy keeps one for all learners of a process.
-        self._neighbours = _new_neighbours(self._impl)
+        self._neighbours = _new_neighbors(self._impl)
         self._num_updates = 0
 
     @property
@@ -119,7 +119,7 @@ class D3rlpyLearner:
     def config(self) -> Mapping[str, Any]:
         """d3rlpy's own serialised config."""
         config: dict[str, Any] = self._d3rlpy.config.serialize_to_dict()
-        return {key: value for key, value in config.items() if key not in SAID_ELSEWHERE}
+        return {key: value for key, value in config.items() if key not in EXCLUDED_OPTIONS}
 
     @property
     def normalisation(self) -> Mapping[str, Any]:
@@ -141,7 +141,7 @@ class D3rlpyLearner:
         while num_left > 0:
             batch = to_torch(sampler.sample())
             with torch.no_grad():
-                features = self._features(_moved(batch.observations, self._device)).cpu()
+                features = self._features(_move_to_device(batch.observations, self._device)).cpu()
                 actions = self._batches.actions(batch.actions)
             # Ran et al. 2023: beta weighs how close states are against how close actions.
             parts.append(torch.cat([self._d3rlpy.config.beta * features, actions], dim=1))
@@ -152,11 +152,11 @@ class D3rlpyLearner:
     def update(self, batch: Batch) -> Update:
         """Take one gradient step; d3rlpy draws from this learner's own random state.
 
-        Raises: what D3rlpyBatches.converted raises; ConfigInvalid where `prepare` is missing.
+        Raises: what D3rlpyBatches.converted raises; ConfigInvalidError where `prepare` is missing.
         """
         if self._neighbours is not None and self._impl._nbsr is not self._neighbours:
-            raise ConfigInvalid(
-                f"{what_of(self._algorithm)}: found an update before the data was indexed, "
+            raise ConfigInvalidError(
+                f"{algorithm_label(self._algorithm)}: found an update before the data was indexed, "
                 "expected learner.prepare(view) before the first. Call it."
             )
         made = self._batches.converted(batch)
@@ -193,7 +193,7 @@ class D3rlpyLearner:
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Continue bit for bit (on the CPU) where state_dict was called.
 
-        Raises: PackageInvalid if it is the state of other networks.
+        Raises: PackageInvalidError if it is the state of other networks.
         """
         tree = unpack_state(state)
         try:
@@ -201,8 +201,9 @@ class D3rlpyLearner:
                 module.load_state_dict(tree["modules"][name])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             said = str(error).splitlines()[-1].strip()
-            raise PackageInvalid(
-                f"learner state: {what_of(self._algorithm)}: found {said}; expected what the same "
+            raise PackageInvalidError(
+                f"learner state: {algorithm_label(self._algorithm)}: found {said}; expected what "
+                f"the same "
                 "algorithm saved with these options and for these spaces."
             ) from error
         self._randomness.load_state_dict(tree["rng"])
@@ -221,8 +222,9 @@ class D3rlpyLearner:
                     "Give encoder factories of type pixel whose filters fit such frames, or use an "
                     "algorithm of replaylake's own, which take frames of any size."
                 )
-            raise ConfigInvalid(
-                f"{what_of(self._algorithm)}: d3rlpy refuses the options {dict(options)} for "
+            raise ConfigInvalidError(
+                f"{algorithm_label(self._algorithm)}: d3rlpy refuses the options {dict(options)} "
+                f"for "
                 f"observations {list(shape)}: {type(error).__name__}: {error}. {advice}"
             ) from error
         return algorithm
@@ -235,7 +237,7 @@ class D3rlpyLearner:
         return modules
 
 
-def _new_neighbours(impl: Any) -> Any:
+def _new_neighbors(impl: Any) -> Any:
     """Return an index of this learner's own, or None where the algorithm looks for none."""
     shared = getattr(impl, "_nbsr", None)
     # In one thread: a batch is too small to share out, and its threads would be as many as cores.
@@ -247,7 +249,7 @@ def _size(scaling: ActionScaling | None) -> int:
     return len(scaling.center)
 
 
-def _moved(observations: Any, device: torch.device) -> Any:
+def _move_to_device(observations: Any, device: torch.device) -> Any:
     if isinstance(observations, torch.Tensor):
         return observations.to(device)
-    return {name: _moved(value, device) for name, value in observations.items()}
+    return {name: _move_to_device(value, device) for name, value in observations.items()}

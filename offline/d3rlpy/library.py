@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from replaylake.datastore.errors import ExtraMissing
+from replaylake.datastore.errors import ExtraMissingError
 
 
 def load_d3rlpy() -> ModuleType:
-    """Import d3rlpy without its side effects on the terminal. Raises: ExtraMissing.
+    """Import d3rlpy without its side effects on the terminal. Raises: ExtraMissingError.
 
     It imports gym, which prints on stderr that it is unmaintained, and points structlog at stdout,
     which is for data here.
@@ -21,7 +21,7 @@ def load_d3rlpy() -> ModuleType:
         import d3rlpy
         import structlog
     except ModuleNotFoundError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             f"d3rlpy algorithms: found no module {error.name!r}, expected d3rlpy 2.8.1. Install "
             "replaylake[offline]."
         ) from error

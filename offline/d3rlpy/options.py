@@ -8,13 +8,13 @@ from typing import Any, Final, get_type_hints
 
 import torch
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.offline.d3rlpy.library import load_d3rlpy
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
 from replaylake.offline.learning.options import cast, check_keys
 
 # d3rlpy's names for what is stated once for all algorithms, and where to say it instead.
-SAID_ELSEWHERE: Final = {
+EXCLUDED_OPTIONS: Final = {
     "batch_size": "the training option batch_size",
     "gamma": "the training option discount",
     "observation_scaler": "the training option normalise_observations",
@@ -26,23 +26,26 @@ SAID_ELSEWHERE: Final = {
 def check_options(
     algorithm: D3rlpyAlgorithm, options: Mapping[str, Any], others: Iterable[str] = ()
 ) -> None:
-    """Refuse options that the algorithm does not have. Raises: ConfigInvalid with near matches."""
-    _check_keys(_config_class(algorithm), options, what_of(algorithm), others)
+    """Refuse options that the algorithm does not have.
+
+    Raises: ConfigInvalidError with near matches.
+    """
+    _check_keys(_config_class(algorithm), options, algorithm_label(algorithm), others)
 
 
-def known_options(algorithm: D3rlpyAlgorithm) -> dict[str, tuple[Any, Any]]:
+def list_options(algorithm: D3rlpyAlgorithm) -> dict[str, tuple[Any, Any]]:
     """Return each option's type and default, the latter as d3rlpy serialises it.
 
-    Raises: ExtraMissing.
+    Raises: ExtraMissingError.
     """
     config_class = _config_class(algorithm)
     hints, defaults = get_type_hints(config_class), config_class().serialize_to_dict()
-    own = [field.name for field in fields(config_class) if field.name not in SAID_ELSEWHERE]
+    own = [field.name for field in fields(config_class) if field.name not in EXCLUDED_OPTIONS]
     known: dict[str, tuple[Any, Any]] = {key: (hints[key], defaults[key]) for key in own}
     return known | {"hidden_sizes": (tuple[int, ...], [256, 256])}
 
 
-def config_of(
+def make_config(
     algorithm: D3rlpyAlgorithm,
     options: Mapping[str, Any],
     *,
@@ -53,18 +56,20 @@ def config_of(
     """Return d3rlpy's config.
 
     Numbers and words are taken as they are, factories from {type, params}, and `hidden_sizes` is
-    given to every network at once. Raises: ConfigInvalid.
+    given to every network at once. Raises: ConfigInvalidError.
     """
-    what = what_of(algorithm)
+    what = algorithm_label(algorithm)
     config_class = _config_class(algorithm)
     _check_keys(config_class, options, what)
     known = {field.name: field for field in fields(config_class)}
     if options.get("compile_graph") and device.type != "cuda":
-        raise ConfigInvalid(f"{what}: found compile_graph on {device}, expected a CUDA device.")
+        raise ConfigInvalidError(
+            f"{what}: found compile_graph on {device}, expected a CUDA device."
+        )
     arguments: dict[str, Any] = {"gamma": discount}
     if "hidden_sizes" in options:
         if with_frames:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{what}: found hidden_sizes with image observations, expected none: those are of "
                 "networks of vectors. Give encoder factories of type pixel, or leave them out."
             )
@@ -80,21 +85,21 @@ def config_of(
         if decoder is None:
             arguments[key] = cast(hints[key], value, f"{what}: {key}")
         else:
-            arguments[key] = decoded(decoder, value, f"{what}: {key}")
+            arguments[key] = decode_factory(decoder, value, f"{what}: {key}")
     return config_class(**arguments)
 
 
-def what_of(algorithm: D3rlpyAlgorithm) -> str:
+def algorithm_label(algorithm: D3rlpyAlgorithm) -> str:
     """Return how error messages call it."""
     return f"algorithm d3rlpy:{algorithm.name}"
 
 
-def decoded(decoder: Any, value: Any, what: str) -> Any:
-    """Return the factory that {type, params} means to d3rlpy. Raises: ConfigInvalid."""
+def decode_factory(decoder: Any, value: Any, what: str) -> Any:
+    """Return the factory that {type, params} means to d3rlpy. Raises: ConfigInvalidError."""
     try:
         return decoder({"params": {}, **value})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{what}: found {value!r}, expected {{type = ..., params = {{...}}}} as d3rlpy "
             f"serialises it ({type(error).__name__}: {error})."
         ) from error
@@ -107,8 +112,8 @@ def _config_class(algorithm: D3rlpyAlgorithm) -> Any:
 def _check_keys(
     config_class: Any, options: Mapping[str, Any], what: str, others: Iterable[str] = ()
 ) -> None:
-    for key, instead in SAID_ELSEWHERE.items():
+    for key, instead in EXCLUDED_OPTIONS.items():
         if key in options:
-            raise ConfigInvalid(f"{what}: found option {key!r}, expected {instead}.")
-    known = {field.name for field in fields(config_class)} - {*SAID_ELSEWHERE}
+            raise ConfigInvalidError(f"{what}: found option {key!r}, expected {instead}.")
+    known = {field.name for field in fields(config_class)} - {*EXCLUDED_OPTIONS}
     check_keys(options, [*known, "hidden_sizes"], what, others)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 
-class OwnRandomness:
+class IsolatedRandomState:
     """The states of the CPU's generator and, where it learns there, of the GPU's.
 
     Lending both costs 2 us on the CPU.

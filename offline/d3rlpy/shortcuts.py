@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-def take_shortcuts(impl: Any) -> None:
+def apply_optimizations(impl: Any) -> None:
     """Fuse Adam, and spare the critics gradients that nothing uses.
 
     Not for one that is compiled to a CUDA graph: there the optimizers of temperatures are a part of
@@ -24,7 +24,7 @@ def take_shortcuts(impl: Any) -> None:
         if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             _fuse(optimizer)
     if hasattr(impl, "update_actor") and hasattr(impl.modules, "q_funcs"):
-        impl.update_actor = _without_gradients(impl.update_actor, impl.modules.q_funcs)
+        impl.update_actor = _freeze_critics(impl.update_actor, impl.modules.q_funcs)
 
 
 def _fuse(optimizer: Any) -> None:
@@ -33,7 +33,7 @@ def _fuse(optimizer: Any) -> None:
         group["fused"] = True
 
 
-def _without_gradients(update: Callable[[Any], Any], critics: nn.Module) -> Callable[[Any], Any]:
+def _freeze_critics(update: Callable[[Any], Any], critics: nn.Module) -> Callable[[Any], Any]:
     """Return the actor's update with frozen critics.
 
     d3rlpy differentiates the actor's loss by the critics' parameters too, and sets those gradients

@@ -62,7 +62,7 @@ def _off_policy(name: str, config: str, head: str, graph: str, paper: str) -> D3
     return D3rlpyAlgorithm(name, "continuous", f"{config}Config", head, graph, "off-policy", paper)
 
 
-TABLE: Final = (
+D3RLPY_ALGORITHMS: Final = (
     _discrete("bc", "DiscreteBC", "categorical", "logits", "imitation", "Pomerleau 1989"),
     _discrete("bcq", "DiscreteBCQ", "q_values", "likely_q_values", "offline", "Fujimoto 2019b"),
     _discrete("cql", "DiscreteCQL", "q_values", "q_values", "offline", "Kumar et al. 2020"),

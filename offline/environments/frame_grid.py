@@ -58,7 +58,7 @@ class FrameGrid(gymnasium.Env[Array, int]):
 
     def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         """Move, if there is no wall."""
-        self._agent = moved(self._agent, int(action))
+        self._agent = move_cell(self._agent, int(action))
         terminated = self._agent == self._goal
         reward = GOAL_REWARD if terminated else STEP_REWARD
         return frame(self._agent, self._goal), reward, terminated, False, {}
@@ -68,7 +68,7 @@ class FrameGrid(gymnasium.Env[Array, int]):
         return np.repeat(frame(self._agent, self._goal)[:, :, None], 3, axis=2)
 
 
-def moved(cell: tuple[int, int], action: int) -> tuple[int, int]:
+def move_cell(cell: tuple[int, int], action: int) -> tuple[int, int]:
     """Return the cell (row, column) that an action leads to."""
     row, column = (
         min(max(at + by, 0), NUM_CELLS - 1) for at, by in zip(cell, MOVES[action], strict=True)

@@ -15,7 +15,12 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array, copy_value, describe
-from replaylake.datastore.errors import ConfigInvalid, ExtraMissing, NotFound, SchemaMismatch
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    ExtraMissingError,
+    NotFoundError,
+    SchemaMismatchError,
+)
 from replaylake.offline.environments.spaces import action_mask, from_gymnasium, gymnasium
 
 # Where the classics have their mask: in a Dict, beside the observation.
@@ -54,19 +59,21 @@ class Game:
     def __init__(self, env: Any, env_id: str) -> None:
         """Wrap an environment of PettingZoo's.
 
-        Raises: ConfigInvalid if it does not say who may take part, SchemaMismatch for agents with
-        different spaces, SpaceUnsupported.
+        Raises: ConfigInvalidError if it does not say who may take part, SchemaMismatchError for
+        agents with different spaces, SpaceUnsupportedError.
         """
         self._env = env
         possible = list(getattr(env, "possible_agents", None) or [])
         if not possible:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"environment {env_id}: found no possible_agents, expected the names of all that "
                 "may take part. Set the attribute."
             )
         self._ids: dict[str, Any] = {str(agent): agent for agent in possible}
         self.agents: tuple[str, ...] = tuple(self._ids)
-        space = _same(env_id, "observation", {a: env.observation_space(a) for a in possible})
+        space = _common_space(
+            env_id, "observation", {a: env.observation_space(a) for a in possible}
+        )
         self._keys: list[str] | None = None
         if isinstance(space, gymnasium.spaces.Dict) and _MASK in space.spaces:
             self._keys = [key for key in space.spaces if key != _MASK]
@@ -74,7 +81,9 @@ class Game:
             is_alone = self._keys == [_OBSERVATION]
             space = rest[_OBSERVATION] if is_alone else gymnasium.spaces.Dict(rest)
         self.observation_space = space
-        self.action_space = _same(env_id, "action", {a: env.action_space(a) for a in possible})
+        self.action_space = _common_space(
+            env_id, "action", {a: env.action_space(a) for a in possible}
+        )
 
     def reset(self, *, seed: int) -> list[Outcome]:
         """Begin anew; return what those see who act first."""
@@ -160,32 +169,32 @@ class TurnBasedGame(Game):
         return outcomes
 
 
-def game_of(made: Any, env_id: str) -> Game:
+def wrap_game(made: Any, env_id: str) -> Game:
     """Return the game of an environment of PettingZoo's.
 
-    Raises: ConfigInvalid for anything else; as Game.
+    Raises: ConfigInvalidError for anything else; as Game.
     """
     kinds = _pettingzoo_kinds()
     if kinds is not None and isinstance(made, kinds[0]):
         return SimultaneousGame(made, env_id)
     if kinds is not None and isinstance(made, kinds[1]):
         return TurnBasedGame(made, env_id)
-    raise ConfigInvalid(
+    raise ConfigInvalidError(
         f"environment {env_id}: found that it returned {type(made).__name__}, expected a "
         "gymnasium.Env, or a ParallelEnv or AECEnv of PettingZoo's. Return one of these."
     )
 
 
-def registered(name: str, env_args: Mapping[str, Any]) -> Any:
+def make_pettingzoo(name: str, env_args: Mapping[str, Any]) -> Any:
     """Make an environment of PettingZoo's registry; in its parallel form where it has one.
 
-    Raises: NotFound; ExtraMissing without PettingZoo or what the environment imports.
+    Raises: NotFoundError; ExtraMissingError without PettingZoo or what the environment imports.
     """
     try:
         import pettingzoo
         from pettingzoo.env_registry import exceptions
     except ModuleNotFoundError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             f"environment pettingzoo:{name}: found no pettingzoo, expected it. Install "
             "replaylake[multiagent]."
         ) from error
@@ -194,10 +203,12 @@ def registered(name: str, env_args: Mapping[str, Any]) -> Any:
             return pettingzoo.make("parallel", name, **env_args)
         return pettingzoo.make("aec", name, **env_args)
     except exceptions.FailedToImport as error:
-        raise ExtraMissing(f"environment pettingzoo:{name}: {error} ({error.__cause__})") from error
+        raise ExtraMissingError(
+            f"environment pettingzoo:{name}: {error} ({error.__cause__})"
+        ) from error
     except exceptions.PettingZooRegistryError as error:
         near = difflib.get_close_matches(name, list(pettingzoo.aec_registry), n=3, cutoff=0.6)
-        raise NotFound(
+        raise NotFoundError(
             f"environment 'pettingzoo:{name}': not registered with PettingZoo. Expected "
             f"pettingzoo:{' or '.join(near) if near else 'classic/connect_four-v3 or the like'}."
         ) from error
@@ -212,13 +223,13 @@ def _pettingzoo_kinds() -> tuple[type, type] | None:
     return ParallelEnv, AECEnv
 
 
-def _same(env_id: str, what: str, spaces: Mapping[Any, gymnasium.Space[Any]]) -> Any:
-    """Return the space that all agents have. Raises: SchemaMismatch naming two that differ."""
+def _common_space(env_id: str, what: str, spaces: Mapping[Any, gymnasium.Space[Any]]) -> Any:
+    """Return the space that all agents have. Raises: SchemaMismatchError naming two that differ."""
     (first, space), *others = spaces.items()
     for agent, other in others:
         if other != space:
             found, theirs = (describe(from_gymnasium(each)) for each in (other, space))
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"environment {env_id}: agent {agent!r} has the {what} space {found}, {first!r} "
                 f"has {theirs}; expected the same of all agents, as a dataset has one. Pad them to "
                 "one (SuperSuit's pad_observations and pad_action_space do), or collect the "

@@ -20,12 +20,12 @@ from typing import Any, Final
 
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    ExtraMissing,
-    NotFound,
+    ConfigInvalidError,
+    ExtraMissingError,
+    NotFoundError,
     ReplayLakeError,
 )
-from replaylake.offline.environments.games import Game, game_of, registered
+from replaylake.offline.environments.games import Game, make_pettingzoo, wrap_game
 from replaylake.offline.environments.spaces import Environment, from_gymnasium, gymnasium
 from replaylake.offline.learning import user_code
 
@@ -49,15 +49,15 @@ def make(env_id: str, /, **env_args: Any) -> Environment:
         env_id: see above.
         env_args: for whatever makes it: Gymnasium's `make`, or the function.
 
-    Raises: NotFound for an id that is not registered, with the near matches, or a module or
-    function that is not there; ExtraMissing where the environment's own library is not installed;
-    ConfigInvalid for arguments that it does not take, for a function that returns something else,
-    and for an environment of several agents.
+    Raises: NotFoundError for an id that is not registered, with the near matches, or a module or
+    function that is not there; ExtraMissingError where the environment's own library is not
+    installed; ConfigInvalidError for arguments that it does not take, for a function that returns
+    something else, and for an environment of several agents.
     """
     made = make_any(env_id, env_args)
     if isinstance(made, Game):
         made.close()
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"environment {env_id}: found one of several agents ({', '.join(made.agents)}), "
             "expected one of a single agent. `rollout` collects with several, and says what each "
             "returned."
@@ -66,7 +66,7 @@ def make(env_id: str, /, **env_args: Any) -> Environment:
 
 
 def make_any(env_id: str, env_args: Mapping[str, Any] | None = None) -> Environment | Game:
-    """Make an environment of one agent or of several. Raises: as make, and SchemaMismatch."""
+    """Make an environment of one agent or of several. Raises: as make, and SchemaMismatchError."""
     given = dict(env_args or {})
     module, colon, name = env_id.partition(":")
     if not colon or (_VERSIONED.search(name) and module != _PETTINGZOO):
@@ -75,22 +75,26 @@ def make_any(env_id: str, env_args: Mapping[str, Any] | None = None) -> Environm
         with warnings.catch_warnings():
             # PettingZoo's, of the modules that are named as its documentation still does.
             warnings.filterwarnings("ignore", message="The old environment creation API")
-            made = registered(name, given) if _VERSIONED.search(name) else _factory(env_id)(**given)
+            made = (
+                make_pettingzoo(name, given)
+                if _VERSIONED.search(name)
+                else _factory(env_id)(**given)
+            )
     except ReplayLakeError:
         raise
     except ModuleNotFoundError as error:
-        raise _missing(env_id, error) from error
+        raise _missing_extra_error(env_id, error) from error
     except Exception as error:
-        raise _refused(env_id, given, error) from error
+        raise _construction_error(env_id, given, error) from error
     if isinstance(made, gymnasium.Env):
         return made
-    return game_of(made, env_id)
+    return wrap_game(made, env_id)
 
 
 def spaces_of(env_id: str, env_args: Mapping[str, Any] | None = None) -> tuple[Space, Space]:
     """Return an environment's (observation space, action space); of several agents, each one's.
 
-    Raises: as make; SchemaMismatch where agents have different ones.
+    Raises: as make; SchemaMismatchError where agents have different ones.
     """
     env = make_any(env_id, env_args)
     try:
@@ -109,27 +113,27 @@ def _of_gymnasium(env_id: str, env_args: Mapping[str, Any]) -> Environment:
             module, colon, _ = env_id.partition(":")
             if colon and module:
                 # Gymnasium does it too, but not from the current folder.
-                user_code.imported(module)
+                user_code.import_user_module(module)
             env: Environment = gymnasium.make(env_id, **options)
             return env
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ExtraMissing(f"environment {env_id}: {error}.") from error
+        raise ExtraMissingError(f"environment {env_id}: {error}.") from error
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         near = difflib.get_close_matches(env_id, list(gymnasium.registry), n=3, cutoff=0.6)
-        raise NotFound(
+        raise NotFoundError(
             f"environment {env_id!r}: not registered with Gymnasium ({error}) "
             f"Expected {' or '.join(near) if near else 'an id such as CartPole-v1'}; "
             "`module:Name-v0` imports the module that registers it, `module:function` calls the "
             "function that makes it."
         ) from error
     except Exception as error:
-        raise _refused(env_id, env_args, error) from error
+        raise _construction_error(env_id, env_args, error) from error
 
 
 def _factory(env_id: str) -> Any:
-    function = user_code.named(env_id, "environment", "my_environments:make_arm")
+    function = user_code.load_object(env_id, "environment", "my_environments:make_arm")
     if not callable(function):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"environment {env_id}: found {type(function).__name__}, expected a function or class "
             "that returns an environment. For one that is registered with Gymnasium name its "
             "version: module:Name-v0."
@@ -137,18 +141,20 @@ def _factory(env_id: str) -> Any:
     return function
 
 
-def _missing(env_id: str, error: ModuleNotFoundError) -> ExtraMissing:
+def _missing_extra_error(env_id: str, error: ModuleNotFoundError) -> ExtraMissingError:
     library = (error.name or str(error)).partition(".")[0]
     install = "replaylake[multiagent]" if library == _PETTINGZOO else library
-    return ExtraMissing(
+    return ExtraMissingError(
         f"environment {env_id}: found no {library}, which it imports, expected it installed. "
         f"Install {install}."
     )
 
 
-def _refused(env_id: str, env_args: Mapping[str, Any], error: Exception) -> ConfigInvalid:
+def _construction_error(
+    env_id: str, env_args: Mapping[str, Any], error: Exception
+) -> ConfigInvalidError:
     given = ", ".join(f"{key}={value!r}" for key, value in env_args.items()) or "no arguments"
-    return ConfigInvalid(
+    return ConfigInvalidError(
         f"environment {env_id}: made with {given} it raised {type(error).__name__}: {error}. "
         "Expected an environment: check its arguments (--env-arg) and its code (--debug shows "
         "where)."

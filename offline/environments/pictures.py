@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, ExtraMissing
+from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError
 from replaylake.offline.environments.ids import make
 from replaylake.offline.environments.spaces import Environment, gymnasium
 
@@ -16,14 +16,14 @@ from replaylake.offline.environments.spaces import Environment, gymnasium
 def make_rendering(env_id: str, env_args: Mapping[str, Any] | None = None) -> Environment:
     """Make an environment that draws itself for `rendered`.
 
-    Raises: as make; ConfigInvalid if it cannot draw into an array.
+    Raises: as make; ConfigInvalidError if it cannot draw into an array.
     """
     given = dict(env_args or {})
     env = make(env_id, **given)
     modes = [str(mode) for mode in env.metadata.get("render_modes") or []]
     env.close()  # type: ignore[no-untyped-call]
     if "rgb_array" not in modes:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"environment {env_id}: found render modes {modes}, expected rgb_array among them: it "
             "cannot draw itself into pictures. Leave the video out."
         )
@@ -37,20 +37,21 @@ def frames_per_second(env_id: str, env_args: Mapping[str, Any] | None = None) ->
     return float(env.metadata.get("render_fps") or 30)
 
 
-def rendered(env: Environment) -> Array:
+def render_frame(env: Environment) -> Array:
     """Return what an environment of `make_rendering` looks like now: uint8 [height, width, 3].
 
-    Raises: ExtraMissing without the library that it draws with, ConfigInvalid for other pictures.
+    Raises: ExtraMissingError without the library that it draws with, ConfigInvalidError for other
+    pictures.
     """
     try:
         found: Any = env.render()
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             f"environment {env.spec.id if env.spec else env}: drawing it: {error}."
         ) from error
     frame = np.asarray(found)
     if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"environment {env.spec.id if env.spec else env}: its picture is {frame.dtype} "
             f"{list(frame.shape)}, expected uint8 [height, width, 3]. Mend its render(), or leave "
             "the video out."

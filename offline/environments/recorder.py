@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.episodes.episode import Episode, checked
+from replaylake.datastore.episodes.episode import Episode, validate
 from replaylake.datastore.episodes.spaces import (
     Array,
     Dict,
@@ -19,7 +19,7 @@ from replaylake.datastore.episodes.spaces import (
     children,
     copy_value,
 )
-from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter, new_episode_id
 from replaylake.offline.environments.spaces import (
     Environment,
@@ -35,7 +35,7 @@ def record(
     *,
     producer: str | None = None,
     policy: str | None = None,
-) -> Recorder:
+) -> RecordingWrapper:
     """Wrap an environment so that every step of whatever loop runs it is written to the dataset.
 
     An episode is written when it ends, committed within seconds, and durable at the latest when
@@ -50,18 +50,18 @@ def record(
         producer: who records, for the commits; unique to this process. Default: made up.
         policy: who acts, `name`, `name:version` or `run:<id>`; left unknown if None.
 
-    Raises: ConfigInvalid for a vector environment or a malformed policy, SchemaMismatch if the
-    dataset has other spaces.
+    Raises: ConfigInvalidError for a vector environment or a malformed policy, SchemaMismatchError
+    if the dataset has other spaces.
     """
     if isinstance(env, gymnasium.vector.VectorEnv):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"record: found a vector environment of {env.num_envs}, expected a single one. Record "
             "inside: SyncVectorEnv([lambda: record(make(...), dataset), ...])."
         )
-    return Recorder(env, dataset, producer, policy)
+    return RecordingWrapper(env, dataset, producer, policy)
 
 
-class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
+class RecordingWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     """What `record` returns: the environment, unchanged but for being written down."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         policy: str | None,
     ) -> None:
         super().__init__(env)
-        self._policy, self._policy_version = _parsed_policy(policy)
+        self._policy, self._policy_version = _parse_policy(policy)
         self._spaces = from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
         self._dataset = dataset
         # A loop that is killed loses the seconds since the last flush, not the run.
@@ -95,7 +95,7 @@ class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step, and write the episode down if this ended it. Raises: as `record` says."""
         if self._ended:
-            raise EpisodeInvalid("record: found a step before reset, expected reset first.")
+            raise EpisodeInvalidError("record: found a step before reset, expected reset first.")
         action_taken = copy_value(action)  # before the step: an environment may write into it
         observation, reward, terminated, truncated, info = self.env.step(action)
         # Some environments return rewards as arrays of one element.
@@ -127,60 +127,60 @@ class Recorder(gymnasium.Wrapper[Any, Any, Any, Any]):
         has_masks = all(mask is not None for mask in masks)
         episode = Episode(
             episode_id=new_episode_id(self._writer.producer),
-            observations=_stacked(self._spaces[0], observations, "observation"),
-            actions=_stacked(self._spaces[1], actions, "action"),
-            rewards=_stack(rewards, "reward"),
+            observations=_stack_values(self._spaces[0], observations, "observation"),
+            actions=_stack_values(self._spaces[1], actions, "action"),
+            rewards=_stack_leaf(rewards, "reward"),
             terminated=terminated,
             truncated=truncated,
             final_observation=self._observation,
             policies=None if policy is None else np.full(num, policy, dtype=object),
             policy_versions=None if version is None else np.full(num, version, np.int64),
-            action_masks=_stack(masks, "action_mask") if has_masks else None,
+            action_masks=_stack_leaf(masks, "action_mask") if has_masks else None,
         )
         # Before the dataset is made, and before the writer holds it together with others.
-        episode = checked(episode, *self._spaces)
+        episode = validate(episode, *self._spaces)
         mask_size = None if episode.action_masks is None else episode.action_masks.shape[1]
         if not self._dataset.exists():
             self._dataset.create(*self._spaces, mask_size=mask_size)
         if self._mask_size is None:
             self._mask_size = self._dataset.spec.mask_size or 0
         if mask_size is not None and mask_size != self._mask_size:
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"record into {self._dataset.name}: found action masks of {mask_size} actions, "
                 f"expected {self._mask_size or 'none'} as the dataset has. Record into a new one."
             )
         self._writer.write(episode)
 
 
-def _parsed_policy(policy: str | None) -> tuple[str | None, int | None]:
+def _parse_policy(policy: str | None) -> tuple[str | None, int | None]:
     """Split `name:version`; `run:<id>` is a name of its own."""
     if policy is None or policy.startswith("run:") or ":" not in policy:
         return policy, None
     name, _, version = policy.rpartition(":")
     if not version.isdecimal():
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"record: found policy {policy!r}, expected NAME, NAME:VERSION with a whole number, or "
             "run:ID."
         )
     return name, int(version)
 
 
-def _stack(values: tuple[Any, ...], what: str) -> Array:
+def _stack_leaf(values: tuple[Any, ...], what: str) -> Array:
     try:
         return np.stack([np.asarray(value) for value in values])
     except ValueError as error:
         shapes = sorted({np.shape(value) for value in values})
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"{what}: found the shapes {shapes} in one episode, expected one. Mend the environment."
         ) from error
 
 
-def _stacked(space: Space, values: tuple[Any, ...], what: str) -> Any:
+def _stack_values(space: Space, values: tuple[Any, ...], what: str) -> Any:
     if isinstance(space, Dict | Tuple):
         return {
-            key: _stacked(sub, tuple(value[key] for value in values), f"{what}.{key}")
+            key: _stack_values(sub, tuple(value[key] for value in values), f"{what}.{key}")
             for key, sub in children(space).items()
         }
     if isinstance(space, Text):
         return np.array(values, dtype=object)
-    return _stack(values, what)
+    return _stack_leaf(values, what)

@@ -21,14 +21,14 @@ from replaylake.datastore.episodes.spaces import (
     Text,
     Tuple,
 )
-from replaylake.datastore.errors import ExtraMissing, SpaceUnsupported
+from replaylake.datastore.errors import ExtraMissingError, SpaceUnsupportedError
 
 try:
     # Under its own name: the modules beside this one take it from here, so that what to install
     # where it is missing is said once.
     import gymnasium as gymnasium
 except ModuleNotFoundError as _error:
-    raise ExtraMissing(
+    raise ExtraMissingError(
         "environments: found no gymnasium, expected it to step and record. Install replaylake[gym]."
     ) from _error
 
@@ -36,7 +36,10 @@ Environment = gymnasium.Env[Any, Any]
 
 
 def from_gymnasium(space: gymnasium.Space[Any]) -> Space:
-    """Return the same space as ours. Raises: SpaceUnsupported for Graph, Sequence and OneOf."""
+    """Return the same space as ours.
+
+    Raises: SpaceUnsupportedError for Graph, Sequence and OneOf.
+    """
     kinds = gymnasium.spaces
     if isinstance(space, kinds.Box):
         dtype = np.dtype(space.dtype).name
@@ -53,7 +56,7 @@ def from_gymnasium(space: gymnasium.Space[Any]) -> Space:
         return Dict({key: from_gymnasium(sub) for key, sub in space.spaces.items()})
     if isinstance(space, kinds.Tuple):
         return Tuple(tuple(from_gymnasium(sub) for sub in space.spaces))
-    raise SpaceUnsupported(
+    raise SpaceUnsupportedError(
         f"found Gymnasium space {space}, expected Box, Discrete, MultiDiscrete and MultiBinary "
         "with one dim and starting at 0, Text, Dict or Tuple. Wrap the environment to give one of "
         "these."

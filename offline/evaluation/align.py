@@ -23,14 +23,14 @@ from replaylake.offline.evaluation.logged_rows import (
     TOLERANCE,
     LoggedRows,
     Replay,
-    logged_rows,
-    replay_of,
+    collect_rows,
+    make_replay,
     step_all,
 )
 
 # A cause is named if most rows agree under it that did not before.
-_EXPLAINS: Final = 0.9
-_ALL_IS_WELL: Final = 0.99
+_CAUSE_SHARE: Final = 0.9
+_PASS_SHARE: Final = 0.99
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,22 @@ def check_alignment(
 
     env_args: what the environment is made with.
 
-    Raises: NotFound, ExtraMissing, ConfigInvalid as `make`.
+    Raises: NotFoundError, ExtraMissingError, ConfigInvalidError as `make`.
     """
     env = make_any(env_id, env_args)
     try:
         if isinstance(env, Game):
             return None
-        replay = replay_of(env)
-        rows = logged_rows(episodes)
+        replay = make_replay(env)
+        rows = collect_rows(episodes)
         if replay is None or rows is None:
             return None
-        return _judge(env_id, env, rows, replay)
+        return _check_rows(env_id, env, rows, replay)
     finally:
         env.close()
 
 
-def _judge(env_id: str, env: Environment, rows: LoggedRows, replay: Replay) -> Alignment:
+def _check_rows(env_id: str, env: Environment, rows: LoggedRows, replay: Replay) -> Alignment:
     found = replay(rows)
     answer = Alignment(
         environment=env_id,
@@ -78,14 +78,14 @@ def _judge(env_id: str, env: Environment, rows: LoggedRows, replay: Replay) -> A
         num_rewards_agree=int(found.rewards.sum()),
         num_ends_agree=int(found.ends.sum()),
     )
-    if found.share < _ALL_IS_WELL:
-        return _explained(answer, env, rows, replay)
-    if found.rewards.mean() < _ALL_IS_WELL:
-        return _reward_explained(answer, rows, replay)
+    if found.share < _PASS_SHARE:
+        return _find_cause(answer, env, rows, replay)
+    if found.rewards.mean() < _PASS_SHARE:
+        return _find_reward_cause(answer, rows, replay)
     return answer
 
 
-def _explained(answer: Alignment, env: Environment, rows: LoggedRows, replay: Replay) -> Alignment:
+def _find_cause(answer: Alignment, env: Environment, rows: LoggedRows, replay: Replay) -> Alignment:
     before = answer.num_agree / answer.num_checked
     best: tuple[float, _Cause, int] | None = None
     for cause in _causes(env, rows):
@@ -94,7 +94,7 @@ def _explained(answer: Alignment, env: Environment, rows: LoggedRows, replay: Re
         agreement = replay(cause.rows)
         if best is None or agreement.share > best[0]:
             best = agreement.share, cause, int(agreement.states.sum())
-    if best is not None and best[0] >= max(_EXPLAINS, before + 0.05):
+    if best is not None and best[0] >= max(_CAUSE_SHARE, before + 0.05):
         _, cause, num = best
         return replace(
             answer,
@@ -103,7 +103,7 @@ def _explained(answer: Alignment, env: Environment, rows: LoggedRows, replay: Re
             num_explained=num,
             num_checked_explained=len(cause.rows),
         )
-    if _looks_normalised(rows.observations):
+    if _looks_normalized(rows.observations):
         return replace(
             answer,
             cause="observations look normalised: in each dim their mean is near 0 and their "
@@ -144,7 +144,7 @@ def _causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
 
 def _unit_causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
     low, high = (np.asarray(getattr(env.action_space, name)) for name in ("low", "high"))
-    scale = _fitted_scale(env, rows)
+    scale = _fit_action_scale(env, rows)
     tried = [scale, *np.unique(high[np.isfinite(high) & (high != 0)]).tolist(), -1.0]
     for factor in dict.fromkeys(round(f, 3) for f in tried if f is not None and round(f, 3)):
         if factor == 1:
@@ -179,7 +179,7 @@ def _count_causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
         )
 
 
-def _fitted_scale(env: Environment, rows: LoggedRows) -> float | None:
+def _fit_action_scale(env: Environment, rows: LoggedRows) -> float | None:
     """Return the factor on actions under which the dynamics, taken as linear in them, fit best."""
     setter = state_setter(env)
     if setter is None:
@@ -199,7 +199,7 @@ def _fitted_scale(env: Environment, rows: LoggedRows) -> float | None:
     return float(np.median((effect * needed).sum(axis=1)[strong] / power[strong]))
 
 
-def _reward_explained(answer: Alignment, rows: LoggedRows, replay: Replay) -> Alignment:
+def _find_reward_cause(answer: Alignment, rows: LoggedRows, replay: Replay) -> Alignment:
     causes = [
         (
             "rewards are shifted by one step: a row has the reward of the row before it",
@@ -214,7 +214,7 @@ def _reward_explained(answer: Alignment, rows: LoggedRows, replay: Replay) -> Al
     ]
     found = [(replay(moved).rewards, text, advice) for text, advice, moved in causes if len(moved)]
     best = max(found, key=lambda item: float(item[0].mean()), default=None)
-    if best is None or best[0].mean() < _EXPLAINS:
+    if best is None or best[0].mean() < _CAUSE_SHARE:
         return replace(
             answer, advice="next observations agree and rewards do not: were they scaled or shaped?"
         )
@@ -227,7 +227,7 @@ def _reward_explained(answer: Alignment, rows: LoggedRows, replay: Replay) -> Al
     )
 
 
-def _looks_normalised(observations: Array) -> bool:
+def _looks_normalized(observations: Array) -> bool:
     flat = observations.reshape(len(observations), -1)
     if len(flat) < 200 or observations.dtype.kind != "f":
         return False

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
 from replaylake.offline.evaluation.intervals import student_t_interval
 
 
 @dataclass(frozen=True)
-class Compared:
+class PolicyComparison:
     """One policy of a comparison.
 
     difference is its mean return less that of the first policy; ci_low and ci_high bound that at
@@ -45,18 +45,18 @@ def compare(
     seed: int = 0,
     deterministic: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
-) -> list[Compared]:
+) -> list[PolicyComparison]:
     """Evaluate policies, by name, on the same seeds, and compare each with the first.
 
     Episode i of each begins in the same state, so that differences are taken episode by episode:
     what only the start decides cancels out, and the interval is narrower than of two means.
-    Raises: ConfigInvalid for fewer than two policies; as evaluate.
+    Raises: ConfigInvalidError for fewer than two policies; as evaluate.
     """
     if len(policies) < 2:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"compare: found {len(policies)} policies, expected two or more of different names."
         )
-    compared: list[Compared] = []
+    compared: list[PolicyComparison] = []
     for number, (name, policy) in enumerate(policies.items()):
         told = None
         if on_progress is not None:
@@ -71,16 +71,18 @@ def compare(
             on_progress=told,
         )
         first = compared[0].evaluation if compared else None
-        compared.append(_compared(name, evaluation, first))
+        compared.append(_compare_with_first(name, evaluation, first))
     return compared
 
 
-def _compared(name: str, evaluation: Evaluation, first: Evaluation | None) -> Compared:
+def _compare_with_first(
+    name: str, evaluation: Evaluation, first: Evaluation | None
+) -> PolicyComparison:
     if first is None:
-        return Compared(name, evaluation)
+        return PolicyComparison(name, evaluation)
     differences = np.asarray(evaluation.returns) - np.asarray(first.returns)
     mean, low, high = student_t_interval(differences.tolist())
-    return Compared(
+    return PolicyComparison(
         policy=name,
         evaluation=evaluation,
         difference=mean,

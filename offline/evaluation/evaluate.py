@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from replaylake.datastore.episodes.compatibility import compatible
+from replaylake.datastore.episodes.compatibility import is_compatible
 from replaylake.datastore.episodes.spaces import (
     Array,
     Discrete,
@@ -17,15 +17,15 @@ from replaylake.datastore.episodes.spaces import (
     concatenate,
     describe,
 )
-from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.lake.policies.streams import EpisodeStreams
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any, spaces_of
-from replaylake.offline.environments.pictures import make_rendering, rendered
+from replaylake.offline.environments.pictures import make_rendering, render_frame
 from replaylake.offline.environments.spaces import Environment, action_mask, from_gymnasium
 from replaylake.offline.evaluation.intervals import student_t_interval
-from replaylake.offline.evaluation.self_play import AgentPolicies, PlayedGame, SelfPlay
+from replaylake.offline.evaluation.self_play import AgentPolicies, GameState, SelfPlay
 
 # Called with (episode, frame uint8 [height, width, 3]) after its reset and each of its steps.
 OnFrame = Callable[[int, Array], None]
@@ -58,7 +58,7 @@ class Evaluation:
 
 
 @dataclass
-class _Slot:
+class _EnvState:
     """One environment, and its episode; state [1, S] is what the policy remembers of that."""
 
     env: Environment
@@ -108,13 +108,13 @@ def evaluate(
     In an environment of several agents one policy acts for all of them, and the return of an
     episode is the sum of theirs.
 
-    Raises: NotFound for the environment, SchemaMismatch if its spaces are not the policy's;
-    ConfigInvalid where policies are named by agent and are not one for each. With
-    `on_frame`: ConfigInvalid if the environment cannot draw itself or is one of several agents,
-    ExtraMissing without the library that it draws with.
+    Raises: NotFoundError for the environment, SchemaMismatchError if its spaces are not the
+    policy's; ConfigInvalidError where policies are named by agent and are not one for each. With
+    `on_frame`: ConfigInvalidError if the environment cannot draw itself or is one of several
+    agents, ExtraMissingError without the library that it draws with.
     """
     if episodes < 1 or num_envs < 1:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"evaluate: found {episodes} episodes in {num_envs} environments, expected 1 or more."
         )
     given = dict(env_args or {})
@@ -122,9 +122,9 @@ def evaluate(
     agents = env.agents if isinstance(env, Game) else ()
     theirs = from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
     env.close()
-    policies = _by_agent(env_id, agents, policy)
+    policies = _policies_by_agent(env_id, agents, policy)
     for one in policies.values():
-        check_these_spaces(env_id, theirs, one.spec.observation_space, one.spec.action_space)
+        check_spaces_match(env_id, theirs, one.spec.observation_space, one.spec.action_space)
     num_filmed = 0 if on_frame is None else min(filmed_episodes, episodes)
     envs: list[Any] = []
     try:
@@ -134,11 +134,13 @@ def evaluate(
         if agents:
             play = SelfPlay(policies, seed, deterministic=deterministic)
             games = play.all_of(envs, episodes, on_progress)
-            outcome = _of_games(games)
+            outcome = _sum_games(games)
         else:
-            run = _Run(policies[""], seed, deterministic, on_frame, num_filmed)
+            run = _EvaluationRun(policies[""], seed, deterministic, on_frame, num_filmed)
             done = run.all_of(envs, episodes, on_progress)
-            outcome = _Returns([slot.total for slot in done], [slot.length for slot in done], {})
+            outcome = _EpisodeReturns(
+                [slot.total for slot in done], [slot.length for slot in done], {}
+            )
     finally:
         for env in envs:
             env.close()
@@ -157,23 +159,25 @@ def evaluate(
     )
 
 
-def _by_agent(env_id: str, agents: Sequence[str], policy: AgentPolicies) -> Mapping[str, Policy]:
+def _policies_by_agent(
+    env_id: str, agents: Sequence[str], policy: AgentPolicies
+) -> Mapping[str, Policy]:
     """Return who acts for each agent; of an environment of one agent, for the one without a name.
 
-    Raises: ConfigInvalid.
+    Raises: ConfigInvalidError.
     """
     names = agents or ("",)
     if not isinstance(policy, Mapping):
         return dict.fromkeys(names, policy)
     if set(policy) != set(names):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"evaluate: {env_id}: found policies for {', '.join(policy) or 'nobody'}, expected "
             f"{'one for each of ' + ', '.join(agents) if agents else 'one policy'}."
         )
     return policy
 
 
-class _Returns(NamedTuple):
+class _EpisodeReturns(NamedTuple):
     """Of each episode its return and length; of each of several agents its mean return."""
 
     returns: list[float]
@@ -181,13 +185,13 @@ class _Returns(NamedTuple):
     by_agent: dict[str, float]
 
 
-def _of_games(games: Sequence[PlayedGame]) -> _Returns:
+def _sum_games(games: Sequence[GameState]) -> _EpisodeReturns:
     """Sum over the agents, as the view `games` does."""
     by_agent: dict[str, list[float]] = {}
     for game in games:
         for agent, value in game.returns.items():
             by_agent.setdefault(agent, []).append(value)
-    return _Returns(
+    return _EpisodeReturns(
         [sum(game.returns.values()) for game in games],
         [game.num_ticks for game in games],
         {agent: float(np.mean(values)) for agent, values in sorted(by_agent.items())},
@@ -203,27 +207,27 @@ def check_spaces(
     """Refuse an environment whose spaces differ in kind, shape or number of actions.
 
     Bounds and float widths may differ: a log seldom states the environment's.
-    Raises: NotFound, SchemaMismatch.
+    Raises: NotFoundError, SchemaMismatchError.
     """
-    check_these_spaces(env_id, spaces_of(env_id, env_args), observation_space, action_space)
+    check_spaces_match(env_id, spaces_of(env_id, env_args), observation_space, action_space)
 
 
-def check_these_spaces(
+def check_spaces_match(
     env_id: str, theirs: tuple[Space, Space], observation_space: Space, action_space: Space
 ) -> None:
-    """Do the same for spaces that are known. Raises: SchemaMismatch."""
+    """Do the same for spaces that are known. Raises: SchemaMismatchError."""
     for what, our, their in zip(
         ("observation", "action"), (observation_space, action_space), theirs, strict=True
     ):
-        if not compatible(our, their, any_width=True):
-            raise SchemaMismatch(
+        if not is_compatible(our, their, any_width=True):
+            raise SchemaMismatchError(
                 f"environment {env_id}: its {what} space is {describe(their)}, expected "
                 f"{describe(our)} as the data and its policy have. Name the environment that "
                 "they are of."
             )
 
 
-class _Run:
+class _EvaluationRun:
     """Slots that a policy steps until all episodes have ended."""
 
     def __init__(
@@ -247,11 +251,11 @@ class _Run:
         envs: Sequence[Environment],
         episodes: int,
         on_progress: Callable[[int, int], None] | None,
-    ) -> list[_Slot]:
+    ) -> list[_EnvState]:
         """Return the slots of all episodes, in their order."""
         waiting = iter(range(episodes))
         running = [self._start(env, next(waiting)) for env in envs]
-        done: list[_Slot] = []
+        done: list[_EnvState] = []
         while running:
             for group in _groups(running):
                 self._step(group)
@@ -264,15 +268,15 @@ class _Run:
                     running.append(self._start(slot.env, episode))
         return sorted(done, key=lambda slot: slot.episode)
 
-    def _start(self, env: Environment, episode: int) -> _Slot:
+    def _start(self, env: Environment, episode: int) -> _EnvState:
         observation, info = env.reset(seed=self._seed + episode)
         rng = np.random.default_rng([self._seed, episode])
         state = self._policy.initial_state(1)
-        slot = _Slot(env, episode, observation, action_mask(info), rng, state)
+        slot = _EnvState(env, episode, observation, action_mask(info), rng, state)
         self._film(slot)
         return slot
 
-    def _step(self, slots: Sequence[_Slot]) -> None:
+    def _step(self, slots: Sequence[_EnvState]) -> None:
         """Act once for all slots, and step each."""
         masks = [slot.mask for slot in slots if slot.mask is not None]
         states = [slot.state for slot in slots if slot.state is not None]
@@ -292,12 +296,12 @@ class _Run:
             for row, slot in enumerate(slots):
                 slot.state = state[row : row + 1]
 
-    def _film(self, slot: _Slot) -> None:
+    def _film(self, slot: _EnvState) -> None:
         if self._on_frame is not None and slot.episode < self._num_filmed:
-            self._on_frame(slot.episode, rendered(slot.env))
+            self._on_frame(slot.episode, render_frame(slot.env))
 
 
-def _groups(slots: Sequence[_Slot]) -> list[Sequence[_Slot]]:
+def _groups(slots: Sequence[_EnvState]) -> list[Sequence[_EnvState]]:
     """Return which slots are acted for together: none that is masked beside one that is not."""
     masked = [slot for slot in slots if slot.mask is not None]
     if not masked or len(masked) == len(slots):
@@ -305,7 +309,7 @@ def _groups(slots: Sequence[_Slot]) -> list[Sequence[_Slot]]:
     return [masked, [slot for slot in slots if slot.mask is None]]
 
 
-def _advance(slot: _Slot, action: Any) -> None:
+def _advance(slot: _EnvState, action: Any) -> None:
     observation, reward, terminated, truncated, info = slot.env.step(action)
     slot.observation, slot.mask = observation, action_mask(info)
     # Some environments return rewards as arrays of one element.

@@ -59,7 +59,7 @@ class Agreement:
 Replay = Callable[[LoggedRows], Agreement]
 
 
-def logged_rows(episodes: Sequence[Episode]) -> LoggedRows | None:
+def collect_rows(episodes: Sequence[Episode]) -> LoggedRows | None:
     parts = [_rows_of(e) for e in episodes if isinstance(e.observations, np.ndarray)]
     known = [part for part in parts if part is not None]
     if not known:
@@ -94,10 +94,10 @@ def _rows_of(episode: Episode) -> LoggedRows | None:
     )
 
 
-def replay_of(env: Environment) -> Replay | None:
+def make_replay(env: Environment) -> Replay | None:
     table = transition_table(env)
     if table is not None:
-        return lambda rows: _looked_up(table, rows)
+        return lambda rows: _check_against_table(table, rows)
     setter = state_setter(env)
     if setter is None:
         return None
@@ -105,8 +105,8 @@ def replay_of(env: Environment) -> Replay | None:
     def replay(rows: LoggedRows) -> Agreement:
         following, rewards, ends = step_all(env, setter, rows.observations, rows.actions)
         return Agreement(
-            close_to(following, rows.next_observations),
-            close_to(rewards[:, None], rows.rewards[:, None]),
+            within_tolerance(following, rows.next_observations),
+            within_tolerance(rewards[:, None], rows.rewards[:, None]),
             np.asarray(ends == rows.terminated),
         )
 
@@ -137,7 +137,7 @@ def step_all(
     return following, rewards, ends
 
 
-def _looked_up(table: Any, rows: LoggedRows) -> Agreement:
+def _check_against_table(table: Any, rows: LoggedRows) -> Agreement:
     agree = np.zeros((3, len(rows)), dtype=np.bool_)
     each = zip(rows.observations, rows.actions, rows.next_observations, rows.rewards, strict=True)
     for row, (state, action, following, reward) in enumerate(each):
@@ -152,7 +152,7 @@ def _looked_up(table: Any, rows: LoggedRows) -> Agreement:
     return Agreement(agree[0], agree[1], agree[2])
 
 
-def close_to(found: Array, expected: Array) -> Mask:
+def within_tolerance(found: Array, expected: Array) -> Mask:
     with np.errstate(invalid="ignore"):
         near = np.abs(found - expected) <= TOLERANCE * (1 + np.abs(expected))
     return np.asarray(near.reshape(len(near), -1).all(axis=1))

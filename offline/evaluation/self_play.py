@@ -32,7 +32,7 @@ class _Player:
 
 
 @dataclass
-class PlayedGame:
+class GameState:
     """A game: how often it was stepped, and who is or was in it."""
 
     game: Game
@@ -66,11 +66,11 @@ class SelfPlay:
         games: Sequence[Game],
         episodes: int,
         on_progress: Callable[[int, int], None] | None,
-    ) -> list[PlayedGame]:
+    ) -> list[GameState]:
         """Play so many; return them in their order. on_progress: called after each one."""
         waiting = iter(range(episodes))
         running = [self._start(game, next(waiting)) for game in games]
-        done: list[PlayedGame] = []
+        done: list[GameState] = []
         while running:
             self._step(running)
             for played in [played for played in running if not played.to_act]:
@@ -82,12 +82,12 @@ class SelfPlay:
                     running.append(self._start(played.game, episode))
         return sorted(done, key=lambda played: played.episode)
 
-    def _start(self, game: Game, episode: int) -> PlayedGame:
-        played = PlayedGame(game, episode)
+    def _start(self, game: Game, episode: int) -> GameState:
+        played = GameState(game, episode)
         self._note(played, game.reset(seed=self._seed + episode))
         return played
 
-    def _step(self, running: Sequence[PlayedGame]) -> None:
+    def _step(self, running: Sequence[GameState]) -> None:
         """Let all act whose turn it is, and step each game."""
         to_act = [player for played in running for player in played.to_act]
         policies = {id(player.policy): player.policy for player in to_act}
@@ -118,7 +118,7 @@ class SelfPlay:
                 player.state = act.state[row : row + 1]
         return act.actions.tolist() if self._is_discrete else list(act.actions)
 
-    def _note(self, played: PlayedGame, outcomes: Sequence[Outcome]) -> None:
+    def _note(self, played: GameState, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             player = played.players.get(outcome.agent)
             if player is None:

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, ExtraMissing
-from replaylake.datastore.storage.storage import written_whole
+from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError
+from replaylake.datastore.storage.storage import atomic_write
 
 SUFFIXES: Final = (".gif", ".png", ".mp4")
 # Longer sides are halved, thirded, ... to this; shorter ones than the least are repeated.
@@ -30,18 +30,18 @@ class Video:
     """
 
     def __init__(self, path: Path, frames_per_second: float) -> None:
-        """Check that the file can be written. Raises: ConfigInvalid, ExtraMissing."""
+        """Check that the file can be written. Raises: ConfigInvalidError, ExtraMissingError."""
         self.path = Path(path)
         self._rate = frames_per_second
         self._frames: dict[int, list[tuple[bytes, tuple[int, ...]]]] = {}
         self._skipped: dict[int, int] = {}
         suffix = self.path.suffix.lower()
         if suffix not in SUFFIXES:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"video {self.path}: found {suffix or 'no suffix'}, expected {', '.join(SUFFIXES)}."
             )
         if not self.path.absolute().parent.is_dir():
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"video {self.path}: found no folder {self.path.absolute().parent}, expected one."
             )
         self._every = 1
@@ -59,18 +59,18 @@ class Video:
         number = self._skipped.get(episode, 0)
         self._skipped[episode] = number + 1
         if number % self._every == 0:
-            small = _fitted(frame)
+            small = _resize_frame(frame)
             packed = zlib.compress(small.tobytes(), 1)
             self._frames.setdefault(episode, []).append((packed, small.shape))
 
     def save(self) -> None:
-        """Write the file: whole, or not at all. Raises: ConfigInvalid, StorageFailed."""
+        """Write the file: whole, or not at all. Raises: ConfigInvalidError, StorageError."""
         shapes = {shape for frames in self._frames.values() for _, shape in frames}
         if len(shapes) != 1:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"video {self.path}: found frames of the sizes {sorted(shapes)}, expected one size."
             )
-        with written_whole(self.path) as stream:
+        with atomic_write(self.path) as stream:
             if self.path.suffix.lower() == ".mp4":
                 self._encode(stream, shapes.pop())
             else:
@@ -87,7 +87,7 @@ class Video:
             stream,
             format=self.path.suffix[1:].upper(),
             save_all=True,
-            append_images=_Rest(self._library, self._pixels),
+            append_images=_RemainingFrames(self._library, self._pixels),
             duration=1000 * self._every / self._rate,
             loop=0,
         )
@@ -108,7 +108,7 @@ class Video:
                 container.mux(packet)
 
 
-class _Rest:
+class _RemainingFrames:
     """The images after the first, unpacked one by one: Pillow may go through them twice."""
 
     def __init__(self, pillow: Any, pixels: Callable[[], Iterator[Array]]) -> None:
@@ -119,7 +119,7 @@ class _Rest:
         return (self._pillow.fromarray(pixels) for pixels in islice(self._pixels(), 1, None))
 
 
-def _fitted(frame: Array) -> Array:
+def _resize_frame(frame: Array) -> Array:
     """Return a frame at a size to be watched: shrunk by means, enlarged by repeating."""
     longest = max(frame.shape[:2])
     if longest <= 0:
@@ -144,7 +144,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             "video: found no Pillow, expected it to write GIF and PNG. Install replaylake[formats]."
         ) from error
     return Image
@@ -154,7 +154,7 @@ def _av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             "video: found no PyAV, expected it to write MP4. Install replaylake[video], or name a "
             ".gif or .png."
         ) from error

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Array, Box, Space, bounds, describe, value_dtype
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ActionScaling:
         }
 
 
-class ScaledToEnvironment(nn.Module):
+class ActionUnscaler(nn.Module):
     """Maps a normalised mean (and its log_std) [N, D] to the environment's units."""
 
     center: torch.Tensor
@@ -77,15 +77,15 @@ def action_scaling(space: Space, logged: tuple[Array, Array] | None) -> ActionSc
         space: a float Box.
         logged: least and greatest logged action, each [*act], or None if unknown.
 
-    Raises: SpaceUnsupported if the space is no float Box, or unbounded with no logged range.
+    Raises: SpaceUnsupportedError if the space is no float Box, or unbounded with no logged range.
     """
     if not isinstance(space, Box) or value_dtype(space).kind != "f":
-        raise SpaceUnsupported(f"actions: found {describe(space)}, expected a float Box.")
+        raise SpaceUnsupportedError(f"actions: found {describe(space)}, expected a float Box.")
     low, high = (np.broadcast_to(bound, space.shape).reshape(-1) for bound in bounds(space))
     finite = np.isfinite(low) & np.isfinite(high)
     if not finite.all():
         if logged is None:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"actions: found {describe(space)} without finite bounds, expected bounds or a "
                 "logged range to normalise with. Ingest with --env, or give the space bounds."
             )

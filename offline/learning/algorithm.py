@@ -21,7 +21,7 @@ from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.learning.adam import OptimizerFunction, adam
 from replaylake.offline.learning.options import expect
-from replaylake.offline.networks.features import nested
+from replaylake.offline.networks.features import nest_leaves
 from replaylake.offline.networks.graph import PolicyGraph
 
 
@@ -76,7 +76,7 @@ Networks = nn.ModuleDict
 LossFunction = Callable[[Networks, Networks, Batch, torch.Generator, frozenset[str]], Losses]
 
 
-def unchanged(networks: Networks, batch: Batch) -> Batch:
+def identity_postprocess(networks: Networks, batch: Batch) -> Batch:
     """Return the batch as it is: the default postprocess."""
     return batch
 
@@ -91,7 +91,7 @@ class PolicyModule(nn.Module):
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the graph's inputs as the observation space nests them."""
-        return nested(self._space, inputs)
+        return nest_leaves(self._space, inputs)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = self.network(self.nested(inputs))
@@ -126,7 +126,7 @@ class Algorithm:
     losses: LossFunction
     networks: Callable[[], Networks]
     optimizer: OptimizerFunction = field(default_factory=lambda: adam(3e-4))
-    postprocess: Callable[[Networks, Batch], Batch] = unchanged
+    postprocess: Callable[[Networks, Batch], Batch] = identity_postprocess
     targets: Mapping[str, Target] = field(default_factory=dict)
     update_periods: Mapping[str, int] = field(default_factory=dict)
     policy: Callable[[Networks], PolicyGraph] | None = None

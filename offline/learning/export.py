@@ -33,7 +33,7 @@ from replaylake.datastore.episodes.spaces import (
     value_dtype,
     value_shape,
 )
-from replaylake.datastore.errors import PackageInvalid
+from replaylake.datastore.errors import PackageInvalidError
 from replaylake.datastore.lake.policies.graph_policy import graph_inputs, graph_output_names
 from replaylake.datastore.lake.policies.manifest import GRAPH
 from replaylake.datastore.lake.policies.package import GraphSession
@@ -48,27 +48,27 @@ _RTOL, _ATOL = 1e-4, 1e-5
 def export_onnx(graph: PolicyGraph) -> bytes:
     """Return the graph as ONNX with a free leading dim, the same as torch on random observations.
 
-    Raises: PackageInvalid if an operation cannot be exported, or onnxruntime's outputs differ from
-    torch's on 64 random observations and on one.
+    Raises: PackageInvalidError if an operation cannot be exported, or onnxruntime's outputs differ
+    from torch's on 64 random observations and on one.
     """
-    graph = copied(graph)
-    onnx = traced(graph)
+    graph = copy_to_cpu(graph)
+    onnx = trace_onnx(graph)
     check_same(graph, onnx)
     return onnx
 
 
-def copied(graph: PolicyGraph) -> PolicyGraph:
+def copy_to_cpu(graph: PolicyGraph) -> PolicyGraph:
     """Return it as it is now, on the CPU: a learner on a GPU goes on training the one there."""
     return PolicyGraph(deepcopy(graph.module).eval().cpu(), graph.spec)
 
 
-def traced(graph: PolicyGraph, *, folded: bool = True) -> bytes:
-    """Return a graph on the CPU as ONNX, unchecked. Raises: PackageInvalid, as export_onnx.
+def trace_onnx(graph: PolicyGraph, *, folded: bool = True) -> bytes:
+    """Return a graph on the CPU as ONNX, unchecked. Raises: PackageInvalidError, as export_onnx.
 
     folded: what is computed from weights alone is computed now; else the weights are there as they
     are, and onnxruntime folds them when it loads the graph.
     """
-    module = _Flattened(graph.module)
+    module = _FlatOutputs(graph.module)
     inputs = random_inputs(graph, 2)
     outputs = graph_output_names(graph.spec)
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
@@ -87,7 +87,7 @@ def traced(graph: PolicyGraph, *, folded: bool = True) -> bytes:
                 dynamo=False,
             )
         except (RuntimeError, torch.onnx.errors.OnnxExporterError) as error:
-            raise PackageInvalid(
+            raise PackageInvalidError(
                 f"policy graph {type(graph.module).__name__}: torch {torch.__version__} cannot "
                 f"export it to ONNX: {error}"
             ) from error
@@ -95,7 +95,7 @@ def traced(graph: PolicyGraph, *, folded: bool = True) -> bytes:
 
 
 def check_same(graph: PolicyGraph, onnx: bytes) -> None:
-    """Refuse ONNX that differs from torch on 64 random observations, or one: PackageInvalid.
+    """Refuse ONNX that differs from torch on 64 random observations, or one: PackageInvalidError.
 
     graph: on the CPU.
     """
@@ -104,7 +104,7 @@ def check_same(graph: PolicyGraph, onnx: bytes) -> None:
         _check_outputs(graph, session, num)
 
 
-class _Flattened(nn.Module):
+class _FlatOutputs(nn.Module):
     """Makes the outputs a plain tuple, whatever tuple type the module returns."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -127,7 +127,7 @@ def _check_outputs(graph: PolicyGraph, session: GraphSession, num: int) -> None:
             is_choice = graph.spec.head == "sampled"
             same = bool(rows.mean() >= 0.9 or num == 1) if is_choice else bool(rows.all())
         if not same:
-            raise PackageInvalid(
+            raise PackageInvalidError(
                 f"exported policy graph: output {name} {list(found[name].shape)} differs from "
                 f"torch's {list(array.shape)} on {num} random observations, expected the same "
                 f"within {_RTOL}. Is a parameter not finite, or a shape fixed in the module's "
@@ -157,7 +157,9 @@ def _random_values(space: Space, num: int, rng: np.random.Generator) -> Values:
     if isinstance(space, Dict | Tuple):
         return {key: _random_values(sub, num, rng) for key, sub in children(space).items()}
     if isinstance(space, Text):
-        raise PackageInvalid("policy graph: found a Text observation, which ONNX has no input for.")
+        raise PackageInvalidError(
+            "policy graph: found a Text observation, which ONNX has no input for."
+        )
     shape = (num, *value_shape(space))
     if isinstance(space, Box) and value_dtype(space).kind == "f":
         values: Array = rng.standard_normal(shape)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.offline.networks.mlp import MLP, EnsembleMLP
 
 
@@ -67,10 +67,12 @@ class FlatGroup:
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
 
-def flattened(networks: Mapping[str, nn.Module]) -> tuple[dict[str, FlatGroup], torch.Tensor]:
+def flatten_parameters(
+    networks: Mapping[str, nn.Module],
+) -> tuple[dict[str, FlatGroup], torch.Tensor]:
     """Return the groups of some networks, and the memory that holds all their gradients.
 
-    Raises: ConfigInvalid for a parameter that two of them share, or that is not float32.
+    Raises: ConfigInvalidError for a parameter that two of them share, or that is not float32.
     """
     _check_parameters(networks)
     sizes = [sum(p.numel() for p in module.parameters()) for module in networks.values()]
@@ -86,12 +88,12 @@ def _check_parameters(networks: Mapping[str, nn.Module]) -> None:
     for group, module in networks.items():
         for name, parameter in module.named_parameters():
             if parameter.dtype != torch.float32:
-                raise ConfigInvalid(
+                raise ConfigInvalidError(
                     f"networks: found {group}.{name} of {parameter.dtype}, expected torch.float32. "
                     "Keep numbers that are not learned in a buffer."
                 )
             if (owner := owners.setdefault(id(parameter), group)) != group:
-                raise ConfigInvalid(
+                raise ConfigInvalidError(
                     f"networks: found parameter {group}.{name} in group {owner!r} too, expected "
                     "one group a parameter: each loss moves its own group alone. Put what is "
                     "shared into one network, or give each its own."

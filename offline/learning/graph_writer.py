@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from replaylake.datastore.errors import PackageInvalid
-from replaylake.offline.learning.export import check_same, copied, export_onnx, traced
+from replaylake.datastore.errors import PackageInvalidError
+from replaylake.offline.learning.export import check_same, copy_to_cpu, export_onnx, trace_onnx
 from replaylake.offline.networks.graph import PolicyGraph
 
 
@@ -42,8 +42,8 @@ class GraphWriter:
     def onnx(self) -> bytes:
         """Return the graph as it is now, in ONNX.
 
-        Cost: 0.05 ms for a perceptron of 2 x 256, 270 KB. Raises: PackageInvalid, as export_onnx,
-        where it is not fast.
+        Cost: 0.05 ms for a perceptron of 2 x 256, 270 KB. Raises: PackageInvalidError, as
+        export_onnx, where it is not fast.
         """
         if self._template is None:
             return export_onnx(self._graph)
@@ -78,21 +78,21 @@ def _template(graph: PolicyGraph) -> _Template | None:
     """Return the traced graph without its weights; None where they are not found in it as such."""
     # Not the weights themselves: equal ones (zeros, at first) become one in the file, and whether
     # the file follows the weights shows only on others than it was traced with.
-    other = copied(graph)
-    _scatter(_weights(other.module))
+    other = copy_to_cpu(graph)
+    _perturb_weights(_weights(other.module))
     try:
-        onnx = traced(other, folded=False)
+        onnx = trace_onnx(other, folded=False)
         check_same(other, onnx)
-        template = _cut(other, onnx)
+        template = _cut_template(other, onnx)
         # A weight that is not in the file as such, and matters, shows here.
         if template is not None:
-            check_same(copied(graph), template.filled(_weights(graph.module)))
-    except PackageInvalid:
+            check_same(copy_to_cpu(graph), template.filled(_weights(graph.module)))
+    except PackageInvalidError:
         return None
     return template
 
 
-def _cut(graph: PolicyGraph, onnx: bytes) -> _Template | None:
+def _cut_template(graph: PolicyGraph, onnx: bytes) -> _Template | None:
     """Cut those weights out of a file that are there once; None where two of them overlap."""
     weights = _weights(graph.module)
     found: list[tuple[int, int, int]] = []
@@ -116,7 +116,7 @@ def _weights(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *buffers]
 
 
-def _scatter(weights: Sequence[torch.Tensor]) -> None:
+def _perturb_weights(weights: Sequence[torch.Tensor]) -> None:
     """Change weights a little, in place, so that no two numbers are alike.
 
     What is above 0 stays so, as a scale or variance has to.

@@ -13,18 +13,18 @@ from torch import nn
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
+from replaylake.datastore.errors import ConfigInvalidError, PackageInvalidError
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.algorithm import Algorithm, Networks, OnPolicy
-from replaylake.offline.learning.flat import FlatGroup, flattened
+from replaylake.offline.learning.flat import FlatGroup, flatten_parameters
 from replaylake.offline.learning.minibatches import minibatches
 from replaylake.offline.learning.options import expect
 from replaylake.offline.learning.state import pack_state, unpack_state
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.graph import PolicyGraph
 
 
@@ -102,7 +102,7 @@ class GradientLearner:
         seed: int,
         discount: float = 0.99,
         device: torch.device | str = "cpu",
-        facts: DatasetFacts = NO_FACTS,
+        facts: DatasetStatistics = NO_STATISTICS,
         reduce: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Make networks and optimizer under `seed`; the global random state is left as it was.
@@ -112,7 +112,7 @@ class GradientLearner:
         several learners average theirs.
         """
         if facts.rewards.shift and (algorithm.needs_returns or algorithm.n_step > 1):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"rewards: found a shift of {facts.rewards.shift:g}, expected none for an "
                 "algorithm that learns from sums of rewards: how far one shifts depends on how "
                 "many they are. Scale rewards without a shift: normalise_rewards = 'std'."
@@ -132,7 +132,7 @@ class GradientLearner:
         self._targets = Networks(
             {group: deepcopy(self._networks[group]) for group in algorithm.targets}
         ).requires_grad_(False)
-        self._groups, self._gradients = flattened(dict(self._networks.items()))
+        self._groups, self._gradients = flatten_parameters(dict(self._networks.items()))
         self._with_buffers = frozenset(
             group for group, module in self._targets.items() if any(True for _ in module.buffers())
         )
@@ -217,7 +217,7 @@ class GradientLearner:
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Continue bit for bit (on the CPU) where state_dict was called.
 
-        Raises: PackageInvalid, with nothing changed, if it is the state of other networks.
+        Raises: PackageInvalidError, with nothing changed, if it is the state of other networks.
         """
         tree = unpack_state(state)
         _check_shapes("networks", tree, self._networks)
@@ -301,23 +301,23 @@ def torch_threads(num: int) -> Iterator[None]:
 
 
 def _check_groups(what: str, named: Iterable[str], networks: Networks) -> None:
-    """Refuse what is not a parameter group. Raises: ConfigInvalid."""
+    """Refuse what is not a parameter group. Raises: ConfigInvalidError."""
     for group in named:
         if group not in networks:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{what}: found parameter group {group!r}, expected one of {sorted(networks)}. "
                 f"Name each after the network that it trains."
             )
 
 
 def _check_shapes(what: str, tree: Any, networks: Networks) -> None:
-    """Refuse weights of another architecture. Raises: PackageInvalid."""
+    """Refuse weights of another architecture. Raises: PackageInvalidError."""
     saved = tree.get(what, {}) if isinstance(tree, Mapping) else {}
     found = {name: list(value.shape) for name, value in saved.items()}
     expected = {name: list(value.shape) for name, value in networks.state_dict().items()}
     for name in [*expected, *found]:
         if found.get(name) != expected.get(name):
-            raise PackageInvalid(
+            raise PackageInvalidError(
                 f"learner state: {what}.{name}: found {found.get(name, 'none')}, expected "
                 f"{expected.get(name, 'none')}. It was saved by another algorithm, with other "
                 "options or for other spaces: make the learner with those."

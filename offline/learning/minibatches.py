@@ -26,22 +26,22 @@ def minibatches(
         elif num:
             order = torch.randperm(num_rows, generator=rng, device=rng.device)
             for rows in torch.tensor_split(order, num):
-                yield taken_rows(batch, rows)
+                yield take_rows(batch, rows)
 
 
-def taken_rows(batch: Batch, rows: torch.Tensor) -> Batch:
+def take_rows(batch: Batch, rows: torch.Tensor) -> Batch:
     """Return some rows of a batch of tensors: their numbers, int64 [M], or bool of their dims.
 
     A mask [B, T] takes steps of sequences: [B, T, ...] become [M, ...]. Copies.
     """
-    return Batch(**{name: _taken(value, rows) for name, value in vars(batch).items()})
+    return Batch(**{name: _take(value, rows) for name, value in vars(batch).items()})
 
 
-def _taken(value: Any, rows: torch.Tensor) -> Any:
+def _take(value: Any, rows: torch.Tensor) -> Any:
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
         return value[rows]
     if isinstance(value, Mapping):
-        return {key: _taken(sub, rows) for key, sub in value.items()}
+        return {key: _take(sub, rows) for key, sub in value.items()}
     return value[rows.cpu().numpy()]

@@ -14,37 +14,37 @@ import numpy as np
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Array, Box, Space, leaves
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, SchemaMismatchError
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.measures import (
+    ElementMoments,
     Elements,
-    Measure,
-    measured_returns,
-    measured_steps,
+    measure_returns,
+    measure_steps,
 )
 from replaylake.datastore.replay.view_query import ViewQuery
-from replaylake.offline.facts import DatasetFacts, Moments, RewardScaling
+from replaylake.offline.facts import DatasetStatistics, Moments, RewardScaling
 
-RewardNormalisation = Literal["none", "std", "mean_std", "return_range"]
-REWARD_NORMALISATIONS: Final[tuple[str, ...]] = get_args(RewardNormalisation)
+RewardNormalization = Literal["none", "std", "mean_std", "return_range"]
+REWARD_NORMALIZATIONS: Final[tuple[str, ...]] = get_args(RewardNormalization)
 # As TD3+BC adds to it (Fujimoto and Gu 2021, section 5): what hardly varies is not blown up.
-_LEAST_STD: Final = 1e-3
+_MIN_STD: Final = 1e-3
 # Rewards so scaled add up to at most this, from the best episode to the worst (Kostrikov et al.
 # 2021, IQL, appendix B).
 _RETURN_RANGE: Final = 1000.0
 _REWARD: Final = "reward"
 
 
-def fit_facts(
+def fit_statistics(
     snapshots: Sequence[Snapshot],
     where: str | None = None,
     where_steps: str | None = None,
     reward: str | None = None,
     *,
     observations: bool = False,
-    rewards: RewardNormalisation = "none",
+    rewards: RewardNormalization = "none",
     actions: bool = True,
-) -> DatasetFacts:
+) -> DatasetStatistics:
     """Measure the steps that a learner is to learn from.
 
     Args:
@@ -62,13 +62,13 @@ def fit_facts(
 
     The same snapshots and SQL give the same bits. Cost: a pass over the columns measured, about
     40 ns an element, and one over the rewards for "return_range".
-    Raises: ConfigInvalid, QueryFailed, QueryRefused; EmptyReplay where no step is selected;
-    SchemaMismatch where what is measured is not finite.
+    Raises: ConfigInvalidError, QueryError, QueryRefusedError; EmptyReplayError where no step is
+    selected; SchemaMismatchError where what is measured is not finite.
     """
-    if rewards not in REWARD_NORMALISATIONS:
-        raise ConfigInvalid(
+    if rewards not in REWARD_NORMALIZATIONS:
+        raise ConfigInvalidError(
             f"normalisation: found rewards {rewards!r}, expected one of "
-            f"{', '.join(REWARD_NORMALISATIONS)}. Leave it out for none."
+            f"{', '.join(REWARD_NORMALIZATIONS)}. Leave it out for none."
         )
     query = ViewQuery(where, where_steps, reward).canonical()
     spec, names = snapshots[0].spec, ", ".join(f"{s.dataset}@{s.version}" for s in snapshots)
@@ -79,10 +79,10 @@ def fit_facts(
     if rewards in ("std", "mean_std"):
         elements[_REWARD] = Elements(query.reward or schema.REWARD)
     measures = {
-        name: _checked(name, measure, names)
-        for name, measure in _measured(snapshots, elements, query).items()
+        name: _check_measure(name, measure, names)
+        for name, measure in _measure_elements(snapshots, elements, query).items()
     }
-    return DatasetFacts(
+    return DatasetStatistics(
         action_range=_range(columns, measures),
         observations={
             name.partition(".")[2]: _moments(measures[name], box.shape)
@@ -105,26 +105,26 @@ def _elements(name: str, box: Box) -> Elements:
     return Elements(path, math.prod(box.shape), is_list=bool(box.shape))
 
 
-def _measured(
+def _measure_elements(
     snapshots: Sequence[Snapshot], elements: Mapping[str, Elements], query: ViewQuery
-) -> dict[str, Measure]:
+) -> dict[str, ElementMoments]:
     if not elements:
         return {}
     each = [
-        measured_steps(snapshot.table, elements, where=query.where, where_steps=query.where_steps)
+        measure_steps(snapshot.table, elements, where=query.where, where_steps=query.where_steps)
         for snapshot in snapshots
     ]
-    return {name: reduce(Measure.joined, [one[name] for one in each]) for name in elements}
+    return {name: reduce(ElementMoments.joined, [one[name] for one in each]) for name in elements}
 
 
-def _checked(name: str, measure: Measure, names: str) -> Measure:
+def _check_measure(name: str, measure: ElementMoments, names: str) -> ElementMoments:
     if not measure.num.any():
-        raise EmptyReplay(
+        raise EmptyReplayError(
             f"normalisation of {names}: found no {name} in the selected steps, expected at least "
             "one. Look at what `where` selects."
         )
     if not all(np.isfinite(values).all() for values in vars(measure).values()):
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"normalisation of {names}: found a {name} that is not finite, or too large to be "
             "squared, expected numbers. Leave such episodes out with `where`, or scale the "
             "reward's expression."
@@ -133,7 +133,7 @@ def _checked(name: str, measure: Measure, names: str) -> Measure:
 
 
 def _range(
-    columns: Mapping[str, Box], measures: Mapping[str, Measure]
+    columns: Mapping[str, Box], measures: Mapping[str, ElementMoments]
 ) -> tuple[Array, Array] | None:
     if (box := columns.get(schema.ACTION)) is None:
         return None
@@ -145,11 +145,11 @@ def _range(
     return least, greatest
 
 
-def _moments(measure: Measure, shape: tuple[int, ...]) -> Moments:
+def _moments(measure: ElementMoments, shape: tuple[int, ...]) -> Moments:
     std = measure.std
     # Beside rounding: a mean is exact to 16 digits.
     is_constant = std <= 1e-12 * np.abs(measure.mean)
-    std = np.where(is_constant, 1.0, np.maximum(std, _LEAST_STD))
+    std = np.where(is_constant, 1.0, np.maximum(std, _MIN_STD))
     mean, std = (values.reshape(shape).astype(np.float32) for values in (measure.mean, std))
     return Moments(mean, std)
 
@@ -157,8 +157,8 @@ def _moments(measure: Measure, shape: tuple[int, ...]) -> Moments:
 def _scaling(
     snapshots: Sequence[Snapshot],
     query: ViewQuery,
-    kind: RewardNormalisation,
-    measure: Measure | None,
+    kind: RewardNormalization,
+    measure: ElementMoments | None,
     names: str,
 ) -> RewardScaling:
     if measure is not None:
@@ -169,7 +169,7 @@ def _scaling(
     if kind == "none":
         return RewardScaling()
     expression = query.reward or schema.REWARD
-    each = [measured_returns(s.table, expression, where=query.where) for s in snapshots]
-    returns = _checked("return", reduce(Measure.joined, each), names)
+    each = [measure_returns(s.table, expression, where=query.where) for s in snapshots]
+    returns = _check_measure("return", reduce(ElementMoments.joined, each), names)
     width = float(returns.greatest[0] - returns.least[0])
     return RewardScaling(0.0, width / _RETURN_RANGE if width > 0 else 1.0)

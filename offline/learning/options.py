@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 
 T = TypeVar("T")
 
@@ -21,7 +21,8 @@ def from_options(config: type[T], options: Mapping[str, Any], what: str) -> T:
         options: values by field name; an int may stand for a float, a list for a sequence.
         what: whose options these are, for error messages, such as `algorithm bc`.
 
-    Raises: ConfigInvalid for an unknown key (with the near matches) or a value of another type.
+    Raises: ConfigInvalidError for an unknown key (with the near matches) or a value of another
+    type.
     """
     hints = get_type_hints(config)
     check_keys(options, hints, what)
@@ -39,7 +40,7 @@ def to_options(config: Any) -> dict[str, Any]:
 def check_keys(
     options: Mapping[str, Any], known: Iterable[str], what: str, others: Iterable[str] = ()
 ) -> None:
-    """Refuse unknown keys. Raises: ConfigInvalid with the near matches, or all that there are.
+    """Refuse unknown keys. Raises: ConfigInvalidError with the near matches, or all that there are.
 
     `others` are keys that belong elsewhere, and are named where one resembles an unknown key.
     """
@@ -47,7 +48,7 @@ def check_keys(
     for key in options:
         if key not in known:
             near = difflib.get_close_matches(key, [*known, *others], n=3, cutoff=0.6)
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{what}: found option {key!r}, expected "
                 f"{' or '.join(near) if near else 'one of ' + ', '.join(known)}. "
                 "Mend the spelling or leave it out."
@@ -62,13 +63,13 @@ def near_matches(name: str, known: Iterable[str]) -> str:
 
 
 def expect(condition: bool, what: str, found: Any, expected: str) -> None:
-    """Refuse a value out of range; for a config's __post_init__. Raises: ConfigInvalid."""
+    """Refuse a value out of range; for a config's __post_init__. Raises: ConfigInvalidError."""
     if not condition:
-        raise ConfigInvalid(f"{what}: found {found!r}, expected {expected}.")
+        raise ConfigInvalidError(f"{what}: found {found!r}, expected {expected}.")
 
 
 def cast(kind: Any, value: Any, what: str) -> Any:
-    """Return the value as this type, where that changes nothing. Raises: ConfigInvalid."""
+    """Return the value as this type, where that changes nothing. Raises: ConfigInvalidError."""
     origin = get_origin(kind)
     if kind is Any:
         return value

@@ -12,15 +12,15 @@ from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.offline.learning.algorithm import OnPolicy
 from replaylake.offline.learning.learner import Learner, Update
-from replaylake.offline.networks.frame_stack import on_single_frames
+from replaylake.offline.networks.frame_stack import wrap_frame_stack
 from replaylake.offline.networks.graph import PolicyGraph
 
 
 class SingleFrames:
-    """A Learner made for `stacked_space(space, num)`, fed by views with that frame_stack."""
+    """A Learner made for `stack_space(space, num)`, fed by views with that frame_stack."""
 
     def __init__(self, learner: Learner, num: int) -> None:
-        """Raises: SpaceUnsupported for a learner of other observations."""
+        """Raises: SpaceUnsupportedError for a learner of other observations."""
         self._learner, self._num = learner, num
         self.policy()
 
@@ -59,7 +59,7 @@ class SingleFrames:
 
     def policy(self) -> PolicyGraph:
         """Return the policy over single observations, which remembers the others."""
-        return on_single_frames(self._learner.policy(), self._num)
+        return wrap_frame_stack(self._learner.policy(), self._num)
 
     def state_dict(self) -> dict[str, Array]:
         """See Learner.state_dict."""

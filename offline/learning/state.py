@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import PackageInvalid
+from replaylake.datastore.errors import PackageInvalidError
 
 _STRUCTURE: Final = "structure"
 
@@ -29,43 +29,43 @@ def pack_state(tree: Any) -> dict[str, Array]:
     Returns: arrays, and uint8 `structure`, the JSON that says where they belong.
     """
     arrays: dict[str, Array] = {}
-    structure = _take_apart(tree, "", arrays)
+    structure = _flatten_tree(tree, "", arrays)
     arrays[_STRUCTURE] = np.frombuffer(json.dumps(structure).encode(), np.uint8).copy()
     return arrays
 
 
 def unpack_state(arrays: Mapping[str, Array]) -> Any:
-    """Rebuild what pack_state took apart, tensors on the CPU. Raises: PackageInvalid."""
+    """Rebuild what pack_state took apart, tensors on the CPU. Raises: PackageInvalidError."""
     try:
         structure = json.loads(arrays[_STRUCTURE].tobytes())
-        return _put_together(structure, arrays)
+        return _unflatten_tree(structure, arrays)
     except (KeyError, ValueError, TypeError) as error:
-        raise PackageInvalid(
+        raise PackageInvalidError(
             f"learner state: {type(error).__name__}: {error}; expected the arrays that a learner "
             "of this version saved."
         ) from error
 
 
-def _take_apart(tree: Any, path: str, arrays: dict[str, Array]) -> Any:
+def _flatten_tree(tree: Any, path: str, arrays: dict[str, Array]) -> Any:
     if isinstance(tree, torch.Tensor):
         arrays[f"state{path}"] = tree.detach().cpu().numpy().copy()
         return {"array": f"state{path}"}
     if isinstance(tree, Mapping):
-        items = [[key, _take_apart(sub, f"{path}.{key}", arrays)] for key, sub in tree.items()]
+        items = [[key, _flatten_tree(sub, f"{path}.{key}", arrays)] for key, sub in tree.items()]
         return {"items": items}
     if isinstance(tree, list | tuple):
-        parts = [_take_apart(sub, f"{path}.{i}", arrays) for i, sub in enumerate(tree)]
+        parts = [_flatten_tree(sub, f"{path}.{i}", arrays) for i, sub in enumerate(tree)]
         return {"tuple" if isinstance(tree, tuple) else "list": parts}
     return {"value": tree}
 
 
-def _put_together(structure: Any, arrays: Mapping[str, Array]) -> Any:
+def _unflatten_tree(structure: Any, arrays: Mapping[str, Array]) -> Any:
     ((kind, content),) = structure.items()
     if kind == "array":
         return torch.from_numpy(np.array(arrays[content]))
     if kind == "items":
-        return {key: _put_together(sub, arrays) for key, sub in content}
+        return {key: _unflatten_tree(sub, arrays) for key, sub in content}
     if kind in ("list", "tuple"):
-        parts = [_put_together(sub, arrays) for sub in content]
+        parts = [_unflatten_tree(sub, arrays) for sub in content]
         return parts if kind == "list" else tuple(parts)
     return content

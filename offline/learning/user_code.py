@@ -9,11 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.offline.learning.options import near_matches
 
 
-def named(text: str, what: str, example: str) -> Any:
+def load_object(text: str, what: str, example: str) -> Any:
     """Return what `module:name` names; the module runs, as any that is imported.
 
     A module that is not on sys.path is looked for in the current folder, which then stays at the
@@ -24,7 +24,7 @@ def named(text: str, what: str, example: str) -> Any:
         what: who needs it, as in errors: `environment`.
         example: a good one, for errors.
 
-    Raises: NotFound if there is no such module, or nothing of that name in it. What the module
+    Raises: NotFoundError if there is no such module, or nothing of that name in it. What the module
     raises as it is imported passes through.
     """
     module_name, _, name = text.partition(":")
@@ -32,14 +32,14 @@ def named(text: str, what: str, example: str) -> Any:
     found = getattr(module, name, None)
     if found is None:
         callables = sorted(key for key, value in vars(module).items() if callable(value))
-        raise NotFound(
+        raise NotFoundError(
             f"{what} {text!r}: module {module_name} ({getattr(module, '__file__', 'built in')}) "
             f"has no {name!r}, expected {near_matches(name, callables)}."
         )
     return found
 
 
-def imported(module_name: str) -> ModuleType:
+def import_user_module(module_name: str) -> ModuleType:
     """Import a module, as `named` finds it. Raises: ModuleNotFoundError, and what it raises."""
     try:
         return importlib.import_module(module_name)
@@ -57,18 +57,18 @@ def imported(module_name: str) -> ModuleType:
 
 def _module(module_name: str, who: str, example: str) -> ModuleType:
     try:
-        return imported(module_name)
+        return import_user_module(module_name)
     except ModuleNotFoundError as error:
         # A module that is there, but imports one that is not, has its own message.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise NotFound(
+        raise NotFoundError(
             f"{who}: found no module {error.name!r}, expected module:function, such as {example}, "
             f"of a module that Python can import, or of a file in {os.getcwd()}. Install it, or "
             "add its folder to PYTHONPATH."
         ) from error
     except ValueError as error:
-        raise NotFound(
+        raise NotFoundError(
             f"{who}: found no name of a module before the colon, expected module:function, such as "
             f"{example}."
         ) from error

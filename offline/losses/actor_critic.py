@@ -54,7 +54,7 @@ def soft_values(
     return (torch.exp(log_probs) * values).sum(dim=-1)
 
 
-def smoothed_actions(
+def smooth_actions(
     a_t: torch.Tensor, noise: torch.Tensor, sigma: float, clip: float
 ) -> torch.Tensor:
     """Return the target policy's actions with clipped noise, kept in [-1, 1]; [B, D].
@@ -70,7 +70,7 @@ def smoothed_actions(
     return (noise * sigma).clamp_(-clip, clip).add_(a_t).clamp_(-1, 1)
 
 
-def behaviour_regularised_value(q_tm1: torch.Tensor, alpha: float) -> torch.Tensor:
+def behavior_regularized_value(q_tm1: torch.Tensor, alpha: float) -> torch.Tensor:
     """Return -lambda q(s, pi(s)), [B], with lambda = alpha / mean |q| held constant.
 
     Args:
@@ -108,7 +108,7 @@ def advantage_weights(
     return torch.exp(advantages * inverse_temperature).clamp_(max=max_weight)
 
 
-def normalised_advantage_weights(advantages: torch.Tensor, lam: float) -> torch.Tensor:
+def normalized_advantage_weights(advantages: torch.Tensor, lam: float) -> torch.Tensor:
     """Return B softmax(A / lam) of the batch, [B]: mean 1, so no clip is needed.
 
     Source: Nair et al. 2020, "AWAC: Accelerating Online Reinforcement Learning with Offline
@@ -117,7 +117,7 @@ def normalised_advantage_weights(advantages: torch.Tensor, lam: float) -> torch.
     return torch.softmax(advantages / lam, dim=0) * len(advantages)
 
 
-def squashed_sample(
+def sample_squashed(
     means: torch.Tensor, log_stds: torch.Tensor, noise: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return actions tanh(mean + std noise) [..., D] and their log-probabilities [...].

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-_LEAST_SUM: Final = torch.finfo(torch.float32).tiny
+_MIN_SUM: Final = torch.finfo(torch.float32).tiny
 
 
 def importance_weights(
@@ -33,7 +33,7 @@ def ips_value(r: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (weights * r).mean()
 
 
-def self_normalised_value(r: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def self_normalized_value(r: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return sum(w r) / sum(w), scalar: never outside of the rewards' range.
 
     Adding a constant to all rewards adds it to the value, so a policy cannot gain by leaving the
@@ -43,7 +43,7 @@ def self_normalised_value(r: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
     Learning".
     """
     # Where the policy gives no chance to any logged action there is nothing to learn, and no NaN.
-    return (weights * r).sum() / weights.sum().clamp(min=_LEAST_SUM)
+    return (weights * r).sum() / weights.sum().clamp(min=_MIN_SUM)
 
 
 def doubly_robust_values(

@@ -32,12 +32,12 @@ def greedy_values(
     selector van Hasselt et al. 2016, "Deep Reinforcement Learning with Double Q-learning", eq. 4.
     """
     if q_t_selector is None:
-        return _allowed(q_t, mask_t).amax(dim=-1)
-    a_t = _allowed(q_t_selector, mask_t).argmax(dim=-1, keepdim=True)
+        return _mask_forbidden(q_t, mask_t).amax(dim=-1)
+    a_t = _mask_forbidden(q_t_selector, mask_t).argmax(dim=-1, keepdim=True)
     return q_t.gather(-1, a_t).squeeze(-1)
 
 
-def taken_values(q_tm1: torch.Tensor, a_tm1: torch.Tensor) -> torch.Tensor:
+def gather_values(q_tm1: torch.Tensor, a_tm1: torch.Tensor) -> torch.Tensor:
     """Return the values of the actions taken: of float [B, A] at int64 [B], float [B]."""
     return q_tm1.gather(-1, a_tm1.unsqueeze(-1)).squeeze(-1)
 
@@ -61,7 +61,7 @@ def td_errors(
     Source: Watkins & Dayan 1992, "Q-learning", eq. 1.
     """
     target_tm1 = torch.addcmul(r_t, discount_t, v_t).detach()
-    return target_tm1 - taken_values(q_tm1, a_tm1)
+    return target_tm1 - gather_values(q_tm1, a_tm1)
 
 
 def huber(errors: torch.Tensor, delta: float = 1.0) -> torch.Tensor:
@@ -85,7 +85,7 @@ def conservative_gap(
     Source: Kumar et al. 2020, "Conservative Q-Learning for Offline Reinforcement Learning", eq. 4.
     """
     # The cross-entropy of a softmax over the values is just that.
-    return F.cross_entropy(_allowed(q_tm1, mask_tm1), a_tm1, reduction="none")
+    return F.cross_entropy(_mask_forbidden(q_tm1, mask_tm1), a_tm1, reduction="none")
 
 
 def quantile_regression(
@@ -111,5 +111,5 @@ def quantile_regression(
     return (weights * losses).mean(dim=-1).sum(dim=-1)
 
 
-def _allowed(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _mask_forbidden(q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return q if mask is None else q.masked_fill(~mask, _WORST)

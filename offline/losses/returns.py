@@ -24,7 +24,7 @@ def discounted_returns(
 
     Source: Sutton & Barto 2018, "Reinforcement Learning", eq. 3.9, with discounts of each step.
     """
-    return lambda_returns(r_t, discount_t, _shifted(torch.zeros_like(r_t), bootstrap), 1.0)
+    return lambda_returns(r_t, discount_t, _shift(torch.zeros_like(r_t), bootstrap), 1.0)
 
 
 def lambda_returns(
@@ -73,7 +73,7 @@ def n_step_returns(
     return returns
 
 
-def generalised_advantages(
+def generalized_advantages(
     r_t: torch.Tensor, discount_t: torch.Tensor, values: torch.Tensor, lambda_: float | torch.Tensor
 ) -> torch.Tensor:
     """Return A_k = delta_k + gamma_{k+1} lambda A_{k+1}, delta_k the TD error; float [B, T].
@@ -135,7 +135,7 @@ def v_trace(
     errors_tm1 = _scan(delta_tm1, discount_t * trace_tm1, torch.zeros_like(v_tm1[:, -1]))
     targets_tm1 = v_tm1 + errors_tm1
     # Behind the last step stands its value. Before it vs of what followed, mixed as the traces are.
-    target_t = _shifted(targets_tm1, v_t[:, -1])
+    target_t = _shift(targets_tm1, v_t[:, -1])
     mixed_t = (1 - lambda_) * v_t + lambda_ * target_t
     advantages = rho_tm1.clamp(max=clip_pg_rho) * (r_t + discount_t * mixed_t - v_tm1)
     return VTrace(targets_tm1, errors_tm1, advantages)
@@ -164,9 +164,7 @@ def retrace(
     traces c = lambda min(1, pi / mu) of the later steps.
     """
     delta_tm1 = r_t + discount_t * v_t - q_tm1
-    trace_t = _shifted(
-        lambda_ * torch.exp(log_rho_tm1).clamp(max=1.0), torch.zeros_like(q_tm1[:, 0])
-    )
+    trace_t = _shift(lambda_ * torch.exp(log_rho_tm1).clamp(max=1.0), torch.zeros_like(q_tm1[:, 0]))
     return q_tm1 + _scan(delta_tm1, discount_t * trace_t, torch.zeros_like(q_tm1[:, -1]))
 
 
@@ -179,6 +177,6 @@ def _scan(x: torch.Tensor, decay: torch.Tensor, after: torch.Tensor) -> torch.Te
     return torch.stack(results[::-1], dim=1)
 
 
-def _shifted(x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def _shift(x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return columns 1 .. T - 1 of [B, T] and then `last` [B]."""
     return torch.cat([x[:, 1:], last[:, None]], dim=1)

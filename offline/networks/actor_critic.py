@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.networks.actors import CategoricalNetwork
 from replaylake.offline.networks.critics import ValueNetwork
 from replaylake.offline.networks.features import ObservationFeatures
@@ -22,7 +22,7 @@ from replaylake.offline.networks.recurrent import make_core
 _FIRST_SCALE: Final = 0.01
 # Before the tanh. Beyond 4, where tanh is 0.9993, float32 actions say less and less of what was
 # drawn: at 8 its density is off by a seventh.
-_MOST_MEAN: Final = 4.0
+_MAX_MEAN: Final = 4.0
 _LOG_STD_RANGE: Final = (-5.0, 0.5)
 # At first the std is 1, so that squashed actions are spread about evenly.
 _FIRST_LOG_STD: Final = 0.0
@@ -37,7 +37,7 @@ class Outputs(NamedTuple):
     values: torch.Tensor
 
 
-class Bounded(nn.Module):
+class BoundedOutputs(nn.Module):
     """A network's outputs [M, P] as a head's parameters: logits, or means and log_stds [M, D].
 
     Of a gaussian the means lie in +-4 before the tanh, and there is one std for all observations.
@@ -57,14 +57,14 @@ class Bounded(nn.Module):
             return (outputs,)
         low, high = _LOG_STD_RANGE
         log_stds = low + (high - low) * torch.sigmoid(self.log_std_logits)
-        means = _MOST_MEAN * torch.tanh(outputs / _MOST_MEAN)
+        means = _MAX_MEAN * torch.tanh(outputs / _MAX_MEAN)
         return means, log_stds + torch.zeros_like(means)
 
 
-class _Acting(nn.Module):
+class _PolicyNetwork(nn.Module):
     """The part of an actor-critic that acts: observations to the head's parameters."""
 
-    def __init__(self, network: nn.Module, bounded: Bounded, num_outputs: int) -> None:
+    def __init__(self, network: nn.Module, bounded: BoundedOutputs, num_outputs: int) -> None:
         super().__init__()
         self.network = network
         self.bounded = bounded
@@ -83,12 +83,12 @@ class SeparateActorCritic(nn.Module):
         num_outputs: int,
         num_stds: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts,
+        facts: DatasetStatistics,
     ) -> None:
         super().__init__()
         actor = CategoricalNetwork(space, num_outputs, hidden_sizes, facts)
         scale_down(actor.body, num_outputs)
-        self.actor = _Acting(actor, Bounded(num_stds), num_outputs)
+        self.actor = _PolicyNetwork(actor, BoundedOutputs(num_stds), num_outputs)
         self.critic = ValueNetwork(space, hidden_sizes, facts)
 
     def forward(self, observations: Any) -> Outputs:
@@ -113,12 +113,12 @@ class SharedActorCritic(nn.Module):
         num_outputs: int,
         num_stds: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts,
+        facts: DatasetStatistics,
     ) -> None:
         super().__init__()
         self._num = num_outputs
         self.both = CategoricalNetwork(space, num_outputs + 1, hidden_sizes, facts)
-        self.bounded = Bounded(num_stds)
+        self.bounded = BoundedOutputs(num_stds)
         scale_down(self.both.body, num_outputs)
 
     def forward(self, observations: Any) -> Outputs:
@@ -132,7 +132,7 @@ class SharedActorCritic(nn.Module):
 
     def acting(self) -> nn.Module:
         """Return the policy's part: observations to the head's parameters."""
-        return _Acting(self.both, self.bounded, self._num)
+        return _PolicyNetwork(self.both, self.bounded, self._num)
 
 
 class RecurrentActorCritic(nn.Module):
@@ -147,7 +147,7 @@ class RecurrentActorCritic(nn.Module):
         num_outputs: int,
         num_stds: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts,
+        facts: DatasetStatistics,
         core: str,
     ) -> None:
         super().__init__()
@@ -156,13 +156,13 @@ class RecurrentActorCritic(nn.Module):
         width = max(hidden_sizes, default=_CORE_SIZE)
         self.core = make_core(core, self.features.num_features, width)
         self.body = MLP([width, *hidden_sizes, num_outputs + 1])
-        self.bounded = Bounded(num_stds)
+        self.bounded = BoundedOutputs(num_stds)
         self.state_size = self.core.state_size
         scale_down(self.body, num_outputs)
 
     def forward(self, observations: Any, state: torch.Tensor) -> Outputs:
         """Go over sequences [B, T, *obs], from the states [B, S] before them: M = B T outputs."""
-        flat = each_leaf(observations, lambda values: values.flatten(0, 1))
+        flat = map_leaves(observations, lambda values: values.flatten(0, 1))
         features = self.features(flat)
         remembered, _ = self.core(features.view(len(state), -1, features.shape[1]), state)
         outputs = self.body(remembered.flatten(0, 1))
@@ -174,10 +174,10 @@ class RecurrentActorCritic(nn.Module):
         return (*self.bounded(self.body(remembered)[:, : self._num]), state)
 
 
-def each_leaf(values: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_leaves(values: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Convert the tensor of each leaf of observations."""
     if isinstance(values, Mapping):
-        return {key: each_leaf(value, convert) for key, value in values.items()}
+        return {key: map_leaves(value, convert) for key, value in values.items()}
     return convert(values)
 
 

@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.networks.features import ObservationFeatures
 from replaylake.offline.networks.mlp import MLP
 
 # In units of a normalised action: e^-5 of its half range at the least, as in SAC's reference code;
 # below it a density explodes on actions that the log repeats exactly.
 LOG_STD_RANGE: Final = (-5.0, 2.0)
-NO_FACTS: Final = DatasetFacts()
+NO_STATISTICS: Final = DatasetStatistics()
 
 
 class _Actor(nn.Module):
     def __init__(
-        self, space: Space, num_outputs: int, hidden_sizes: Sequence[int], facts: DatasetFacts
+        self, space: Space, num_outputs: int, hidden_sizes: Sequence[int], facts: DatasetStatistics
     ) -> None:
         super().__init__()
         self.features = ObservationFeatures(space, facts.observations)
@@ -40,7 +40,7 @@ class CategoricalNetwork(_Actor):
         space: Space,
         num_actions: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts = NO_FACTS,
+        facts: DatasetStatistics = NO_STATISTICS,
     ) -> None:
         super().__init__(space, num_actions, hidden_sizes, facts)
 
@@ -56,7 +56,7 @@ class DuelingNetwork(_Actor):
         space: Space,
         num_actions: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts = NO_FACTS,
+        facts: DatasetStatistics = NO_STATISTICS,
     ) -> None:
         super().__init__(space, 1 + num_actions, hidden_sizes, facts)
 
@@ -74,7 +74,7 @@ class GaussianNetwork(_Actor):
         space: Space,
         action_size: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts = NO_FACTS,
+        facts: DatasetStatistics = NO_STATISTICS,
         log_std_range: tuple[float, float] = LOG_STD_RANGE,
     ) -> None:
         super().__init__(space, 2 * action_size, hidden_sizes, facts)
@@ -93,7 +93,7 @@ class DeterministicNetwork(_Actor):
         space: Space,
         action_size: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts = NO_FACTS,
+        facts: DatasetStatistics = NO_STATISTICS,
     ) -> None:
         super().__init__(space, action_size, hidden_sizes, facts)
 

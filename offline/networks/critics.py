@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.features import ObservationFeatures
 from replaylake.offline.networks.mlp import MLP, EnsembleMLP
 
@@ -23,7 +23,7 @@ class Critics(nn.Module):
         space: Space,
         action_size: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts = NO_FACTS,
+        facts: DatasetStatistics = NO_STATISTICS,
         num: int = 2,
     ) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class QNetworks(nn.Module):
         space: Space,
         num_actions: int,
         hidden_sizes: Sequence[int],
-        facts: DatasetFacts = NO_FACTS,
+        facts: DatasetStatistics = NO_STATISTICS,
         num: int = 2,
     ) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ValueNetwork(nn.Module):
     """State values: observations to [N]."""
 
     def __init__(
-        self, space: Space, hidden_sizes: Sequence[int], facts: DatasetFacts = NO_FACTS
+        self, space: Space, hidden_sizes: Sequence[int], facts: DatasetStatistics = NO_STATISTICS
     ) -> None:
         super().__init__()
         self.features = ObservationFeatures(space, facts.observations)

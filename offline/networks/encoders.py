@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Box, describe
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 
 # (channels, kernel, stride) of each layer, and what they end in: Mnih et al. 2015, "Human-level
 # control through deep reinforcement learning", methods; its first frames of 84 x 84 become 7 x 7.
 _NATURE: Final = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _NATURE_FEATURES: Final = 512
 # Of a side below this one, nothing is left of it after those.
-_LEAST_NATURE_SIDE: Final = 36
+_MIN_NATURE_SIDE: Final = 36
 _SMALL_CHANNELS: Final = (32, 64)
 _SMALL_FEATURES: Final = 256
 # A side that is halved by each layer, and not by the last one alone.
-_LEAST_HALVED_SIDE: Final = 16
+_MIN_HALVED_SIDE: Final = 16
 
 
 class Frames(nn.Module):
@@ -30,13 +30,14 @@ class Frames(nn.Module):
 
     The layouts are uint8 [N, H, W], [N, C, H, W], [N, H, W, C], and stacks of K of the last two,
     [N, K, ...], whose K C channels are one after another. The channels are the last dim where that
-    is smaller than the first one of a frame. Raises: SpaceUnsupported for what is no such frame.
+    is smaller than the first one of a frame. Raises: SpaceUnsupportedError for what is no such
+    frame.
     """
 
     def __init__(self, space: Box, name: str = "observation") -> None:
         super().__init__()
         if not space.is_image or len(space.shape) > 4 or 0 in space.shape:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"{name}: found {describe(space)}, expected frames of 2 or 3 dims, or a stack of "
                 "frames of 3. Make others flat, or of floats, which are taken as plain numbers."
             )
@@ -67,7 +68,7 @@ class FrameEncoder(nn.Module):
         super().__init__()
         self._frames = Frames(space, name)
         channels, *sides = self._frames.shape
-        is_small = min(sides) < _LEAST_NATURE_SIDE
+        is_small = min(sides) < _MIN_NATURE_SIDE
         layers = _small_layers(channels, sides) if is_small else _nature_layers(channels)
         self._convolutions = nn.ModuleList(layers)
         for layer in layers:
@@ -93,7 +94,7 @@ def _nature_layers(channels: int) -> list[nn.Conv2d]:
 
 def _small_layers(channels: int, sides: Sequence[int]) -> list[nn.Conv2d]:
     first, second = _SMALL_CHANNELS
-    stride = 1 if min(sides) < _LEAST_HALVED_SIDE else 2
+    stride = 1 if min(sides) < _MIN_HALVED_SIDE else 2
     return [nn.Conv2d(channels, first, 3, stride, 1), nn.Conv2d(first, second, 3, 2, 1)]
 
 

@@ -23,7 +23,7 @@ from replaylake.datastore.episodes.spaces import (
     describe,
     leaves,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.offline.facts import Moments
 from replaylake.offline.networks.encoders import FrameEncoder
 
@@ -36,8 +36,8 @@ class ObservationFeatures(nn.Module):
     A Box is flattened, discrete kinds become one-hot vectors, frames go through convolutions that
     are learned with what comes behind (FrameEncoder), and the leaves of a Dict or Tuple are joined
     in order. A Box leaf whose moments are given becomes (x - mean) / std; they are buffers, so that
-    they go with the weights and into the exported graph. Raises: SpaceUnsupported for a Text, and
-    for frames that are none.
+    they go with the weights and into the exported graph. Raises: SpaceUnsupportedError for a Text,
+    and for frames that are none.
     """
 
     def __init__(self, space: Space, moments: Mapping[str, Moments] = _NONE) -> None:
@@ -63,7 +63,7 @@ class ObservationFeatures(nn.Module):
     def forward(self, observations: Any) -> torch.Tensor:
         """Map a tensor [N, *obs], or a mapping of them as the space nests, to [N, num_features]."""
         parts = []
-        for number, (leaf, tensor) in enumerate(_with_tensors(self._space, observations)):
+        for number, (leaf, tensor) in enumerate(_pair_tensors(self._space, observations)):
             if _is_image(leaf):
                 parts.append(self._encoders[str(number)](tensor))
                 continue
@@ -79,17 +79,17 @@ class ObservationFeatures(nn.Module):
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the leaves' tensors, in order, as the space nests them."""
-        return nested(self._space, inputs)
+        return nest_leaves(self._space, inputs)
 
 
-def nested(space: Space, inputs: Sequence[torch.Tensor]) -> Any:
+def nest_leaves(space: Space, inputs: Sequence[torch.Tensor]) -> Any:
     """Return the leaves' tensors, in order, as the space nests them."""
-    return _nested(space, iter(inputs))
+    return _nest_leaves(space, iter(inputs))
 
 
 def _check_leaf(name: str, leaf: Leaf) -> None:
     if isinstance(leaf, Text):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"{_name_of(name)}: found {describe(leaf)}, expected a Box, Discrete, MultiDiscrete, "
             "MultiBinary, or a Dict or Tuple of these."
         )
@@ -124,18 +124,18 @@ def _leaf_features(leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(start_dim=1).float() if tensor.dim() > 1 else tensor[:, None].float()
 
 
-def _with_tensors(space: Space, observations: Any) -> list[tuple[Leaf, torch.Tensor]]:
+def _pair_tensors(space: Space, observations: Any) -> list[tuple[Leaf, torch.Tensor]]:
     if not isinstance(space, Dict | Tuple):
         return [(space, observations)]
     assert isinstance(observations, Mapping)
     return [
         pair
         for key, sub in children(space).items()
-        for pair in _with_tensors(sub, observations[key])
+        for pair in _pair_tensors(sub, observations[key])
     ]
 
 
-def _nested(space: Space, inputs: Any) -> Any:
+def _nest_leaves(space: Space, inputs: Any) -> Any:
     if not isinstance(space, Dict | Tuple):
         return next(inputs)
-    return {key: _nested(sub, inputs) for key, sub in children(space).items()}
+    return {key: _nest_leaves(sub, inputs) for key, sub in children(space).items()}

@@ -69,7 +69,7 @@ class MLP(nn.Module):
     def _outputs(self, features: torch.Tensor, parameters: list[Any]) -> torch.Tensor:
         if is_tracing():
             return _traceable(features, parameters)
-        return _applied(_Perceptron, self.sink, features, parameters)
+        return _apply_function(_SingleMLP, self.sink, features, parameters)
 
 
 class EnsembleMLP(nn.Module):
@@ -108,11 +108,11 @@ class EnsembleMLP(nn.Module):
         if is_tracing():
             members = [[p[e] for p in parameters] for e in range(len(parameters[0]))]
             return torch.stack([_traceable(features, member) for member in members])
-        kind = _Stacked if features.is_cuda else _Members
-        return _applied(kind, self.sink, features, parameters)
+        kind = _BatchedMLP if features.is_cuda else _MLPLoop
+        return _apply_function(kind, self.sink, features, parameters)
 
 
-def _applied(
+def _apply_function(
     kind: type[torch.autograd.Function],
     sink: GradientSink,
     features: torch.Tensor,
@@ -135,7 +135,7 @@ def _traceable(features: torch.Tensor, parameters: Sequence[torch.Tensor]) -> to
     return F.linear(features, *layers[-1])
 
 
-class _Layered(torch.autograd.Function):
+class _MLPFunction(torch.autograd.Function):
     """What perceptrons have in common: where their gradients go, and what autograd is told."""
 
     @staticmethod
@@ -149,7 +149,7 @@ class _Layered(torch.autograd.Function):
         return ctx.made, False
 
 
-class _Perceptron(_Layered):
+class _SingleMLP(_MLPFunction):
     """One: features [N, in] to [N, out]; parameters alternate: weight [out, in], bias [out]."""
 
     @staticmethod
@@ -164,14 +164,14 @@ class _Perceptron(_Layered):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         _, needs_features, needs_weights, *_ = ctx.needs_input_grad
-        into, adds = _Layered.into(ctx) if needs_weights else ((), False)
+        into, adds = _MLPFunction.into(ctx) if needs_weights else ((), False)
         of_features = backward_pass(
             gradient, ctx.inputs, ctx.parameters, into, adds, needs_features=needs_features
         )
         return (None, of_features, *ctx.made)
 
 
-class _Members(_Layered):
+class _MLPLoop(_MLPFunction):
     """E of the same features, one after another: [N, in] to [E, N, out]."""
 
     @staticmethod
@@ -187,7 +187,7 @@ class _Members(_Layered):
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[Any, ...]:
         _, needs_features, needs_weights, *_ = ctx.needs_input_grad
-        into, adds = _Layered.into(ctx) if needs_weights else ((), False)
+        into, adds = _MLPFunction.into(ctx) if needs_weights else ((), False)
         of_features: torch.Tensor | None = None
         for e, (gradient, inputs, member) in enumerate(
             zip(gradients.unbind(), ctx.inputs, ctx.members, strict=True)
@@ -204,7 +204,7 @@ class _Members(_Layered):
         return (None, of_features, *ctx.made)
 
 
-class _Stacked(_Layered):
+class _BatchedMLP(_MLPFunction):
     """E of the same features, in one product a layer: for a GPU."""
 
     @staticmethod
@@ -224,7 +224,7 @@ class _Stacked(_Layered):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         _, needs_features, needs_weights, *_ = ctx.needs_input_grad
-        into, adds = _Layered.into(ctx) if needs_weights else ((), False)
+        into, adds = _MLPFunction.into(ctx) if needs_weights else ((), False)
         for layer in reversed(range(len(ctx.inputs))):
             if into:
                 view, of_bias = into[2 * layer : 2 * layer + 2]
@@ -311,7 +311,7 @@ def _part_backward(
 ) -> torch.Tensor | None:
     for layer in reversed(range(len(inputs))):
         if into:
-            put_outer(into[2 * layer], gradient, inputs[layer], adds=adds)
+            write_outer_product(into[2 * layer], gradient, inputs[layer], adds=adds)
             of_bias = into[2 * layer + 1]
             if adds:
                 of_bias.add_(gradient.sum(dim=0))
@@ -319,7 +319,7 @@ def _part_backward(
                 torch.sum(gradient, dim=0, out=of_bias)
         if layer == 0 and not needs_features:
             return None
-        gradient = times(gradient, parameters[2 * layer])
+        gradient = matmul(gradient, parameters[2 * layer])
         if layer:
             relu_gradient(gradient, inputs[layer])
     return gradient
@@ -331,7 +331,7 @@ def relu_gradient(gradient: torch.Tensor, outputs: torch.Tensor) -> None:
 
 
 # Multiplications from which oneDNN pays: 256 x 64 x 64.
-_LEAST_ONEDNN: Final = 1 << 20
+_MIN_ONEDNN: Final = 1 << 20
 
 
 def _onednn_linear() -> Any:
@@ -348,29 +348,29 @@ def affine(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, relu: bool
 ) -> torch.Tensor:
     """Return x @ weight^T + bias, and relu of that: [N, in], [out, in], [out] to [N, out]."""
-    if _pays(x, weight.shape[0]):
+    if _is_onednn_faster(x, weight.shape[0]):
         outputs: torch.Tensor = _LINEAR(x, weight, bias, "relu" if relu else "none", [], "")
         return outputs
     outputs = torch.addmm(bias, x, weight.t())
     return outputs.relu_() if relu else outputs
 
 
-def times(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return left @ right: [N, K], [K, M] to [N, M]."""
-    if _pays(left, right.shape[1]):
+    if _is_onednn_faster(left, right.shape[1]):
         product: torch.Tensor = _LINEAR(left, right.t(), None, "none", [], "")
         return product
     return torch.mm(left, right)
 
 
-def put_outer(
+def write_outer_product(
     into: torch.Tensor, gradient: torch.Tensor, inputs: torch.Tensor, *, adds: bool
 ) -> None:
     """Put, or add, gradient^T @ inputs into a tensor: [N, out], [N, in] to [out, in]."""
     if inputs.shape[1] < _FEW_COLUMNS <= gradient.shape[1]:
-        product = times(inputs.t(), gradient).t()
-    elif _pays(gradient.t(), inputs.shape[1]):
-        product = times(gradient.t(), inputs)
+        product = matmul(inputs.t(), gradient).t()
+    elif _is_onednn_faster(gradient.t(), inputs.shape[1]):
+        product = matmul(gradient.t(), inputs)
     else:
         torch.addmm(into, gradient.t(), inputs, beta=int(adds), out=into)
         return
@@ -385,11 +385,11 @@ def put_outer(
 _FEW_COLUMNS: Final = 64
 
 
-def _pays(left: torch.Tensor, num_columns: int) -> bool:
+def _is_onednn_faster(left: torch.Tensor, num_columns: int) -> bool:
     """Whether oneDNN is there and faster."""
     return (
         _LINEAR is not None
-        and left.numel() * num_columns >= _LEAST_ONEDNN
+        and left.numel() * num_columns >= _MIN_ONEDNN
         and left.device.type == "cpu"
         and left.dtype == torch.float32
     )

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 
 CoreKind = Literal["gru", "lstm"]
 
@@ -131,11 +131,11 @@ class LSTMCore(RecurrentCore):
 
 
 def make_core(kind: str, num_inputs: int, num_outputs: int) -> RecurrentCore:
-    """Return a core of the kind `gru` or `lstm`. Raises: ConfigInvalid for another."""
+    """Return a core of the kind `gru` or `lstm`. Raises: ConfigInvalidError for another."""
     if kind == "gru":
         return GRUCore(num_inputs, num_outputs)
     if kind == "lstm":
         return LSTMCore(num_inputs, num_outputs)
-    raise ConfigInvalid(
+    raise ConfigInvalidError(
         f"recurrent: found {kind!r}, expected one of {', '.join(get_args(CoreKind))}."
     )

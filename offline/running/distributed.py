@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from replaylake.datastore import errors
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, TrainingFailed
-from replaylake.offline.running.local_ray import START_TIMEOUT_S, check_room, running_ray
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, TrainingError
+from replaylake.offline.running.local_ray import START_TIMEOUT_S, check_room, open_ray
 from replaylake.offline.running.training.callbacks import Callbacks
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
-from replaylake.offline.running.training.team import Team
+from replaylake.offline.running.training.team import ProcessGroup
 
 # Called in each learner's process as work(team, callbacks, *arguments).
-Work = Callable[..., None]
+ProcessFunction = Callable[..., None]
 # Learners wait for the one that measures. One that died is noticed by its connections, at once.
 _EXCHANGE_TIMEOUT_S: Final = 24 * 3600
 _POLL_S: Final = 0.1
@@ -33,11 +33,11 @@ _LEADER_S: Final = 10.0
 _NEEDS: Final = "--learners 2 or more: found no ray, expected it to start their processes"
 
 
-class LearnerLost(TrainingFailed):
+class LearnerLostError(TrainingError):
     """An exchange with another learner, whose process is gone or failed."""
 
 
-class ConnectedLearners:
+class DistributedProcessGroup:
     """A Team over torch.distributed, in one of its processes."""
 
     def __init__(self, device: torch.device | str) -> None:
@@ -46,18 +46,18 @@ class ConnectedLearners:
         self._device = torch.device(device)
 
     def add(self, values: torch.Tensor) -> None:
-        """Put the sum over all learners in place of each value. Raises: LearnerLost."""
+        """Put the sum over all learners in place of each value. Raises: LearnerLostError."""
         try:
             dist.all_reduce(values)
         except RuntimeError as error:
-            raise LearnerLost(
+            raise LearnerLostError(
                 f"learner {self.rank} of {self.size}: found another one gone "
                 f"({str(error).splitlines()[0]}), expected its gradients. Look at what that one "
                 "failed of, and go on with --resume."
             ) from error
 
     def told(self, value: float) -> float:
-        """Return the leader's value. Raises: LearnerLost."""
+        """Return the leader's value. Raises: LearnerLostError."""
         values = torch.tensor([0.0 if self.rank else value], dtype=torch.float64)
         values = values.to(self._device)
         self.add(values)
@@ -80,14 +80,14 @@ class _Failure:
         kind = next((name for name in names if hasattr(errors, name)), type(error).__name__)
         ended = (error.run_id, error.update) if isinstance(error, RunInterrupted) else None
         details = getattr(error, "details", None)
-        return _Failure(kind, str(error), details, isinstance(error, LearnerLost), ended)
+        return _Failure(kind, str(error), details, isinstance(error, LearnerLostError), ended)
 
     def error(self, rank: int, size: int) -> BaseException:
         if self.interrupted is not None:
             return RunInterrupted(*self.interrupted)
         kind = getattr(errors, self.kind, None)
         if kind is None:
-            return TrainingFailed(
+            return TrainingError(
                 f"learner {rank} of {size}: found {self.kind}: {self.message}, expected updates. "
                 "Train with one learner for the traceback."
             )
@@ -144,8 +144,8 @@ class Mailbox:
         return self._failures
 
 
-def run_team(
-    work: Work,
+def run_distributed(
+    work: ProcessFunction,
     arguments: tuple[Any, ...],
     num_learners: int,
     device: str,
@@ -155,26 +155,26 @@ def run_team(
 
     work: importable in another process, as are its arguments; called there as work(team, callbacks,
     *arguments). Ctrl-C and SIGTERM ask the leader to end.
-    Raises: ExtraMissing without ray; ConfigInvalid for fewer GPUs or CPUs than learners; what the
-    leader raised, RunInterrupted too; TrainingFailed naming a learner that died, or where none
-    starts in five minutes; KeyboardInterrupt where it is interrupted before.
+    Raises: ExtraMissingError without ray; ConfigInvalidError for fewer GPUs or CPUs than learners;
+    what the leader raised, RunInterrupted too; TrainingError naming a learner that died, or where
+    none starts in five minutes; KeyboardInterrupt where it is interrupted before.
     """
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda and torch.cuda.device_count() < num_learners:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"training: learners: found {num_learners} on {torch.cuda.device_count()} GPUs, "
             "expected one for each. Train with fewer, or with device cpu."
         )
     interruption = Interruption()
     with (
-        running_ray(_NEEDS, num_learners, num_learners if is_cuda else 0) as ray,
+        open_ray(_NEEDS, num_learners, num_learners if is_cuda else 0) as ray,
         tempfile.TemporaryDirectory(prefix="replaylake-learners-") as folder,
         interruption.awaited(),
     ):
         check_room(ray, num_learners, 1, int(is_cuda), "learners")
         mailbox = ray.remote(num_cpus=0)(Mailbox).remote()
         options = {"work": work, "arguments": arguments, "device": device, "mailbox": mailbox}
-        fitting = _Fitting(ray, options, num_learners, is_cuda, folder)
+        fitting = _FitThread(ray, options, num_learners, is_cuda, folder)
         try:
             _wait_for_start(ray, mailbox, fitting, interruption, callbacks)
             while fitting.is_alive():
@@ -191,9 +191,9 @@ def run_team(
 
 
 def _wait_for_start(
-    ray: Any, mailbox: Any, fitting: _Fitting, interruption: Interruption, callbacks: Callbacks
+    ray: Any, mailbox: Any, fitting: _FitThread, interruption: Interruption, callbacks: Callbacks
 ) -> None:
-    """Wait until a learner runs, or all failed. Raises: KeyboardInterrupt, TrainingFailed."""
+    """Wait until a learner runs, or all failed. Raises: KeyboardInterrupt, TrainingError."""
     until, asked = time.monotonic() + START_TIMEOUT_S, mailbox.has_started.remote()
     while fitting.is_alive():
         if ray.wait([asked], timeout=_POLL_S)[0]:
@@ -205,14 +205,14 @@ def _wait_for_start(
         if interruption.is_requested or callbacks.is_asked_to_end:
             raise KeyboardInterrupt
         if time.monotonic() > until:
-            raise TrainingFailed(
+            raise TrainingError(
                 f"learners: found no process of theirs in {START_TIMEOUT_S:g} s, expected one "
                 "each. Look at what else takes this machine's CPUs and memory, or train with one "
                 "learner."
             )
 
 
-class _Fitting(threading.Thread):
+class _FitThread(threading.Thread):
     """Ray Train at work, in a thread: it leaves signals alone there, which are ours."""
 
     def __init__(
@@ -251,11 +251,11 @@ class _Fitting(threading.Thread):
         of_ranks = getattr(self._error, "worker_failures", {})
         dead = sorted(rank for rank in of_ranks if rank not in failures)
         if not dead:
-            raise TrainingFailed(
+            raise TrainingError(
                 f"learners: found {self._error or failures}, expected their updates. Train with "
                 "one learner for the traceback."
             ) from self._error
-        raise TrainingFailed(
+        raise TrainingError(
             f"learner {dead[0]} of {self._num}: its process is gone, expected its gradients. It "
             "was killed or crashed: look at memory, and go on with --resume."
         ) from self._error
@@ -267,8 +267,8 @@ def _learner(options: Mapping[str, Any]) -> None:
 
     mailbox = options["mailbox"]
     ray.get(mailbox.started.remote())
-    team = ConnectedLearners(options["device"])
-    callbacks = _relayed(ray, mailbox) if team.rank == 0 else Callbacks()
+    team = DistributedProcessGroup(options["device"])
+    callbacks = _relay_callbacks(ray, mailbox) if team.rank == 0 else Callbacks()
     try:
         options["work"](team, callbacks, *options["arguments"])
     except RunInterrupted as error:
@@ -282,7 +282,7 @@ def _learner(options: Mapping[str, Any]) -> None:
         ray.get(mailbox.ended.remote(team.rank, None))
 
 
-def _wait_for_leader(ray: Any, mailbox: Any, team: Team) -> None:
+def _wait_for_leader(ray: Any, mailbox: Any, team: ProcessGroup) -> None:
     """Let it write down what it failed of: of this failure Ray Train ends all learners."""
     deadline = time.monotonic() + _LEADER_S
     while team.rank and time.monotonic() < deadline:
@@ -291,7 +291,7 @@ def _wait_for_leader(ray: Any, mailbox: Any, team: Team) -> None:
         time.sleep(_POLL_S)
 
 
-def _relayed(ray: Any, mailbox: Any) -> Callbacks:
+def _relay_callbacks(ray: Any, mailbox: Any) -> Callbacks:
     """Return callbacks that tell the mailbox, and ask it a few times a second."""
     is_asked = False
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    ExtraMissing,
+    ConfigInvalidError,
+    ExtraMissingError,
     ReplayLakeError,
-    TrainingFailed,
+    TrainingError,
 )
 
 # What Ray is used with, unless the user's environment says otherwise. It stays set: Ray reads it
@@ -55,7 +55,7 @@ _CLUSTERS: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _TOKEN: Final = "RAY_AUTH_TOKEN"
 # Ray's proxy for drivers outside of the cluster.
 _CLIENT: Final = "ray://"
-_REACH_S: Final = 10.0
+_CONNECT_TIMEOUT_S: Final = 10.0
 # A machine that is busy starts Ray, or connects to it, within a minute.
 START_TIMEOUT_S: Final = 300.0
 _POLL_S: Final = 0.1
@@ -67,7 +67,7 @@ def import_ray(what: str, address: str | None = None) -> Any:
     """Return the module, its environment set before it is first read.
 
     what: who needs it for which option, as errors say it. address: of the cluster that is to be
-    connected to; None for a Ray of this process's own. Raises: ExtraMissing.
+    connected to; None for a Ray of this process's own. Raises: ExtraMissingError.
     """
     of_our_own = {_CLUSTERS: "0", _TOKEN: secrets.token_hex(32)} if address is None else {}
     for name, value in {**_ENVIRONMENT, **of_our_own}.items():
@@ -75,11 +75,11 @@ def import_ray(what: str, address: str | None = None) -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ExtraMissing(f"{what}. Install replaylake[online].") from error
+        raise ExtraMissingError(f"{what}. Install replaylake[online].") from error
     return ray
 
 
-def quiet_at_exit() -> None:
+def silence_exit_output() -> None:
     """Let what libraries print while this process ends go nowhere; for programs, not libraries.
 
     After Ray was used with torch some modules outlive the interpreter, of which DuckDB's binding
@@ -89,14 +89,14 @@ def quiet_at_exit() -> None:
 
 
 @contextmanager
-def running_ray(
+def open_ray(
     what: str,
     num_cpus: int,
     num_gpus: int = 0,
     *,
     address: str | None = None,
     working_folder: Path | None = None,
-    failure: type[ReplayLakeError] = TrainingFailed,
+    failure: type[ReplayLakeError] = TrainingError,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[Any]:
     """Yield the module, with a Ray that runs: of this process's own, ended with the block.
@@ -114,12 +114,12 @@ def running_ray(
         start_timeout_s: how long to wait for a cluster to answer; Ray of our own has limits of its
             own.
 
-    Raises: ExtraMissing; `failure`; ConfigInvalid for an address of Ray's client.
+    Raises: ExtraMissingError; `failure`; ConfigInvalidError for an address of Ray's client.
     """
     ray = import_ray(what, address)
     owns_ray = not ray.is_initialized()
     if owns_ray:
-        with _sigterm_as_before(ray):
+        with _restore_sigterm(ray):
             if address is None:
                 _start(ray, num_cpus, num_gpus, failure)
             else:
@@ -140,7 +140,7 @@ def check_room(ray: Any, num: int, cpus: float, gpus: float, what: str) -> None:
     """Refuse at once what Ray would wait for without an end: processes that no node has room for.
 
     num: of them at once, each with so many CPUs and GPUs of one node; what: they are, for people.
-    Raises: ConfigInvalid.
+    Raises: ConfigInvalidError.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     rooms = [
@@ -157,7 +157,7 @@ def check_room(ray: Any, num: int, cpus: float, gpus: float, what: str) -> None:
     if sum(rooms) < num:
         found = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
         each = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{what}: found {found['CPU']:g} CPUs and {found['GPU']:g} GPUs on {len(nodes)} nodes "
             f"of Ray's, expected {each} of one node for each of {num} {what}. Take fewer, or ask "
             "for less."
@@ -190,7 +190,7 @@ def _connect(
     timeout_s: float,
 ) -> None:
     if address.startswith(_CLIENT):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--address: found {address}, expected HOST:PORT or auto: what writes for nodes that "
             "do not see the lake runs beside this process. Run it on a node of the cluster."
         )
@@ -198,7 +198,7 @@ def _connect(
         # Ray itself would go on trying for many minutes.
         host, colon, port = address.rpartition(":")
         if colon:
-            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
         is_connected = _within(
             timeout_s,
             ray,
@@ -252,7 +252,7 @@ def _within(timeout_s: float, ray: Any, **options: Any) -> bool:
 
 
 @contextmanager
-def _sigterm_as_before(ray: Any) -> Iterator[None]:
+def _restore_sigterm(ray: Any) -> Iterator[None]:
     """Put back what is done on SIGTERM: Ray's own way ends the process without a checkpoint.
 
     Where the block raises, Ray is ended.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from replaylake.datastore.errors import CommitConflict, NotFound, SchemaMismatch
+from replaylake.datastore.errors import CommitConflictError, NotFoundError, SchemaMismatchError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
@@ -24,17 +24,17 @@ from replaylake.datastore.names import new_ulid
 from replaylake.offline.algorithms.catalog import check_gradients
 from replaylake.offline.evaluation.evaluate import Evaluation
 from replaylake.offline.learning.learner import torch_threads
-from replaylake.offline.running.distributed import run_team
+from replaylake.offline.running.distributed import run_distributed
 from replaylake.offline.running.training.callbacks import Callbacks, RunStart
 from replaylake.offline.running.training.config import TrainConfig, TrainRequest
 from replaylake.offline.running.training.data import OnReading, check_same_data
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
-from replaylake.offline.running.training.job import TrainingJob, closing_evaluation, prepare
-from replaylake.offline.running.training.lake_run import LakeRun, OnMetrics
-from replaylake.offline.running.training.packaging import packaged
+from replaylake.offline.running.training.job import TrainingJob, make_final_evaluation, prepare
+from replaylake.offline.running.training.lake_run import LakeObserver, OnMetrics
+from replaylake.offline.running.training.packaging import build_package
 from replaylake.offline.running.training.run_record import RunRecord, find_run
-from replaylake.offline.running.training.team import ALONE, Team, deciding
-from replaylake.offline.running.training.trainer import Progress, Trainer
+from replaylake.offline.running.training.team import SINGLE_PROCESS, ProcessGroup, sync_stop
+from replaylake.offline.running.training.trainer import Trainer, TrainProgress
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def train(
     env_args: Mapping[str, Any] | None = None,
     on_reading: OnReading | None = None,
     on_start: Callable[[RunStart], None] | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[TrainProgress], None] | None = None,
     on_metrics: OnMetrics | None = None,
     should_end: Callable[[], bool] | None = None,
     sweep: Mapping[str, Any] | None = None,
@@ -106,10 +106,10 @@ def train(
     `config.learners` more processes are started, and make each update together with the first.
     The run's record says `running` from the first update on, then `done`, `failed` or
     `interrupted`.
-    Raises: NotFound, NameRefused, SchemaMismatch, EmptyReplay, SpaceUnsupported, ConfigInvalid
-    before anything is learned or recorded; TrainingFailed naming the update where a loss is not
-    finite; StorageFailed where a checkpoint cannot be saved; RunInterrupted. No policy is
-    registered then.
+    Raises: NotFoundError, InvalidNameError, SchemaMismatchError, EmptyReplayError,
+    SpaceUnsupportedError, ConfigInvalidError before anything is learned or recorded; TrainingError
+    naming the update where a loss is not finite; StorageError where a checkpoint cannot be saved;
+    RunInterrupted. No policy is registered then.
     """
     request = TrainRequest(
         datasets=tuple(datasets),
@@ -123,10 +123,10 @@ def train(
         env_args=dict(env_args or {}),
     )
     callbacks = Callbacks(on_reading, on_start, on_progress, on_metrics, should_end)
-    work = _Work(new_ulid(), request.pinned(lake), sweep=sweep)
+    work = _RunSpec(new_ulid(), request.pinned(lake), sweep=sweep)
     if config.learners > 1:
-        return _by_team(lake, work, callbacks)
-    return _begun(lake, work, callbacks)
+        return _run_distributed(lake, work, callbacks)
+    return _start(lake, work, callbacks)
 
 
 def resume(
@@ -135,7 +135,7 @@ def resume(
     *,
     on_reading: OnReading | None = None,
     on_start: Callable[[RunStart], None] | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[TrainProgress], None] | None = None,
     on_metrics: OnMetrics | None = None,
     should_end: Callable[[], bool] | None = None,
 ) -> TrainResult:
@@ -145,22 +145,22 @@ def resume(
     it ends with the weights of a run that was never interrupted, bit for bit. A run that is done
     stays as it is, and its result is returned. For the callbacks see `train`.
 
-    Raises: NotFound if there is no such run, or a version of a dataset is gone; CommitConflict
-    while another process is at work on it; SchemaMismatch if the steps are not those that it began
-    with; else as `train`.
+    Raises: NotFoundError if there is no such run, or a version of a dataset is gone;
+    CommitConflictError while another process is at work on it; SchemaMismatchError if the steps are
+    not those that it began with; else as `train`.
     """
     record = find_run(lake.registry, run_id)
     if record["status"] == "done":
-        return _result_of_done(lake, record)
+        return _load_finished_result(lake, record)
     callbacks = Callbacks(on_reading, on_start, on_progress, on_metrics, should_end)
-    work = _Work(run_id, TrainRequest.from_json(record.get("request", {})), goes_on=True)
+    work = _RunSpec(run_id, TrainRequest.from_json(record.get("request", {})), goes_on=True)
     if work.request.config.learners > 1:
-        return _by_team(lake, work, callbacks)
-    return _gone_on(lake, work, callbacks)
+        return _run_distributed(lake, work, callbacks)
+    return _resume(lake, work, callbacks)
 
 
 @dataclass(frozen=True)
-class _Work:
+class _RunSpec:
     """What a run is: enough for another process to do it. request: pinned."""
 
     run_id: str
@@ -169,7 +169,9 @@ class _Work:
     sweep: Mapping[str, Any] | None = None
 
 
-def _begun(lake: Lake, work: _Work, callbacks: Callbacks, team: Team = ALONE) -> TrainResult:
+def _start(
+    lake: Lake, work: _RunSpec, callbacks: Callbacks, team: ProcessGroup = SINGLE_PROCESS
+) -> TrainResult:
     run_id = work.run_id
     job = prepare(lake, work.request, on_reading=callbacks.on_reading, team=team)
     with RunLease(lake.storage, run_id) as lease:
@@ -179,14 +181,16 @@ def _begun(lake: Lake, work: _Work, callbacks: Callbacks, team: Team = ALONE) ->
             return _run(lake, job, record, lease, callbacks, team)
 
 
-def _gone_on(lake: Lake, work: _Work, callbacks: Callbacks, team: Team = ALONE) -> TrainResult:
+def _resume(
+    lake: Lake, work: _RunSpec, callbacks: Callbacks, team: ProcessGroup = SINGLE_PROCESS
+) -> TrainResult:
     run_id = work.run_id
     with RunLease(lake.storage, run_id) as lease:
         # Read again: whoever had the lease before may have ended it in between.
         record = find_run(lake.registry, run_id)
         if record["status"] == "done":
-            team.told(NOTHING_LEFT)
-            return _result_of_done(lake, record)
+            team.told(ALREADY_FINISHED)
+            return _load_finished_result(lake, record)
         job = prepare(lake, work.request, on_reading=callbacks.on_reading, team=team)
         _check_same(job, record)
         running = RunRecord(lake.registry, run_id, record)
@@ -194,34 +198,34 @@ def _gone_on(lake: Lake, work: _Work, callbacks: Callbacks, team: Team = ALONE) 
             return _run(lake, job, running, lease, callbacks, team, goes_on=True)
 
 
-def _by_team(lake: Lake, work: _Work, callbacks: Callbacks) -> TrainResult:
+def _run_distributed(lake: Lake, work: _RunSpec, callbacks: Callbacks) -> TrainResult:
     """Let several processes do a run together, and wait for them."""
     config = work.request.config
     action_space = lake.snapshot(work.request.datasets[0]).spec.action_space
     check_gradients(config.algorithm, action_space)
     try:
-        run_team(_learn, (lake.url, work), config.learners, config.device, callbacks)
+        run_distributed(_run_process, (lake.url, work), config.learners, config.device, callbacks)
     except BaseException as error:
         # Of a leader that was killed the record still says that it runs.
-        with suppress(NotFound, CommitConflict), RunLease(lake.storage, work.run_id):
+        with suppress(NotFoundError, CommitConflictError), RunLease(lake.storage, work.run_id):
             record = find_run(lake.registry, work.run_id)
             if record["status"] == "running":
                 RunRecord(lake.registry, work.run_id, record).end_with(error)
         raise
     record = find_run(lake.registry, work.run_id)
     ref = lake.registry.resolve(f"{record['policy']}:{record['policy_version']}")
-    return _result(ref, record)
+    return _make_result(ref, record)
 
 
-def _learn(team: Team, callbacks: Callbacks, url: str, work: _Work) -> None:
+def _run_process(team: ProcessGroup, callbacks: Callbacks, url: str, work: _RunSpec) -> None:
     """Do what each process of a team does: the first has the run, the others follow it."""
     lake = open_lake(url)
     if team.rank:
-        follow(lake, work.request, work.run_id, team)
+        follow_leader(lake, work.request, work.run_id, team)
     elif work.goes_on:
-        _gone_on(lake, work, callbacks, team)
+        _resume(lake, work, callbacks, team)
     else:
-        _begun(lake, work, callbacks, team)
+        _start(lake, work, callbacks, team)
 
 
 def _run(
@@ -230,14 +234,14 @@ def _run(
     record: RunRecord,
     lease: RunLease,
     callbacks: Callbacks,
-    team: Team,
+    team: ProcessGroup,
     *,
     goes_on: bool = False,
 ) -> TrainResult:
     """Make the updates that are left, and register the policy that was chosen."""
     config, interruption = job.request.config, Interruption()
     with ExitStack() as stack:
-        run = LakeRun(
+        run = LakeObserver(
             lake.storage,
             lease,
             record.run_id,
@@ -255,7 +259,7 @@ def _run(
             selection=job.selection(),
             measure=job.measure,
             on_progress=callbacks.on_progress,
-            should_end=deciding(
+            should_end=sync_stop(
                 job.learner, lambda: interruption.is_requested or callbacks.is_asked_to_end
             ),
         )
@@ -274,16 +278,16 @@ def _run(
             raise RunInterrupted(record.run_id, run.last_saved) from error
         if not is_complete:
             raise RunInterrupted(record.run_id, trainer.update)
-        return _registered(lake, job, record, lease, trainer, run)
+        return _register_policy(lake, job, record, lease, trainer, run)
 
 
-def _registered(
+def _register_policy(
     lake: Lake,
     job: TrainingJob,
     record: RunRecord,
     lease: RunLease,
     trainer: Trainer,
-    run: LakeRun,
+    run: LakeObserver,
 ) -> TrainResult:
     """Package, evaluate and register the policy that was chosen; the checkpoints go."""
     chosen = trainer.selection.chosen
@@ -295,12 +299,12 @@ def _registered(
         "observation_statistics": job.observation_statistics(),
     }
     with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
-        package, evaluation = packaged(
+        package, evaluation = build_package(
             Path(scratch),
             job.learner,
             manifest,
             encoding=job.data.view.spec.encoding,
-            evaluated=closing_evaluation(job.request),
+            evaluated=make_final_evaluation(job.request),
         )
         if evaluation is not None:
             run.measured(chosen.update, {EVALUATION: evaluation.mean_return})
@@ -325,10 +329,10 @@ def _registered(
             replaces=record.body,
         )
     run.checkpoints.remove()
-    return _result(ref, {**record.done(found), "run_id": record.run_id})
+    return _make_result(ref, {**record.done(found), "run_id": record.run_id})
 
 
-def _first_record(job: TrainingJob, work: _Work) -> dict[str, Any]:
+def _first_record(job: TrainingJob, work: _RunSpec) -> dict[str, Any]:
     manifest = job.manifest(work.run_id)
     keys = ("algorithm", "seed", "config", "normalisation", "datasets", "holdout")
     return {
@@ -348,21 +352,23 @@ def _check_same(job: TrainingJob, record: Mapping[str, Any]) -> None:
     # As JSON has it, which is how the record was kept.
     found = json.loads(json.dumps(dict(job.learner.normalisation)))
     if found != record["normalisation"]:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"run {run_id}: found other numbers to normalise by than it began with, of the same "
             "steps. Another version of ReplayLake or DuckDB began it: go on with that, or train "
             "again."
         )
 
 
-def _result_of_done(lake: Lake, record: Mapping[str, Any]) -> TrainResult:
+def _load_finished_result(lake: Lake, record: Mapping[str, Any]) -> TrainResult:
     """Return what a run made that ended before; checkpoints that a crash left behind go."""
     Checkpoints(lake.storage, record["run_id"]).remove()
     ref = lake.registry.resolve(f"{record['policy']}:{record['policy_version']}")
-    return _result(ref, record, was_done=True)
+    return _make_result(ref, record, was_done=True)
 
 
-def _result(ref: PolicyRef, record: Mapping[str, Any], *, was_done: bool = False) -> TrainResult:
+def _make_result(
+    ref: PolicyRef, record: Mapping[str, Any], *, was_done: bool = False
+) -> TrainResult:
     evaluation = None
     if (told := record["evaluation"]) is not None:
         # As JSON has it: lists.
@@ -387,10 +393,10 @@ def _result(ref: PolicyRef, record: Mapping[str, Any], *, was_done: bool = False
 
 
 # What the leader tells in place of an update where the run had ended before.
-NOTHING_LEFT: Final = -1
+ALREADY_FINISHED: Final = -1
 
 
-class Unobserved:
+class NullObserver:
     """An Observer that keeps nothing: the leader's does."""
 
     last_saved: Final = None
@@ -402,24 +408,24 @@ class Unobserved:
         """Do nothing."""
 
 
-def follow(lake: Lake, request: TrainRequest, run_id: str, team: Team) -> None:
+def follow_leader(lake: Lake, request: TrainRequest, run_id: str, team: ProcessGroup) -> None:
     """Make the updates of a run that another learner leads, until it says that it is over.
 
-    request: pinned. Raises: as prepare; TrainingFailed where another learner is gone.
+    request: pinned. Raises: as prepare; TrainingError where another learner is gone.
     """
     job = prepare(lake, request, team=team)
     trainer = Trainer(
         job.learner,
         job.sampler,
         request.config,
-        observer=Unobserved(),
+        observer=NullObserver(),
         selection=job.selection(),
         measure=job.measure,
-        should_end=deciding(job.learner, lambda: False),
+        should_end=sync_stop(job.learner, lambda: False),
     )
     with torch_threads(request.config.threads):
         update = int(team.told(0))
-        if update == NOTHING_LEFT:
+        if update == ALREADY_FINISHED:
             return
         if update > 0:
             checkpoint = Checkpoints(lake.storage, run_id).load(update)

@@ -15,28 +15,28 @@ from typing import Any, Final
 
 import torch
 
-from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
+from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.datastore.names import new_ulid
 from replaylake.offline.algorithms.catalog import check_options, make_learner
-from replaylake.offline.learning.normalisation import fit_facts
+from replaylake.offline.learning.normalisation import fit_statistics
 from replaylake.offline.learning.options import near_matches
-from replaylake.offline.running.local_ray import check_room, running_ray
+from replaylake.offline.running.local_ray import check_room, open_ray
 from replaylake.offline.running.training.data import open_data
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.run_record import RunRecord, find_run
-from replaylake.offline.running.tuning.config import Mode, Sweep, measured_by, near_options
-from replaylake.offline.running.tuning.ray_trials import Stopping, run_trials
+from replaylake.offline.running.tuning.config import Mode, Sweep, near_options, resolve_measure
+from replaylake.offline.running.tuning.ray_trials import ASHAConfig, run_trials
 from replaylake.offline.running.tuning.results import (
     SweepResult,
     TrialResult,
-    combined,
-    trials_of,
+    combine_trials,
+    load_trials,
     value_name,
 )
-from replaylake.offline.running.tuning.trial import TrialWork
+from replaylake.offline.running.tuning.trial import TrialSpec
 
 KIND: Final = "tune"
 _NEEDS: Final = "tune: found no ray, expected it to run the trials"
@@ -94,9 +94,9 @@ def tune(
     All trials train on the versions that the datasets have now. Each is a run that `runs list`
     shows, and registers a version of the policy. Ctrl-C and SIGTERM save checkpoints first.
     Cost: a process for each trial, `concurrency` of them at once.
-    Raises: ConfigInvalid, NotFound, NameRefused, SchemaMismatch, EmptyReplay, SpaceUnsupported,
-    ExtraMissing before anything is trained; TrainingFailed where no trial came to its end;
-    RunInterrupted.
+    Raises: ConfigInvalidError, NotFoundError, InvalidNameError, SchemaMismatchError,
+    EmptyReplayError, SpaceUnsupportedError, ExtraMissingError before anything is trained;
+    TrainingError where no trial came to its end; RunInterrupted.
     """
     sweep = Sweep.from_options(options).pinned(lake)
     checked = check_sweep(lake, sweep)
@@ -106,7 +106,7 @@ def tune(
         record.begin()
         with record.watched():
             callbacks = _Callbacks(on_start, on_trial)
-            return _Sweeping(lake, sweep, record, callbacks).run(checked.remarks)
+            return _SweepRun(lake, sweep, record, callbacks).run(checked.remarks)
 
 
 def resume_sweep(
@@ -119,8 +119,8 @@ def resume_sweep(
     """Go on with a sweep that was killed or interrupted, or of which trials failed.
 
     Trials that are done, or were stopped for being behind, stay as they are; the others go on from
-    their checkpoints. Raises: NotFound if there is no such sweep; CommitConflict while another
-    process is at work on it; else as `tune`.
+    their checkpoints. Raises: NotFoundError if there is no such sweep; CommitConflictError while
+    another process is at work on it; else as `tune`.
     """
     find_run(lake.registry, sweep_id, kind=KIND)
     with RunLease(lake.storage, sweep_id):
@@ -129,10 +129,10 @@ def resume_sweep(
         record = RunRecord(lake.registry, sweep_id, body, kind=KIND)
         with record.watched():
             record.go_on(0)
-            return _Sweeping(lake, sweep, record, _Callbacks(on_start, on_trial)).run(())
+            return _SweepRun(lake, sweep, record, _Callbacks(on_start, on_trial)).run(())
 
 
-def _first_record(sweep: Sweep, checked: Checked) -> dict[str, Any]:
+def _first_record(sweep: Sweep, checked: CheckedSweep) -> dict[str, Any]:
     request = sweep.request
     pinned = [text.rpartition("@") for text in request.datasets]
     return {
@@ -148,7 +148,7 @@ def _first_record(sweep: Sweep, checked: Checked) -> dict[str, Any]:
     }
 
 
-class _Sweeping:
+class _SweepRun:
     """A sweep at work, and the Listener of its trials."""
 
     def __init__(self, lake: Lake, sweep: Sweep, record: RunRecord, callbacks: _Callbacks) -> None:
@@ -211,7 +211,7 @@ class _Sweeping:
         config, interruption = self._sweep.tune, Interruption()
         num_gpus = torch.cuda.device_count() if config.gpus_per_trial else 0
         num_cpus = self._concurrency * config.cpus_per_trial
-        with running_ray(_NEEDS, num_cpus, num_gpus) as ray, interruption.awaited():
+        with open_ray(_NEEDS, num_cpus, num_gpus) as ray, interruption.awaited():
             check_room(ray, 1, config.cpus_per_trial, config.gpus_per_trial, "trials")
             self._wait_for_orphans(interruption)
             for numbers, is_racing in self._phases():
@@ -241,12 +241,12 @@ class _Sweeping:
             return [(range(num), False)]
         return [(range(first), True), (range(first, num), False)]
 
-    def _stopping(self, numbers: Sequence[int]) -> Stopping:
+    def _stopping(self, numbers: Sequence[int]) -> ASHAConfig:
         config, trials = self._sweep.tune, [self._trials[number] for number in numbers]
         requests = [self._sweep.trial_request(trial.options, trial.seed) for trial in trials]
         over = [trial.run_id for trial in trials if trial.run_id and not trial.is_left]
         curves = [read_curves(self._lake.storage, run_id).get(self._measure) for run_id in over]
-        return Stopping(
+        return ASHAConfig(
             mode=self._mode,
             grace_updates=config.grace_updates or min(r.config.measured_every for r in requests),
             updates=max(request.config.updates for request in requests),
@@ -258,9 +258,9 @@ class _Sweeping:
             ],
         )
 
-    def _work(self, trial: TrialResult) -> TrialWork:
+    def _work(self, trial: TrialResult) -> TrialSpec:
         label = {"id": self._record.run_id, "trial": trial.number, "options": dict(trial.options)}
-        return TrialWork(
+        return TrialSpec(
             url=self._lake.url,
             number=trial.number,
             request=self._sweep.trial_request(trial.options, trial.seed),
@@ -272,7 +272,7 @@ class _Sweeping:
 
     def _found(self) -> list[TrialResult]:
         """Return the trials as the lake has them, and as this process knows them to have ended."""
-        found = trials_of(self._lake, self._record.run_id, self._sweep, self._record.body)
+        found = load_trials(self._lake, self._record.run_id, self._sweep, self._record.body)
         for number, error in self._errors.items():
             if found[number].status in ("waiting", "running"):
                 found[number] = replace(found[number], status="failed", error=error)
@@ -288,12 +288,12 @@ class _Sweeping:
             self._trials = self._found()
 
     def _result(self) -> SweepResult:
-        """Write down what came of the trials. Raises: TrainingFailed, ConfigInvalid."""
+        """Write down what came of the trials. Raises: TrainingError, ConfigInvalidError."""
         trials, sweep_id = self._trials, self._record.run_id
         done = [trial for trial in trials if trial.status == "done"]
         if not done:
             errors = [trial.error for trial in trials if trial.error]
-            raise TrainingFailed(
+            raise TrainingError(
                 f"sweep {sweep_id}: found no trial of {len(trials)} that came to its end "
                 f"({errors[0] if errors else 'none failed'}), expected one or more. "
                 "`replaylake runs list` shows them."
@@ -307,7 +307,7 @@ class _Sweeping:
             value=value,
             mode=self._mode,
             trials=tuple(trials),
-            combinations=combined(trials, self._mode),
+            combinations=combine_trials(trials, self._mode),
         )
         best = result.best
         ended = {
@@ -317,16 +317,16 @@ class _Sweeping:
         self._record.note(**self._record.done(ended))
         return result
 
-    def _no_such_measure(self, trial: TrialResult, value: str) -> ConfigInvalid:
+    def _no_such_measure(self, trial: TrialResult, value: str) -> ConfigInvalidError:
         known = [] if trial.run_id is None else [*read_curves(self._lake.storage, trial.run_id)]
-        return ConfigInvalid(
+        return ConfigInvalidError(
             f"tune: measure: found no number of {value!r} in {trial.run_id}, expected "
             f"{near_matches(value, known)}. `replaylake runs show` has a run's metrics."
         )
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedSweep:
     """A sweep that can be run.
 
     measure, mode: what its trials are compared by, and whether more of it is better. remarks: what
@@ -338,11 +338,11 @@ class Checked:
     remarks: tuple[str, ...]
 
 
-def check_sweep(lake: Lake, sweep: Sweep) -> Checked:
+def check_sweep(lake: Lake, sweep: Sweep) -> CheckedSweep:
     """Refuse what not every trial could train. Cost: the data are decoded once.
 
-    sweep: pinned. Raises: ConfigInvalid, NotFound, NameRefused, SchemaMismatch, EmptyReplay,
-    SpaceUnsupported, QueryRefused, QueryFailed, ExtraMissing.
+    sweep: pinned. Raises: ConfigInvalidError, NotFoundError, InvalidNameError, SchemaMismatchError,
+    EmptyReplayError, SpaceUnsupportedError, QueryRefusedError, QueryError, ExtraMissingError.
     """
     seed, grace = sweep.tune.seeds[0], sweep.tune.grace_updates
     requests = [sweep.trial_request(options, seed) for options in sweep.tune.combinations()]
@@ -351,18 +351,18 @@ def check_sweep(lake: Lake, sweep: Sweep) -> Checked:
     for config in (request.config for request in requests):
         check_options(config.algorithm, spec.action_space, config.options, others=near_options())
         if sweep.tune.asha and grace is not None and grace > config.updates:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"tune: grace_updates: found {grace}, expected at most the {config.updates} "
                 "updates of a trial: none would be stopped."
             )
     data = open_data(lake, first)
-    measure, mode = measured_by(sweep.tune, data.measure)
+    measure, mode = resolve_measure(sweep.tune, data.measure)
     if sweep.tune.asha and measure.startswith("evaluation/"):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"tune: measure: found {measure!r} with asha, expected a metric that runs have on "
             "their way, such as 'selection/environment': that one comes at their end."
         )
-    facts = fit_facts(data.snapshots, data.where, first.where_steps, first.reward)
+    facts = fit_statistics(data.snapshots, data.where, first.where_steps, first.reward)
     for config in (request.config for request in requests):
         # What options are worth only their learner knows; it costs milliseconds.
         make_learner(
@@ -375,4 +375,4 @@ def check_sweep(lake: Lake, sweep: Sweep) -> Checked:
             device=config.device,
             facts=facts,
         )
-    return Checked(measure, mode, data.remarks)
+    return CheckedSweep(measure, mode, data.remarks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.package import graph_policy, load_policy
 from replaylake.datastore.lake.policies.policy import Policy, PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
@@ -26,7 +26,7 @@ class GraphBytes:
 
 
 @dataclass(frozen=True)
-class Acting:
+class BehaviorPolicy:
     """Who acts: a name and version, what it acts with, and how it explores.
 
     source: a registered policy's package, a learner's graph, a policy of this process (which cannot
@@ -51,7 +51,10 @@ class Acting:
         expect(self.noise >= 0, "acting: noise", self.noise, "0 or more")
 
     def load(self, env: Any) -> Policy:
-        """Return the policy, ready to act in `env`. Raises: PackageInvalid, SpaceUnsupported."""
+        """Return the policy, ready to act in `env`.
+
+        Raises: PackageInvalidError, SpaceUnsupportedError.
+        """
         if isinstance(self.source, GraphBytes):
             return graph_policy(self.source.onnx, self.source.spec)
         if isinstance(self.source, Path):
@@ -64,20 +67,20 @@ class Acting:
 
 
 # One for all agents, or one for each by its name.
-AgentsActing = Acting | Mapping[str, Acting]
+BehaviorPolicies = BehaviorPolicy | Mapping[str, BehaviorPolicy]
 
 
-def only_one(acting: AgentsActing) -> Acting:
-    """Return who acts in an environment of one agent. Raises: ConfigInvalid for a mapping."""
-    if isinstance(acting, Acting):
+def require_single(acting: BehaviorPolicies) -> BehaviorPolicy:
+    """Return who acts in an environment of one agent. Raises: ConfigInvalidError for a mapping."""
+    if isinstance(acting, BehaviorPolicy):
         return acting
-    raise ConfigInvalid(
+    raise ConfigInvalidError(
         f"rollout: found policies for {', '.join(acting)}, expected one policy: it is an "
         "environment of one agent."
     )
 
 
-def num_bytes_sent(acting: AgentsActing) -> int:
+def num_bytes_sent(acting: BehaviorPolicies) -> int:
     """Return the bytes of the graphs that go to other processes; 0 where nothing is sent."""
-    each = [acting] if isinstance(acting, Acting) else acting.values()
+    each = [acting] if isinstance(acting, BehaviorPolicy) else acting.values()
     return sum(len(one.source.onnx) for one in each if isinstance(one.source, GraphBytes))

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array, Box, Values, describe
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.heads import box_bounds
-from replaylake.online.collecting.acting import Acting
-from replaylake.online.collecting.draws import EpisodeDraws
+from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.draws import EpisodeRandom
 
 
-class Chosen(NamedTuple):
+class ActorOutput(NamedTuple):
     """Actions [N, *act]; ln of their probabilities [N] where they have one; what is remembered."""
 
     actions: Array
@@ -24,8 +24,8 @@ class Chosen(NamedTuple):
 class Actor:
     """Acts; of all randomness it has none of its own."""
 
-    def __init__(self, acting: Acting, env: Any) -> None:
-        """Load the policy. Raises: PackageInvalid, SpaceUnsupported."""
+    def __init__(self, acting: BehaviorPolicy, env: Any) -> None:
+        """Load the policy. Raises: PackageInvalidError, SpaceUnsupportedError."""
         self.acting = acting
         self.policy = acting.load(env)
         self.first_state = self.policy.initial_state(1)
@@ -44,8 +44,8 @@ class Actor:
         return self.policy.spec.recorded_state_size
 
     def act(
-        self, observations: Values, state: Array | None, masks: Array | None, draws: EpisodeDraws
-    ) -> Chosen:
+        self, observations: Values, state: Array | None, masks: Array | None, draws: EpisodeRandom
+    ) -> ActorOutput:
         """Choose an action for each of N observations. Raises: as Policy.act."""
         act = self.policy.act(
             observations,
@@ -57,17 +57,17 @@ class Actor:
             action_mask=masks,
         )
         if self._noise is None:
-            return Chosen(act.actions, act.log_probs, act.state)
+            return ActorOutput(act.actions, act.log_probs, act.state)
         low, high, scale = self._noise
         noisy = act.actions + scale * draws.standard_normal(act.actions.shape)
-        return Chosen(np.clip(noisy, low, high).astype(act.actions.dtype), None, act.state)
+        return ActorOutput(np.clip(noisy, low, high).astype(act.actions.dtype), None, act.state)
 
 
 def _noise(noise: float, space: Any) -> tuple[Array, Array, Array]:
     """Return the bounds of actions and the standard deviation in their units."""
     low, high = box_bounds(space) if isinstance(space, Box) else (np.array(np.inf),) * 2
     if np.dtype(getattr(space, "dtype", "int64")).kind != "f" or not np.isfinite(high - low).all():
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"noise: found action space {describe(space)}, expected a Box of floats with bounds. "
             "Explore with epsilon or temperature."
         )

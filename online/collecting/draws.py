@@ -8,14 +8,14 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 
 # Drawn ahead of each stream: for this many calls, and at least so many numbers.
 _CALLS: Final = 16
 _NUMBERS: Final = 64
 
 
-class EpisodeDraws:
+class EpisodeRandom:
     """Stands in for a numpy Generator in `Policy.act`: row i is drawn from episode i's own stream.
 
     So what an episode draws depends neither on which others share its batch nor on when they began.
@@ -25,8 +25,8 @@ class EpisodeDraws:
 
     def __init__(self) -> None:
         self._seeds: list[int] = []
-        self._uniforms = _Ahead(lambda stream, row: stream.random(out=row))
-        self._normals = _Ahead(lambda stream, row: stream.standard_normal(out=row))
+        self._uniforms = _StreamBuffer(lambda stream, row: stream.random(out=row))
+        self._normals = _StreamBuffer(lambda stream, row: stream.standard_normal(out=row))
 
     def restart(self, seeds: Sequence[int]) -> None:
         """Begin with these episodes, one a row."""
@@ -66,7 +66,7 @@ class EpisodeDraws:
     def _shape(self, size: Any) -> tuple[int, ...]:
         shape = (size,) if isinstance(size, int) else tuple(size)
         if not shape or shape[0] != len(self._seeds):
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"act: found a random draw of shape {list(shape)}, expected {len(self._seeds)} "
                 "rows, one an episode. Draw with the number of observations as the first dim."
             )
@@ -78,7 +78,7 @@ def _stream(seed: int, kind: int) -> np.random.Generator:
     return np.random.default_rng([seed, kind])
 
 
-class _Ahead:
+class _StreamBuffer:
     """Numbers of N streams, drawn ahead; all are at one column, wherever each began."""
 
     def __init__(self, draw: Callable[[np.random.Generator, Array], object]) -> None:

@@ -24,14 +24,14 @@ from replaylake.datastore.episodes.spaces import (
     value_dtype,
     value_shape,
 )
-from replaylake.datastore.errors import RolloutFailed
+from replaylake.datastore.errors import RolloutError
 from replaylake.online.collecting.actor import Actor
-from replaylake.online.collecting.draws import EpisodeDraws
-from replaylake.online.collecting.track import EpisodeEnd, OpenEpisode, Track
+from replaylake.online.collecting.draws import EpisodeRandom
+from replaylake.online.collecting.track import EpisodeEnd, RolloutEpisode, StepBuffer
 
 
 @dataclass
-class _Lane:
+class _EnvSlot:
     """An environment; `step` is its method, looked up once.
 
     first_row: of the block, from which on its rows are not counted in the open episode yet.
@@ -39,11 +39,11 @@ class _Lane:
 
     env: Any
     step: Any
-    track: Track
+    track: StepBuffer
     first_row: int = 0
 
 
-class Lanes:
+class VectorEnv:
     """Steps environments together until there is no episode left for them.
 
     tracks: what there is to take, also of environments that are closed; see `seal`. ends: the
@@ -72,7 +72,7 @@ class Lanes:
             name: who steps them, for errors.
             env_id: what the environments are, for errors.
 
-        Raises: RolloutFailed, EpisodeInvalid.
+        Raises: RolloutError, EpisodeInvalidError.
         """
         self._spaces = spaces
         self._is_discrete = isinstance(spaces[1], Discrete)
@@ -80,9 +80,9 @@ class Lanes:
         self._first_seed = first_seed
         self._name, self._env_id = name, env_id
         self._actor = actor
-        self._draws = EpisodeDraws()
-        self._closed: list[Track] = []
-        self._lanes: list[_Lane] = []
+        self._draws = EpisodeRandom()
+        self._closed: list[StepBuffer] = []
+        self._lanes: list[_EnvSlot] = []
         self.ends: list[EpisodeEnd] = []
         self.mask_size: int | None = None
         first = []
@@ -90,10 +90,10 @@ class Lanes:
             if (number := next(numbers, None)) is None:
                 env.close()
                 continue
-            lane = _Lane(env, env.step, Track(None))
+            lane = _EnvSlot(env, env.step, StepBuffer(None))
             self._lanes.append(lane)
             first.append(self._reset(lane, number))
-        self._draws.restart([_open(lane).seed for lane in self._lanes])
+        self._draws.restart([_require_open_episode(lane).seed for lane in self._lanes])
         self._state = _first_states(actor, len(self._lanes))
         if first and (mask := first[0][1].get("action_mask")) is not None:
             self.mask_size = len(mask)
@@ -105,9 +105,9 @@ class Lanes:
         return len(self._lanes)
 
     @property
-    def open_episodes(self) -> list[OpenEpisode]:
+    def open_episodes(self) -> list[RolloutEpisode]:
         """The episodes that go on."""
-        return [_open(lane) for lane in self._lanes]
+        return [_require_open_episode(lane) for lane in self._lanes]
 
     def set_actor(self, actor: Actor) -> None:
         """Act otherwise from the next step on; what is remembered stays if it is as much."""
@@ -141,7 +141,7 @@ class Lanes:
     def step(self, actions: Array) -> None:
         """Step each environment, and begin the next episode where one ended.
 
-        Raises: RolloutFailed naming the episode if an environment raises, EpisodeInvalid if it
+        Raises: RolloutError naming the episode if an environment raises, EpisodeInvalidError if it
         gives what its spaces do not hold.
         """
         block, row = self._block, self._block.row
@@ -184,7 +184,7 @@ class Lanes:
                 lane.track.parts.append(part)
             block.rewind()
 
-    def tracks_taken(self) -> list[tuple[Track, Any]]:
+    def tracks_taken(self) -> list[tuple[StepBuffer, Any]]:
         """Return the tracks, and what the open episode of each observed last; call `seal` before.
 
         Those of closed environments are there once.
@@ -216,9 +216,9 @@ class Lanes:
         before, self._block = self._block, self._room(state_size)
         self._block.begin_from(before, columns)
 
-    def _reset(self, lane: _Lane, number: int) -> tuple[Any, Any]:
+    def _reset(self, lane: _EnvSlot, number: int) -> tuple[Any, Any]:
         seed = self._first_seed + number
-        lane.track.open = OpenEpisode(number, seed, time.time())
+        lane.track.open = RolloutEpisode(number, seed, time.time())
         try:
             observation, info = lane.env.reset(seed=seed)
         except Exception as error:
@@ -234,9 +234,9 @@ class Lanes:
         if mask is not None or self.mask_size is not None:
             self._block.put_mask(row, column, mask)
 
-    def _count(self, lane: _Lane, column: int, row: int) -> None:
+    def _count(self, lane: _EnvSlot, column: int, row: int) -> None:
         """Count the rows before `row` in the lane's open episode."""
-        episode, first = _open(lane), lane.first_row
+        episode, first = _require_open_episode(lane), lane.first_row
         episode.num_steps += row - first
         episode.ret += float(self._block.rewards[first:row, column].sum())
         lane.first_row = row
@@ -255,7 +255,7 @@ class Lanes:
                 gone.add(i)
                 continue
             self._put(row, i, *self._reset(lane, number))
-            self._draws.start(i, _open(lane).seed)
+            self._draws.start(i, _require_open_episode(lane).seed)
             if self._state is not None:
                 self._state[i] = self._actor.first_state[0]  # type: ignore[index]
         if gone:
@@ -274,9 +274,9 @@ class Lanes:
             self._draws.keep(kept)
             self._state = None if self._state is None else self._state[kept]
 
-    def _failure(self, lane: _Lane, row: int, call: str, error: Exception) -> RolloutFailed:
-        episode = _open(lane)
-        return RolloutFailed(
+    def _failure(self, lane: _EnvSlot, row: int, call: str, error: Exception) -> RolloutError:
+        episode = _require_open_episode(lane)
+        return RolloutError(
             f"{self._name}: {call} of {self._env_id} raised {type(error).__name__}: {error}, at "
             f"step {episode.num_steps + row - lane.first_row} of the episode reset with seed "
             f"{episode.seed}; expected an observation. Mend the environment; the same seed and "
@@ -284,7 +284,7 @@ class Lanes:
         )
 
 
-def _open(lane: _Lane) -> OpenEpisode:
+def _require_open_episode(lane: _EnvSlot) -> RolloutEpisode:
     episode = lane.track.open
     assert episode is not None  # an environment without one is closed
     return episode
@@ -329,17 +329,17 @@ class StepBlock:
         self.row = 0
         self._space = space
         self._what = f"{name}: observation"
-        self.observations = _room(space, (rows + 1, num))
-        self._plain = _plain(space, self.observations)
+        self.observations = _allocate(space, (rows + 1, num))
+        self._plain = _scalar_types(space, self.observations)
         self.masks = None if mask_size is None else np.ones((rows + 1, num, mask_size), np.bool_)
-        self.actions = np.asarray(_room(action_space, (rows, num)))
+        self.actions = np.asarray(_allocate(action_space, (rows, num)))
         self.rewards = np.empty((rows, num))
         self.log_probs = np.empty((rows, num), np.float32)
         self.actors = np.empty((rows, num), np.int32)
         self.states = np.empty((rows, num, state_size), np.float32) if state_size else None
 
     def put(self, row: int, column: int, observation: Any) -> None:
-        """Write an observation. Raises: EpisodeInvalid if it does not fit the space."""
+        """Write an observation. Raises: EpisodeInvalidError if it does not fit the space."""
         if self._plain is not None:
             kinds, dtype, shape = self._plain
             kind = type(observation)
@@ -352,15 +352,15 @@ class StepBlock:
         _write(self.observations, (row, column), take(values, 0))
 
     def put_mask(self, row: int, column: int, mask: Any) -> None:
-        """Write an action mask. Raises: RolloutFailed if there is none, or no place for it."""
+        """Write an action mask. Raises: RolloutError if there is none, or no place for it."""
         if self.masks is None or mask is None:
-            raise RolloutFailed(
+            raise RolloutError(
                 "rollout: found an action_mask in the info of some steps, expected it in all or "
                 "none."
             )
         found = np.asarray(mask)
         if found.shape != self.masks.shape[2:]:
-            raise RolloutFailed(
+            raise RolloutError(
                 f"rollout: found an action_mask of shape {list(found.shape)}, expected "
                 f"{list(self.masks.shape[2:])} as before."
             )
@@ -368,7 +368,7 @@ class StepBlock:
 
     def observation(self, row: int, column: int) -> Any:
         """Return a copy of one observation."""
-        return _copied(take(self.observations, (row, column)))
+        return _copy_values(take(self.observations, (row, column)))
 
     def begin_from(self, other: StepBlock, columns: Sequence[int]) -> None:
         """Begin where another block is, with some of its environments."""
@@ -401,13 +401,15 @@ class StepBlock:
         return [take(whole, column) for column in range(self.num)]
 
 
-def _room(space: Space, shape: tuple[int, ...]) -> Values:
+def _allocate(space: Space, shape: tuple[int, ...]) -> Values:
     if isinstance(space, Dict | Tuple):
-        return {key: _room(sub, shape) for key, sub in children(space).items()}
+        return {key: _allocate(sub, shape) for key, sub in children(space).items()}
     return np.empty((*shape, *value_shape(space)), value_dtype(space))
 
 
-def _plain(space: Space, values: Values) -> tuple[tuple[type, ...], Any, tuple[int, ...]] | None:
+def _scalar_types(
+    space: Space, values: Values
+) -> tuple[tuple[type, ...], Any, tuple[int, ...]] | None:
     """Return what may be written as it is: Python types, and dtype and shape of numpy's."""
     if isinstance(space, Dict | Tuple) or value_dtype(space).kind == "O":
         return None
@@ -427,9 +429,9 @@ def _write(target: Values, index: Any, values: Values) -> None:
         target[index] = values
 
 
-def _copied(values: Any) -> Any:
+def _copy_values(values: Any) -> Any:
     if isinstance(values, Mapping):
-        return {key: _copied(sub) for key, sub in values.items()}
+        return {key: _copy_values(sub) for key, sub in values.items()}
     return values.copy() if isinstance(values, np.ndarray) else values
 
 

@@ -19,24 +19,24 @@ import numpy as np
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Array, Discrete, as_batch, concatenate, take
-from replaylake.datastore.errors import ConfigInvalid, RolloutFailed
+from replaylake.datastore.errors import ConfigInvalidError, RolloutError
 from replaylake.datastore.lake.dataset import new_episode_id
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.lake.policies.streams import EpisodeStreams
 from replaylake.offline.environments.games import Game, Outcome
 from replaylake.offline.environments.ids import make_any
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.offline.evaluation.evaluate import check_these_spaces
-from replaylake.online.collecting.acting import Acting, AgentsActing
+from replaylake.offline.evaluation.evaluate import check_spaces_match
+from replaylake.online.collecting.acting import BehaviorPolicies, BehaviorPolicy
 from replaylake.online.collecting.actor import Actor
-from replaylake.online.collecting.player import Player, stacked_masks
+from replaylake.online.collecting.player import Player, stack_masks
 from replaylake.online.collecting.track import EpisodeEnd
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.monitoring.timings import Timings
 
 
 @dataclass
-class _Table:
+class _GameSlot:
     """A game that is played: who is or was in it, and who acts next."""
 
     game: Game
@@ -55,7 +55,7 @@ class MultiAgentWorker:
         self,
         config: RolloutConfig,
         episodes: Iterator[int],
-        acting: AgentsActing,
+        acting: BehaviorPolicies,
         *,
         producer: str,
         worker: int = 0,
@@ -69,22 +69,22 @@ class MultiAgentWorker:
             producer: what the episodes' ids begin with.
             worker: which worker this is, for the `worker` column.
 
-        Raises: NotFound, ExtraMissing, PackageInvalid, SpaceUnsupported, SchemaMismatch,
-        RolloutFailed; ConfigInvalid for an environment of one agent, and where an agent has no
-        policy or a policy no agent.
+        Raises: NotFoundError, ExtraMissingError, PackageInvalidError, SpaceUnsupportedError,
+        SchemaMismatchError, RolloutError; ConfigInvalidError for an environment of one agent, and
+        where an agent has no policy or a policy no agent.
         """
         self._config = config
         self._numbers = episodes
         self._producer = producer
         self._worker = worker
-        self._tables: list[_Table] = []
+        self._tables: list[_GameSlot] = []
         self._ended: list[Episode] = []
         self._ends: list[EpisodeEnd] = []
         self._first_at: float | None = None
         self.timings = Timings()
         self._probe = self._made()
         try:
-            self._cast = Cast(config.env_id, self._probe)
+            self._cast = AgentActors(config.env_id, self._probe)
             self._is_discrete = isinstance(self._cast.action_space, Discrete)
             self.set_acting(acting)
             for number in islice(episodes, config.num_envs):
@@ -123,10 +123,11 @@ class MultiAgentWorker:
         """The policy of the agent that is named first."""
         return self._cast.policy
 
-    def set_acting(self, acting: AgentsActing) -> None:
+    def set_acting(self, acting: BehaviorPolicies) -> None:
         """Act with other policies from the next step on; open games go on under them.
 
-        Of a mapping, agents that are not in it keep theirs. Raises: ConfigInvalid, SchemaMismatch.
+        Of a mapping, agents that are not in it keep theirs. Raises: ConfigInvalidError,
+        SchemaMismatchError.
         """
         self._cast.set_acting(acting)
         for table in self._tables:
@@ -137,7 +138,7 @@ class MultiAgentWorker:
         """Play until so many steps or seconds have passed or nothing is left.
 
         Returns: the steps that agents made, of all games together; one by each of three agents at
-        once is three. Raises: RolloutFailed naming the game's seed if the environment raises.
+        once is three. Raises: RolloutError naming the game's seed if the environment raises.
         """
         if self._first_at is None and self._tables:
             self._first_at = time.time()
@@ -188,7 +189,7 @@ class MultiAgentWorker:
             self._refill()
         return len(to_act)
 
-    def _step_game(self, table: _Table) -> None:
+    def _step_game(self, table: _GameSlot) -> None:
         acted, table.to_act = table.to_act, []
         actions = {}
         for player in acted:
@@ -204,13 +205,13 @@ class MultiAgentWorker:
         for outcome in outcomes:
             self._note(table, outcome)
 
-    def _note(self, table: _Table, outcome: Outcome) -> None:
+    def _note(self, table: _GameSlot, outcome: Outcome) -> None:
         """Write down what an agent's last action led to; it is its turn, unless it is out."""
         player = table.players.get(outcome.agent)
         if player is None:
             player = table.players[outcome.agent] = self._player(table, outcome)
         elif player.has_ended:
-            raise RolloutFailed(
+            raise RolloutError(
                 f"rollout worker {self._worker}: {self._config.env_id}: agent {player.agent!r} was "
                 f"out and is back at tick {table.tick} of the game reset with seed {table.seed}, "
                 "expected it to stay out. Let it come back under another name."
@@ -235,7 +236,7 @@ class MultiAgentWorker:
                 table.game.close()
         self._tables = tables
 
-    def _end(self, table: _Table) -> None:
+    def _end(self, table: _GameSlot) -> None:
         for player in table.players.values():
             if not player.has_ended:
                 player.cut_off()
@@ -251,13 +252,13 @@ class MultiAgentWorker:
         if isinstance(made, Game):
             return made
         made.close()  # type: ignore[no-untyped-call]
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{self._config.env_id}: found an environment of one agent, expected one of several. "
             "Name one policy, and no agents."
         )
 
-    def _started(self, game: Game, number: int) -> _Table:
-        table = _Table(game, number, self._config.seed + number, new_episode_id(self._producer))
+    def _started(self, game: Game, number: int) -> _GameSlot:
+        table = _GameSlot(game, number, self._config.seed + number, new_episode_id(self._producer))
         try:
             outcomes = game.reset(seed=table.seed)
         except Exception as error:
@@ -265,16 +266,16 @@ class MultiAgentWorker:
         for outcome in outcomes:
             self._note(table, outcome)
         if not table.to_act:
-            raise RolloutFailed(
+            raise RolloutError(
                 f"rollout worker {self._worker}: {self._config.env_id}: found nobody to act after "
                 f"a reset with seed {table.seed}, expected at least one agent. Mend its reset()."
             )
         return table
 
-    def _player(self, table: _Table, outcome: Outcome) -> Player:
+    def _player(self, table: _GameSlot, outcome: Outcome) -> Player:
         agents = self._probe.agents
         if outcome.agent not in agents:
-            raise RolloutFailed(
+            raise RolloutError(
                 f"rollout worker {self._worker}: {self._config.env_id}: found agent "
                 f"{outcome.agent!r} in the game reset with seed {table.seed}, expected one of "
                 f"{', '.join(agents)}. Name it in possible_agents."
@@ -284,8 +285,8 @@ class MultiAgentWorker:
         state = self._cast.first_state(outcome.agent)
         return Player(outcome.agent, rng, outcome.observation, outcome.mask, state)
 
-    def _failure(self, table: _Table, call: str, error: Exception) -> RolloutFailed:
-        return RolloutFailed(
+    def _failure(self, table: _GameSlot, call: str, error: Exception) -> RolloutError:
+        return RolloutError(
             f"rollout worker {self._worker}: {call} of {self._config.env_id} raised "
             f"{type(error).__name__}: {error}, at tick {table.tick} of the game reset with seed "
             f"{table.seed}; expected observations. Mend the environment; the same seed and "
@@ -293,7 +294,7 @@ class MultiAgentWorker:
         )
 
 
-class Cast:
+class AgentActors:
     """An actor for each agent by its name; agents may share one."""
 
     def __init__(self, env_id: str, game: Game) -> None:
@@ -314,18 +315,19 @@ class Cast:
         """The policy of the agent that is named first."""
         return self._actors[self._game.agents[0]].policy
 
-    def set_acting(self, acting: AgentsActing) -> None:
+    def set_acting(self, acting: BehaviorPolicies) -> None:
         """Act with other policies from now on: one for all, or of a mapping those that it names.
 
-        Raises: ConfigInvalid where an agent has no policy or a policy no agent; SchemaMismatch.
+        Raises: ConfigInvalidError where an agent has no policy or a policy no agent;
+        SchemaMismatchError.
         """
         agents = self._game.agents
-        if isinstance(acting, Acting):
+        if isinstance(acting, BehaviorPolicy):
             self._actors = dict.fromkeys(agents, self._loaded(acting))
         else:
             self._actors |= {agent: self._loaded(one) for agent, one in acting.items()}
         if set(self._actors) != set(agents):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{self._env_id}: found policies for {', '.join(self._actors)}, expected one for "
                 f"each of {', '.join(agents)}. Name each agent, or one policy for all."
             )
@@ -367,7 +369,7 @@ class Cast:
         state = None
         if actor.first_state is not None:
             state = np.stack([cast(Array, player.state) for player in players])
-        masks = stacked_masks([player.mask for player in players])
+        masks = stack_masks([player.mask for player in players])
         chosen = actor.act(observations, state, masks, cast(Any, self._streams))
         log_probs = [np.nan] * len(players)
         if chosen.log_probs is not None:
@@ -390,8 +392,8 @@ class Cast:
             recorded[:size] = player.state[:size]
         return recorded
 
-    def _loaded(self, acting: Acting) -> Actor:
+    def _loaded(self, acting: BehaviorPolicy) -> Actor:
         actor = Actor(acting, self._game)
         spec = actor.policy.spec
-        check_these_spaces(self._env_id, self._spaces, spec.observation_space, spec.action_space)
+        check_spaces_match(self._env_id, self._spaces, spec.observation_space, spec.action_space)
         return actor

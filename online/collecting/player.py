@@ -10,9 +10,9 @@ import numpy as np
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Array, as_batch, concatenate
-from replaylake.datastore.errors import RolloutFailed
+from replaylake.datastore.errors import RolloutError
 from replaylake.offline.environments.games import Outcome
-from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.acting import BehaviorPolicy
 from replaylake.online.collecting.track import POLICY_STATE, SEED, WORKER
 
 
@@ -38,7 +38,7 @@ class Player:
     states: list[Array] = field(default_factory=list)
     actions: list[Any] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    actors: list[Acting] = field(default_factory=list)
+    actors: list[BehaviorPolicy] = field(default_factory=list)
     ticks: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     terminated: bool = False
@@ -81,7 +81,7 @@ class Player:
     def piece(self, episode_id: str, seed: int, worker: int) -> Episode:
         """Return the steps that are whole and were not taken, at least one, and drop them.
 
-        seed: what the game was reset with. Raises: RolloutFailed if only some have a mask.
+        seed: what the game was reset with. Raises: RolloutError if only some have a mask.
         """
         num = len(self.rewards)
         log_probs = np.array(self.log_probs[:num], np.float32)
@@ -102,7 +102,7 @@ class Player:
             behavior_log_probs=None if np.isnan(log_probs).all() else log_probs,
             policies=np.array([acting.name for acting in self.actors[:num]], dtype=object),
             policy_versions=np.array([acting.version for acting in self.actors[:num]], np.int64),
-            action_masks=stacked_masks(self.masks[:num]),
+            action_masks=stack_masks(self.masks[:num]),
             env_steps=np.array(self.ticks[:num], np.int32),
             extras=extras,
         )
@@ -113,14 +113,14 @@ class Player:
         return piece
 
 
-def stacked_masks(masks: Sequence[Array | None]) -> Array | None:
+def stack_masks(masks: Sequence[Array | None]) -> Array | None:
     """Stack masks to bool [N, A]; None if there are none.
 
-    Raises: RolloutFailed if only some are there.
+    Raises: RolloutError if only some are there.
     """
     found = [mask for mask in masks if mask is not None]
     if found and len(found) < len(masks):
-        raise RolloutFailed(
+        raise RolloutError(
             "rollout: found an action_mask beside some observations, expected it beside all or "
             "none."
         )

@@ -10,12 +10,12 @@ import numpy as np
 
 from replaylake.online.collecting.track import EpisodeEnd
 
-_KEPT: Final = 100
+_MAX_RECENT: Final = 100
 # A sum of rewards that cancel but for rounding.
 _ZERO: Final = 1e-9
 
 
-class Returns:
+class ReturnTotals:
     """Sums of returns: by game, which is all episodes of one number, and by agent."""
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class Returns:
         }
 
 
-class LastReturns:
+class RecentReturns:
     """What the last games of a run returned: their agents' sums, and by agent.
 
     Agents' episodes of a game end together, and come in one shipment. Of an environment of one
     agent a game is an episode.
     """
 
-    def __init__(self, num_kept: int = _KEPT) -> None:
+    def __init__(self, num_kept: int = _MAX_RECENT) -> None:
         """num_kept: of the last games."""
         self._sums: deque[float] = deque(maxlen=num_kept)
         self._by_agent: dict[str, deque[float]] = {}
@@ -69,7 +69,7 @@ class LastReturns:
         for end in ends:
             games[end.number] = games.get(end.number, 0.0) + end.ret
             if end.agent_id:
-                kept = self._by_agent.setdefault(end.agent_id, deque(maxlen=_KEPT))
+                kept = self._by_agent.setdefault(end.agent_id, deque(maxlen=_MAX_RECENT))
                 kept.append(end.ret)
                 self._has_return |= end.ret != 0
         self._sums.extend(games.values())
@@ -105,5 +105,5 @@ class LastReturns:
         """Continue from them."""
         self._sums.extend(state["sums"])
         for agent, kept in state["by_agent"].items():
-            self._by_agent[agent] = deque(kept, maxlen=_KEPT)
+            self._by_agent[agent] = deque(kept, maxlen=_MAX_RECENT)
         self._has_sum, self._has_return = state["has_sum"], state["has_return"]

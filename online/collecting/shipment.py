@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import FailedInPassing
+from replaylake.datastore.errors import TransientStorageError
 from replaylake.datastore.lake.commit import WrittenEpisodes
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.online.collecting.acting import Acting, AgentsActing
+from replaylake.online.collecting.acting import BehaviorPolicies, BehaviorPolicy
 from replaylake.online.collecting.worker import EpisodeEnd, RolloutConfig
 from replaylake.online.collecting.workers import Worker, make_worker
 from replaylake.online.monitoring.timings import Timings
 
 
 @dataclass(frozen=True)
-class Endless:
+class EpisodeNumbers:
     """Episode numbers without an end: `first`, and every `step`-th after it."""
 
     first: int = 0
@@ -33,7 +33,7 @@ class Endless:
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerSpec:
     """What one worker of a run is to collect, and where it goes; may be sent to another process.
 
     lake: what opens it there, a folder's path or a URL. episodes: their numbers, all of them or
@@ -45,13 +45,13 @@ class Order:
     producer: str
     worker: int
     episodes: Iterable[int]
-    acting: AgentsActing
+    acting: BehaviorPolicies
     config: RolloutConfig
     records: bool = True
 
 
 @dataclass(frozen=True)
-class Shipment:
+class RolloutBatch:
     """What one worker collected since its last shipment.
 
     written: in durable shards, not committed yet; None if nothing was to be written. pieces: the
@@ -75,30 +75,31 @@ class Shipment:
     trouble: str | None = None
 
 
-class ShippingWorker:
+class RecordingWorker:
     """A rollout worker that writes what it collects; the same class runs in process and in Ray."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: WorkerSpec) -> None:
         """Keep the order; nothing can fail before `ship`, whose errors reach the driver whole."""
         self._order = order
         self._worker: Worker | None = None
         self._dataset: Dataset | None = None
-        self._waiting: Shipment | None = None
+        self._waiting: RolloutBatch | None = None
 
     def ship(
         self,
         num_steps: int,
         interval_s: float,
-        acting: AgentsActing | None = None,
+        acting: BehaviorPolicies | None = None,
         with_open: bool = False,
-    ) -> Shipment:
+    ) -> RolloutBatch:
         """Collect so many steps or seconds, and write what there is, durably.
 
         acting: who acts from now on; None: as before. with_open: the steps so far of open episodes
         are handed over as well, as pieces. Where the storage refuses, the shipment says so in
         `trouble` and is tried again by the next call, which collects nothing before.
 
-        Raises: RolloutFailed, NotFound, EpisodeInvalid, SpaceUnsupported, PackageInvalid.
+        Raises: RolloutError, NotFoundError, EpisodeInvalidError, SpaceUnsupportedError,
+        PackageInvalidError.
         """
         worker = self._rollout_worker()
         if acting is not None:
@@ -111,8 +112,8 @@ class ShippingWorker:
             return waiting
         try:
             written = self._write(waiting)
-        except FailedInPassing as error:
-            return Shipment(self._order.worker, trouble=str(error))
+        except TransientStorageError as error:
+            return RolloutBatch(self._order.worker, trouble=str(error))
         self._waiting = None
         return replace(waiting, pieces=(), written=written)
 
@@ -123,11 +124,11 @@ class ShippingWorker:
 
     def _collected(
         self, worker: Worker, num_steps: int, interval_s: float, with_open: bool
-    ) -> Shipment:
+    ) -> RolloutBatch:
         made = worker.advance(num_steps, interval_s)
         stepped = time.time()
         first_step_at = worker.first_step_at
-        return Shipment(
+        return RolloutBatch(
             worker=self._order.worker,
             pieces=worker.taken(with_open),
             ends=worker.ends_taken(),
@@ -139,7 +140,7 @@ class ShippingWorker:
             exhausted=worker.exhausted,
         )
 
-    def _write(self, waiting: Shipment) -> WrittenEpisodes:
+    def _write(self, waiting: RolloutBatch) -> WrittenEpisodes:
         if self._dataset is None:
             # Kept, because it reads only what is new in the log.
             self._dataset = open_lake(self._order.lake).dataset(self._order.dataset)
@@ -165,13 +166,13 @@ class ShippingWorker:
             )
         return self._worker
 
-    def _present(self, acting: AgentsActing) -> AgentsActing:
+    def _present(self, acting: BehaviorPolicies) -> BehaviorPolicies:
         """Return who acts; on another machine than the driver's the packages are copied there."""
-        if isinstance(acting, Acting):
+        if isinstance(acting, BehaviorPolicy):
             return self._present_one(acting)
         return {agent: self._present_one(one) for agent, one in acting.items()}
 
-    def _present_one(self, acting: Acting) -> Acting:
+    def _present_one(self, acting: BehaviorPolicy) -> BehaviorPolicy:
         if not isinstance(acting.source, Path) or acting.source.exists():
             return acting
         registry = open_lake(self._order.lake).registry

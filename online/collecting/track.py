@@ -31,10 +31,10 @@ class EpisodeEnd(NamedTuple):
 
 
 @dataclass
-class _Piece:
+class _EpisodePiece:
     """The last steps of an episode, or all of them: those that were not taken yet."""
 
-    episode: OpenEpisode
+    episode: RolloutEpisode
     num_steps: int
     final_observation: Any
     terminated: bool = False
@@ -42,7 +42,7 @@ class _Piece:
 
 
 @dataclass
-class OpenEpisode:
+class RolloutEpisode:
     """An episode that goes on.
 
     num_steps: until now; num_taken of them were taken, under `episode_id`. ret: the sum of rewards.
@@ -59,28 +59,28 @@ class OpenEpisode:
 
 
 @dataclass
-class Track:
+class StepBuffer:
     """Steps of one environment, all in order: those of `ended` and then those of `open`.
 
     parts: columns by name, as StepBlock.sealed returns them. open is None once the environment is
     closed.
     """
 
-    open: OpenEpisode | None
+    open: RolloutEpisode | None
     parts: list[dict[str, Any]] = field(default_factory=list)
-    ended: list[_Piece] = field(default_factory=list)
+    ended: list[_EpisodePiece] = field(default_factory=list)
 
     def end(self, final_observation: Any, *, terminated: bool, truncated: bool) -> EpisodeEnd:
         """End the open episode; final_observation is kept as it is."""
         episode, self.open = self.open, None
         assert episode is not None  # steps are of an episode
         num = episode.num_steps - episode.num_taken
-        self.ended.append(_Piece(episode, num, final_observation, terminated, truncated))
+        self.ended.append(_EpisodePiece(episode, num, final_observation, terminated, truncated))
         return EpisodeEnd(episode.number, episode.seed, episode.ret, episode.num_steps)
 
 
 def take_steps(
-    tracks: Sequence[tuple[Track, Any]],
+    tracks: Sequence[tuple[StepBuffer, Any]],
     actors: Sequence[tuple[str, int]],
     *,
     producer: str,
@@ -96,19 +96,19 @@ def take_steps(
         worker: for the column of that name.
         with_open: steps of open episodes are taken as pieces; else they wait.
     """
-    pieces: list[_Piece] = []
+    pieces: list[_EpisodePiece] = []
     parts: list[dict[str, Any]] = []
     for track, last_seen in tracks:
         own, track.ended = track.ended, []
         episode = track.open
         if with_open and episode is not None and episode.num_steps > episode.num_taken:
-            own.append(_Piece(episode, episode.num_steps - episode.num_taken, last_seen))
-        parts += _cut(track, sum(piece.num_steps for piece in own))
+            own.append(_EpisodePiece(episode, episode.num_steps - episode.num_taken, last_seen))
+        parts += _take_first_steps(track, sum(piece.num_steps for piece in own))
         pieces += own
-    return _episodes(pieces, _joined(parts), actors, producer, worker) if pieces else ()
+    return _episodes(pieces, _join_parts(parts), actors, producer, worker) if pieces else ()
 
 
-def _cut(track: Track, num_steps: int) -> list[dict[str, Any]]:
+def _take_first_steps(track: StepBuffer, num_steps: int) -> list[dict[str, Any]]:
     """Take the first steps of a track; what is left is copied, once.
 
     As it came it is a view of what all environments did, which would stay in memory for it.
@@ -123,11 +123,11 @@ def _cut(track: Track, num_steps: int) -> list[dict[str, Any]]:
             taken.append(take(part, slice(now)))
         if now < num:
             left = take(part, slice(now, num)) if now else part
-            track.parts.append(left if left["rewards"].base is None else _copied(left))
+            track.parts.append(left if left["rewards"].base is None else _copy_values(left))
     return taken
 
 
-def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _join_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Join parts; a state that some lack is zeros there."""
     sizes = {part["states"].shape[1] for part in parts if "states" in part}
     if sizes and any("states" not in part for part in parts):
@@ -140,7 +140,7 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _episodes(
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_EpisodePiece],
     columns: dict[str, Any],
     actors: Sequence[tuple[str, int]],
     producer: str,
@@ -184,7 +184,7 @@ def _episodes(
     )
 
 
-def _copied(values: Any) -> Any:
+def _copy_values(values: Any) -> Any:
     if isinstance(values, Mapping):
-        return {key: _copied(sub) for key, sub in values.items()}
+        return {key: _copy_values(sub) for key, sub in values.items()}
     return values.copy()

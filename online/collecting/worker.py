@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.environments.ids import make
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.online.collecting.acting import Acting, AgentsActing, only_one
+from replaylake.online.collecting.acting import BehaviorPolicies, BehaviorPolicy, require_single
 from replaylake.online.collecting.actor import Actor
-from replaylake.online.collecting.lanes import Lanes
+from replaylake.online.collecting.lanes import VectorEnv
 from replaylake.online.collecting.track import EpisodeEnd as EpisodeEnd
 from replaylake.online.collecting.track import take_steps
 from replaylake.online.monitoring.timings import Timings
@@ -45,11 +45,11 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name, least in (("num_envs", 1), ("seed", 0), ("flush_steps", 1)):
             if not getattr(self, name) >= least:
-                raise ConfigInvalid(
+                raise ConfigInvalidError(
                     f"rollout: {name}: found {getattr(self, name)}, expected {least} or more."
                 )
         if not self.flush_interval_s > 0:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"rollout: flush_interval_s: found {self.flush_interval_s}, expected above 0."
             )
 
@@ -61,7 +61,7 @@ class RolloutWorker:
         self,
         config: RolloutConfig,
         episodes: Iterator[int],
-        acting: Acting,
+        acting: BehaviorPolicy,
         *,
         producer: str,
         worker: int = 0,
@@ -75,8 +75,8 @@ class RolloutWorker:
             producer: what the episodes' ids begin with.
             worker: which worker this is, for the `worker` column.
 
-        Raises: NotFound, ExtraMissing, PackageInvalid, SpaceUnsupported, RolloutFailed,
-        EpisodeInvalid.
+        Raises: NotFoundError, ExtraMissingError, PackageInvalidError, SpaceUnsupportedError,
+        RolloutError, EpisodeInvalidError.
         """
         self._producer = producer
         self._worker = worker
@@ -89,7 +89,7 @@ class RolloutWorker:
                 envs.append(make(config.env_id, **config.env_args))
             self._env = envs[0]
             self._actor = Actor(acting, self._env)
-            self._lanes = Lanes(
+            self._lanes = VectorEnv(
                 envs,
                 (from_gymnasium(envs[0].observation_space), from_gymnasium(envs[0].action_space)),
                 episodes,
@@ -128,14 +128,15 @@ class RolloutWorker:
         """When (Unix time, s) the first step was made since steps were taken last; None: none."""
         return self._first_at
 
-    def set_acting(self, acting: AgentsActing) -> None:
+    def set_acting(self, acting: BehaviorPolicies) -> None:
         """Act with another policy from the next step on; open episodes go on under it.
 
         What the last one remembers of them stays, if the new one remembers as many numbers.
-        Raises: PackageInvalid, SpaceUnsupported; ConfigInvalid for policies by agent.
+        Raises: PackageInvalidError, SpaceUnsupportedError; ConfigInvalidError for policies by
+        agent.
         """
         if not self.exhausted:
-            one = only_one(acting)
+            one = require_single(acting)
             self._actor = Actor(one, self._env)
             self._lanes.set_actor(self._actor)
             self._actors.append((one.name, one.version))
@@ -143,9 +144,9 @@ class RolloutWorker:
     def advance(self, num_steps: int, interval_s: float) -> int:
         """Step all environments until so many steps or seconds have passed or nothing is left.
 
-        Returns: the steps that were made, of all environments together. Raises: RolloutFailed
-        naming the episode if the environment raises, EpisodeInvalid if it gives what its spaces do
-        not hold.
+        Returns: the steps that were made, of all environments together. Raises: RolloutError
+        naming the episode if the environment raises, EpisodeInvalidError if it gives what its
+        spaces do not hold.
         """
         lanes, clock, actor = self._lanes, time.perf_counter, len(self._actors) - 1
         if self._first_at is None and len(lanes):

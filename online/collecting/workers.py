@@ -9,7 +9,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any
-from replaylake.online.collecting.acting import AgentsActing, only_one
+from replaylake.online.collecting.acting import BehaviorPolicies, require_single
 from replaylake.online.collecting.multi_agent import MultiAgentWorker
 from replaylake.online.collecting.track import EpisodeEnd
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
@@ -31,7 +31,7 @@ class Worker(Protocol):
     def mask_size(self) -> int | None: ...
     @property
     def first_step_at(self) -> float | None: ...
-    def set_acting(self, acting: AgentsActing) -> None: ...
+    def set_acting(self, acting: BehaviorPolicies) -> None: ...
     def advance(self, num_steps: int, interval_s: float) -> int: ...
     def taken(self, with_open: bool) -> Sequence[Episode]: ...
     def ends_taken(self) -> list[EpisodeEnd]: ...
@@ -41,7 +41,7 @@ class Worker(Protocol):
 def make_worker(
     config: RolloutConfig,
     episodes: Iterator[int],
-    acting: AgentsActing,
+    acting: BehaviorPolicies,
     *,
     producer: str,
     worker: int = 0,
@@ -49,10 +49,10 @@ def make_worker(
     """Return the worker for an environment of one agent or of several.
 
     For the arguments see RolloutWorker; acting: one policy, or one for each agent by its name.
-    Raises: as the workers; ConfigInvalid for policies by agent where there is only one.
+    Raises: as the workers; ConfigInvalidError for policies by agent where there is only one.
     """
     env = make_any(config.env_id, config.env_args)
     env.close()
     if isinstance(env, Game):
         return MultiAgentWorker(config, episodes, acting, producer=producer, worker=worker)
-    return RolloutWorker(config, episodes, only_one(acting), producer=producer, worker=worker)
+    return RolloutWorker(config, episodes, require_single(acting), producer=producer, worker=worker)

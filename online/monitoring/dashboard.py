@@ -14,7 +14,7 @@ from replaylake.online.monitoring.exported import (
     ENV_STEPS,
     EPISODES,
     EVALUATION,
-    LAST_HEARD,
+    LAST_UPDATE_TIME,
     LATENCY,
     LINK_BYTES,
     LINK_ITEMS,
@@ -27,7 +27,7 @@ from replaylake.online.monitoring.exported import (
     STEP_RATE,
     UPDATE_RATE,
     UPDATES,
-    Exported,
+    MetricFamily,
 )
 
 _RUN: Final = "{{run_id}}"
@@ -35,7 +35,7 @@ _RUN: Final = "{{run_id}}"
 _CHOICE: Final = Choice("run", "Run", "run_id", UPDATES.sample, newest_first=True)
 
 
-def _of(family: Exported, legend: str, *, only: str = "", form: str = "{}") -> Query:
+def _of(family: MetricFamily, legend: str, *, only: str = "", form: str = "{}") -> Query:
     return Query(family.sample, legend, only, form)
 
 
@@ -101,7 +101,7 @@ _ROWS: Final[tuple[Row, ...]] = (
             ),
             Panel(
                 "Silent for",
-                (_of(LAST_HEARD, _RUN, form=AGE),),
+                (_of(LAST_UPDATE_TIME, _RUN, form=AGE),),
                 "Time since a run last had metrics. One whose line keeps rising hangs.",
                 "s",
             ),

@@ -13,7 +13,7 @@ RUN_LABELS: Final = ("run_id", "policy", "env")
 
 
 @dataclass(frozen=True)
-class Exported:
+class MetricFamily:
     """One family.
 
     name: without the `_total` that Prometheus adds to a counter. of: the run's metric; empty where
@@ -35,39 +35,39 @@ class Exported:
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
-UPDATES: Final = Exported("replaylake_run_updates", "counter", "", "Updates of the learner.")
-ENV_STEPS: Final = Exported(
+UPDATES: Final = MetricFamily("replaylake_run_updates", "counter", "", "Updates of the learner.")
+ENV_STEPS: Final = MetricFamily(
     "replaylake_run_env_steps", "counter", "env_steps", "Environment steps taken."
 )
-EPISODES: Final = Exported("replaylake_run_episodes", "counter", "episodes", "Episodes ended.")
-RETURN: Final = Exported(
+EPISODES: Final = MetricFamily("replaylake_run_episodes", "counter", "episodes", "Episodes ended.")
+RETURN: Final = MetricFamily(
     "replaylake_run_return", "gauge", "return", "Mean return of the last 100 episodes."
 )
-EVALUATION: Final = Exported(
+EVALUATION: Final = MetricFamily(
     "replaylake_run_evaluation_return",
     "gauge",
     "evaluation/return",
     "Mean return of the policy that was chosen, on seeds of its own.",
 )
-SELECTION: Final = Exported(
+SELECTION: Final = MetricFamily(
     "replaylake_run_selection_environment",
     "gauge",
     "selection/environment",
     "Mean return that the policy is chosen by.",
 )
-STALENESS: Final = Exported(
+STALENESS: Final = MetricFamily(
     "replaylake_run_staleness_versions",
     "gauge",
     "staleness",
     "Mean number of policy versions that sampled steps are behind.",
 )
-SAMPLES_PER_INSERT: Final = Exported(
+SAMPLES_PER_INSERT: Final = MetricFamily(
     "replaylake_run_samples_per_insert",
     "gauge",
     "samples_per_insert",
     "Steps sampled for each step that came.",
 )
-LATENCY: Final = Exported(
+LATENCY: Final = MetricFamily(
     "replaylake_run_latency_seconds",
     "gauge",
     "latency_ms",
@@ -75,21 +75,21 @@ LATENCY: Final = Exported(
     "s",
     0.001,
 )
-UPDATE_RATE: Final = Exported(
+UPDATE_RATE: Final = MetricFamily(
     "replaylake_run_updates_per_second",
     "gauge",
     "updates_per_s",
     "Updates a second, as the run measured them.",
     "ops",
 )
-STEP_RATE: Final = Exported(
+STEP_RATE: Final = MetricFamily(
     "replaylake_run_env_steps_per_second",
     "gauge",
     "steps_per_s",
     "Environment steps a second, as the run measured them.",
     "ops",
 )
-LINK_SECONDS: Final = Exported(
+LINK_SECONDS: Final = MetricFamily(
     "replaylake_run_link_seconds",
     "counter",
     f"{PROFILE}/*/seconds",
@@ -97,14 +97,14 @@ LINK_SECONDS: Final = Exported(
     "s",
     label="link",
 )
-LINK_ITEMS: Final = Exported(
+LINK_ITEMS: Final = MetricFamily(
     "replaylake_run_link_items",
     "counter",
     f"{PROFILE}/*/items",
     "Items (steps, shards, batches, ...) that passed a link.",
     label="link",
 )
-LINK_BYTES: Final = Exported(
+LINK_BYTES: Final = MetricFamily(
     "replaylake_run_link_bytes",
     "counter",
     f"{PROFILE}/*/bytes",
@@ -112,21 +112,21 @@ LINK_BYTES: Final = Exported(
     "bytes",
     label="link",
 )
-OTHERS: Final = Exported(
+OTHERS: Final = MetricFamily(
     "replaylake_run_metric",
     "gauge",
     "*",
     "Any other metric of the run, such as the learner's losses, by its name.",
     label="metric",
 )
-LAST_HEARD: Final = Exported(
+LAST_UPDATE_TIME: Final = MetricFamily(
     "replaylake_run_last_metrics_timestamp_seconds",
     "gauge",
     "",
     "When the run last had metrics, in seconds since 1970.",
     "dateTimeAsIso",
 )
-EXPORTED: Final = (
+METRIC_FAMILIES: Final = (
     UPDATES,
     ENV_STEPS,
     EPISODES,
@@ -142,13 +142,13 @@ EXPORTED: Final = (
     LINK_ITEMS,
     LINK_BYTES,
     OTHERS,
-    LAST_HEARD,
+    LAST_UPDATE_TIME,
 )
-_BY_METRIC: Final = {one.of: one for one in EXPORTED if one.label is None and one.of}
-_BY_LINK: Final = {one.of: one for one in EXPORTED if one.label == "link"}
+_BY_METRIC: Final = {one.of: one for one in METRIC_FAMILIES if one.label is None and one.of}
+_BY_LINK: Final = {one.of: one for one in METRIC_FAMILIES if one.label == "link"}
 
 
-def exported(values: Mapping[str, float]) -> Iterator[tuple[Exported, str | None, float]]:
+def iter_samples(values: Mapping[str, float]) -> Iterator[tuple[MetricFamily, str | None, float]]:
     """Yield (family, its label's value, number) for each of a run's metrics, by name."""
     for name, value in values.items():
         if (family := _BY_METRIC.get(name)) is not None:
@@ -163,6 +163,6 @@ def exported(values: Mapping[str, float]) -> Iterator[tuple[Exported, str | None
             yield OTHERS, name, value
 
 
-def labels_of(family: Exported) -> Iterable[str]:
+def labels_of(family: MetricFamily) -> Iterable[str]:
     """Return the names of a family's labels, in order."""
     return RUN_LABELS if family.label is None else (*RUN_LABELS, family.label)

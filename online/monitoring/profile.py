@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from replaylake.datastore.errors import NotFound
-from replaylake.datastore.lake.runs.metrics import Logged
+from replaylake.datastore.errors import NotFoundError
+from replaylake.datastore.lake.runs.metrics import LoggedMetrics
 from replaylake.datastore.lake.runs.summary import ONLINE
 from replaylake.online.monitoring.timings import LINKS, PROFILE, Link, Total
 
@@ -76,8 +76,8 @@ class RunProfile:
         }
 
 
-def profile_of(
-    record: Mapping[str, Any], logged: Sequence[Logged], *, only_last: bool = False
+def build_run_profile(
+    record: Mapping[str, Any], logged: Sequence[LoggedMetrics], *, only_last: bool = False
 ) -> RunProfile:
     """Return where the time of a run went.
 
@@ -87,7 +87,7 @@ def profile_of(
             logged them began. One that goes on with a run counts anew.
         only_last: of the time between the last two totals; from the beginning where there is one.
 
-    Raises: NotFound for a run of another kind, or one without totals so far.
+    Raises: NotFoundError for a run of another kind, or one without totals so far.
     """
     _check(record, logged)
     intervals = list(_intervals(logged, _starts(record)))
@@ -108,15 +108,15 @@ def profile_of(
     )
 
 
-def _check(record: Mapping[str, Any], logged: Sequence[Logged]) -> None:
+def _check(record: Mapping[str, Any], logged: Sequence[LoggedMetrics]) -> None:
     run_id, kind = record["run_id"], record.get("kind")
     if kind != ONLINE:
-        raise NotFound(
+        raise NotFoundError(
             f"run {run_id}: found a run of {kind!r}, which has no workers and no links to them, "
             f"expected one of {ONLINE!r}. `replaylake runs show {run_id}` has its rate and metrics."
         )
     if not logged:
-        raise NotFound(
+        raise NotFoundError(
             f"run {run_id}: found no totals of its links yet, expected some every `log_steps` "
             "steps. Ask again when it has taken some."
         )
@@ -129,7 +129,7 @@ def _starts(record: Mapping[str, Any]) -> list[float]:
 
 
 def _intervals(
-    logged: Sequence[Logged], starts: Sequence[float]
+    logged: Sequence[LoggedMetrics], starts: Sequence[float]
 ) -> Iterator[tuple[float, dict[Link, Total]]]:
     """Yield from each totals to the next: seconds at work, and what the links took meanwhile."""
     before_s, before = starts[0], dict[str, float]()
@@ -222,9 +222,9 @@ WAITS: Final[frozenset[Link]] = frozenset({"worker_wait", "learner_wait"})
 # Who waits less than this share of its time waits for nobody: for a message, the end of a batch.
 _IDLE: Final = 0.1
 # Less than this of a place's time is not worth a word.
-_TOLD: Final = 0.005
+_MIN_SHARE_SHOWN: Final = 0.005
 # Of two that wait, one holds the other up if it waits less than half as much.
-_HALF: Final = 0.5
+_IDLE_RATIO: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,9 @@ def find_bottleneck(
         )
         if max(idle, workers_idle) < _IDLE:
             pass
-        elif workers_idle < _HALF * idle:
+        elif workers_idle < _IDLE_RATIO * idle:
             groups = [one for one in groups if one.cause != "learner"]
-        elif idle < _HALF * workers_idle:
+        elif idle < _IDLE_RATIO * workers_idle:
             groups = [one for one in groups if one.place == "trainer"]
         else:
             groups = [one for one in groups if one.cause == "storage"]
@@ -281,16 +281,18 @@ def find_bottleneck(
     link = max(most.links, key=lambda link: shares[link])
     whose = "the run's" if num_workers == 0 else f"the {most.place}'s".replace("s's", "s'")
     text = f"{link} takes {_percent(shares[link])} of {whose} time"
-    others = [one for one in most.links if one != link and shares[one] >= _TOLD]
+    others = [one for one in most.links if one != link and shares[one] >= _MIN_SHARE_SHOWN]
     if others:
         text += f", {_percent(sum(shares.values()))} with {' and '.join(others)}"
-    unseen = _unseen(most.place, seconds, wall_s, num_workers)
+    unseen = _unaccounted_share(most.place, seconds, wall_s, num_workers)
     if unseen > sum(shares.values()):
         text += f", while {_percent(unseen)} of it is in no link"
     return Bottleneck(most.cause, link, text + waits)
 
 
-def _unseen(place: Place, seconds: Mapping[Link, float], wall_s: float, num_workers: int) -> float:
+def _unaccounted_share(
+    place: Place, seconds: Mapping[Link, float], wall_s: float, num_workers: int
+) -> float:
     """Return which share of a place's time no link accounts for; what has threads may have none."""
     links = tuple(
         link

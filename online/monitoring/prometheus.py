@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.online.monitoring.exported import (
-    EXPORTED,
-    LAST_HEARD,
+    LAST_UPDATE_TIME,
+    METRIC_FAMILIES,
     UPDATES,
-    Exported,
-    exported,
+    MetricFamily,
+    iter_samples,
     labels_of,
 )
 
@@ -33,7 +33,8 @@ class MetricsServer:
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         """Listen. port: 0 takes any that is free; `port` says which.
 
-        Raises: ConfigInvalid where the port is in use, or the address is none of this machine's.
+        Raises: ConfigInvalidError where the port is in use, or the address is none of this
+        machine's.
         """
         self._values = _RunValues()
         registry = CollectorRegistry(auto_describe=False)
@@ -42,7 +43,7 @@ class MetricsServer:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
             found = (getattr(error, "strerror", None) or str(error)).rstrip(".")
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"metrics at {host}:{port}: {found}, expected a free port of an address of this "
                 "machine. Give another, or port 0 for any that is free."
             ) from error
@@ -86,17 +87,19 @@ class _RunValues(Collector):
     def __init__(self) -> None:
         self.labels: tuple[str, ...] | None = None
         # By family and the value of its own label, None where it has none.
-        self._values: dict[Exported, dict[str | None, float]] = {one: {} for one in EXPORTED}
+        self._values: dict[MetricFamily, dict[str | None, float]] = {
+            one: {} for one in METRIC_FAMILIES
+        }
         self._lock = threading.Lock()
 
     def set(self, update: int, values: Mapping[str, float]) -> None:
         with self._lock:
-            for family, label, value in exported(values):
+            for family, label, value in iter_samples(values):
                 self._values[family][label] = value
             # What is measured at the end is of whichever update was best: no step back.
             updates = self._values[UPDATES]
             updates[None] = max(float(update), updates.get(None, 0.0))
-            self._values[LAST_HEARD][None] = time.time()
+            self._values[LAST_UPDATE_TIME][None] = time.time()
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         if self.labels is None:

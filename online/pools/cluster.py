@@ -13,11 +13,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
-from replaylake.datastore.errors import ConfigInvalid, RolloutFailed, StorageFailed
-from replaylake.datastore.lake.policies.manifest import GRAPH, read_checked
+from replaylake.datastore.errors import ConfigInvalidError, RolloutError, StorageError
+from replaylake.datastore.lake.policies.manifest import GRAPH, read_verified
 from replaylake.offline.running import local_ray
-from replaylake.online.collecting.acting import Acting, AgentsActing, GraphBytes
-from replaylake.online.collecting.shipment import Order
+from replaylake.online.collecting.acting import BehaviorPolicies, BehaviorPolicy, GraphBytes
+from replaylake.online.collecting.shipment import WorkerSpec
 from replaylake.online.pools.nodes import Nodes
 
 _NEEDS: Final = (
@@ -27,7 +27,7 @@ _NEEDS: Final = (
 
 
 def import_ray(address: str | None = None) -> Any:
-    """Return the module, its environment set before it is first read. Raises: ExtraMissing.
+    """Return the module, its environment set before it is first read. Raises: ExtraMissingError.
 
     address: of the cluster that is to be connected to; None for a Ray of this process's own.
     """
@@ -43,7 +43,7 @@ class Cluster:
     def __init__(
         self,
         stack: ExitStack,
-        order: Order,
+        order: WorkerSpec,
         size: int,
         cpus: float,
         address: str | None,
@@ -58,12 +58,12 @@ class Cluster:
             order: one of the workers', for the lake and the environment of all.
             size: how many workers there are.
             cpus: that each of them takes up.
-            address: of a cluster, as running_ray takes it.
+            address: of a cluster, as open_ray takes it.
             start_timeout_s: how long a cluster may take to answer.
             should_end: asked while nodes are waited for.
 
-        Raises: ExtraMissing, RolloutFailed, StorageFailed; ConfigInvalid for CPUs that Ray does not
-        give or that the cluster does not have, and for a working folder that is too large;
+        Raises: ExtraMissingError, RolloutError, StorageError; ConfigInvalidError for CPUs that Ray
+        does not give or that the cluster does not have, and for a working folder that is too large;
         KeyboardInterrupt where it should end.
         """
         _check_cpus(cpus)
@@ -71,15 +71,15 @@ class Cluster:
         folder = None
         module, colon, _ = order.config.env_id.partition(":")
         if address is not None and colon and module:
-            folder = stack.enter_context(packed(Path.cwd()))
+            folder = stack.enter_context(pack_code(Path.cwd()))
         owns_ray = not import_ray(address).is_initialized() and address is None
         self.ray: Any = stack.enter_context(
-            local_ray.running_ray(
+            local_ray.open_ray(
                 _NEEDS,
                 math.ceil(self._num_wanted),
                 address=address,
                 working_folder=folder,
-                failure=RolloutFailed,
+                failure=RolloutError,
                 start_timeout_s=start_timeout_s,
             )
         )
@@ -87,7 +87,7 @@ class Cluster:
         self.nodes = None if owns_ray else Nodes(self.ray, order.lake, order.dataset, should_end)
         if self.nodes is not None and not self.has_room:
             where = "the cluster" if address is None else address
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"Ray at {where}: found {self.nodes.num_cpus():g} CPUs, expected "
                 f"{self._num_wanted:g} for {size} workers. Take fewer --workers, or a smaller "
                 "--worker-cpus."
@@ -115,32 +115,32 @@ class Cluster:
         if self.nodes is not None:
             self.nodes.ask_new()
 
-    def sendable(self, acting: AgentsActing) -> AgentsActing:
+    def sendable(self, acting: BehaviorPolicies) -> BehaviorPolicies:
         """Put a policy's graph in place of its package, where some nodes cannot look it up."""
         if self.nodes is None or not self.nodes.blind:
             return acting
         if isinstance(acting, Mapping):
-            return {agent: _with_graph(one) for agent, one in acting.items()}
-        return _with_graph(acting)
+            return {agent: _embed_graph(one) for agent, one in acting.items()}
+        return _embed_graph(acting)
 
 
-def _with_graph(acting: Acting) -> Acting:
+def _embed_graph(acting: BehaviorPolicy) -> BehaviorPolicy:
     if not isinstance(acting.source, Path):
         return acting
-    manifest, files = read_checked(acting.source, acting.manifest_sha256)
+    manifest, files = read_verified(acting.source, acting.manifest_sha256)
     return replace(acting, source=GraphBytes(files[GRAPH], manifest.spec))
 
 
 def _check_cpus(cpus: float) -> None:
     if not (0 < cpus <= 1 or (cpus > 1 and cpus == int(cpus))):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--worker-cpus: found {cpus:g}, expected more than 0, and a whole number above 1: Ray "
             "gives parts of one CPU, or whole ones."
         )
 
 
 # A tenth of what Ray takes: what is larger is no code, and each node would wait for it.
-MOST_BYTES: Final = 50 << 20
+MAX_BYTES: Final = 50 << 20
 # One pattern a line, of a name or of a path from the folder; `#` begins a comment. Ray's name.
 IGNORE_FILE: Final = ".rayignore"
 _DERIVED: Final = ("__pycache__", "node_modules", "*.egg-info", "_lake", "_delta_log")
@@ -152,15 +152,15 @@ _MARKS: Final = ("_lake", "_delta_log", "pyvenv.cfg")
 
 
 @contextmanager
-def packed(folder: Path, most_bytes: int = MOST_BYTES) -> Iterator[Path]:
+def pack_code(folder: Path, most_bytes: int = MAX_BYTES) -> Iterator[Path]:
     """Yield a zip file of what travels of a folder; it is removed with the block.
 
-    Raises: ConfigInvalid naming the largest files where it is more than `most_bytes` before
-    compression; StorageFailed where it cannot be read.
+    Raises: ConfigInvalidError naming the largest files where it is more than `most_bytes` before
+    compression; StorageError where it cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="replaylake-code-") as temporary:
         target = Path(temporary) / "code.zip"
-        with _reported(folder):
+        with _translate_os_errors(folder):
             _pack(folder, target, most_bytes)
         yield target
 
@@ -172,7 +172,7 @@ def _pack(folder: Path, target: Path, most_bytes: int) -> None:
         sizes[path] = (folder / path).stat().st_size
         # Found out before everything was looked at: the folder may be somebody's home.
         if (total := total + sizes[path]) > most_bytes:
-            raise _too_large(folder, sizes, most_bytes)
+            raise _too_large_error(folder, sizes, most_bytes)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for path in sizes:
             archive.write(folder / path, path)
@@ -180,8 +180,8 @@ def _pack(folder: Path, target: Path, most_bytes: int) -> None:
 
 def _files(folder: Path) -> Iterator[str]:
     """Yield the files that travel, as paths from the folder, in order."""
-    patterns = (*_DERIVED, *_DATA, *_ignored(folder / IGNORE_FILE))
-    for parent, folders, names in os.walk(folder, onerror=_raise):
+    patterns = (*_DERIVED, *_DATA, *_read_ignore_patterns(folder / IGNORE_FILE))
+    for parent, folders, names in os.walk(folder, onerror=_raise_walk_error):
         at = os.path.relpath(parent, folder)
         folders[:] = sorted(
             name
@@ -196,7 +196,7 @@ def _files(folder: Path) -> Iterator[str]:
                 yield path
 
 
-def _raise(error: OSError) -> None:
+def _raise_walk_error(error: OSError) -> None:
     raise error
 
 
@@ -206,7 +206,7 @@ def _travels(path: str, patterns: tuple[str, ...]) -> bool:
     return not name.startswith(".") and not ignored
 
 
-def _ignored(file: Path) -> list[str]:
+def _read_ignore_patterns(file: Path) -> list[str]:
     if not file.is_file():
         return []
     lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
@@ -214,20 +214,20 @@ def _ignored(file: Path) -> list[str]:
 
 
 @contextmanager
-def _reported(folder: Path) -> Iterator[None]:
+def _translate_os_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageFailed(
+        raise StorageError(
             f"{folder}: {error.strerror or error} ({error.filename}), expected to send its code to "
             f"the nodes. Mend the permission, or name it in {IGNORE_FILE}."
         ) from error
 
 
-def _too_large(folder: Path, sizes: dict[str, int], most_bytes: int) -> ConfigInvalid:
+def _too_large_error(folder: Path, sizes: dict[str, int], most_bytes: int) -> ConfigInvalidError:
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     listed = ", ".join(f"{path} ({sizes[path] / 1e6:.1f} MB)" for path in largest)
-    return ConfigInvalid(
+    return ConfigInvalidError(
         f"{folder}: found more than {most_bytes / 1e6:.0f} MB to send to the nodes of --address, "
         f"of which the largest are {listed}, expected the environment's code alone. Name what "
         f"nodes do not need in {IGNORE_FILE}, or start from the folder that holds the code."

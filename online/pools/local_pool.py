@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replaylake.online.collecting.acting import AgentsActing
-from replaylake.online.collecting.shipment import Order, Shipment, ShippingWorker
+from replaylake.online.collecting.acting import BehaviorPolicies
+from replaylake.online.collecting.shipment import RecordingWorker, RolloutBatch, WorkerSpec
 
 
 class LocalPool:
@@ -14,17 +14,17 @@ class LocalPool:
     remarks: tuple[str, ...] = ()
 
     def __init__(
-        self, orders: Sequence[Order], *, interval_s: float, with_open: bool = False
+        self, orders: Sequence[WorkerSpec], *, interval_s: float, with_open: bool = False
     ) -> None:
         """Keep the orders; the work is done in `receive`, one ask after the other.
 
-        interval_s, with_open: of each shipment, see ShippingWorker.ship.
+        interval_s, with_open: of each shipment, see RecordingWorker.ship.
         """
-        self._workers = [ShippingWorker(order) for order in orders]
+        self._workers = [RecordingWorker(order) for order in orders]
         self._interval_s = interval_s
         self._with_open = with_open
         self._asked: dict[int, int] = {}
-        self._acting: list[AgentsActing | None] = [None] * len(orders)
+        self._acting: list[BehaviorPolicies | None] = [None] * len(orders)
 
     @property
     def size(self) -> int:
@@ -35,12 +35,12 @@ class LocalPool:
         """Let a worker that owes no answer collect so many steps and hand them over."""
         self._asked[worker] = num_steps
 
-    def broadcast(self, acting: AgentsActing) -> None:
+    def broadcast(self, acting: BehaviorPolicies) -> None:
         """Let whatever is asked from now on be collected with this policy."""
         self._acting = [acting] * self.size
 
-    def receive(self, timeout_s: float) -> Shipment | None:
-        """Do what was asked for first; None if nothing was. Raises: as ShippingWorker.ship."""
+    def receive(self, timeout_s: float) -> RolloutBatch | None:
+        """Do what was asked for first; None if nothing was. Raises: as RecordingWorker.ship."""
         if not self._asked:
             return None
         worker = next(iter(self._asked))

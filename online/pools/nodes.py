@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from replaylake.datastore.errors import ReplayLakeError, RolloutFailed
+from replaylake.datastore.errors import ReplayLakeError, RolloutError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.locations import open_storage
@@ -27,7 +27,7 @@ _POLL_S: Final = 0.25
 
 
 @dataclass(frozen=True)
-class _Sight:
+class _NodeCheck:
     """What one node found: nothing missing, or what; which ReplayLake runs there."""
 
     missing: str | None
@@ -52,7 +52,7 @@ class Nodes:
     def ask_new(self) -> None:
         """Ask the nodes that are there and were not asked yet, side by side.
 
-        Raises: StorageFailed if the lake cannot be written; RolloutFailed if this process's own
+        Raises: StorageError if the lake cannot be written; RolloutError if this process's own
         node does not see the lake, or for a node without this version of ReplayLake;
         KeyboardInterrupt where it should end.
         """
@@ -63,8 +63,8 @@ class Nodes:
         }
         if new:
             self._ask(new)
-        if (own := here()) in self.blind:
-            raise RolloutFailed(
+        if (own := current_node()) in self.blind:
+            raise RolloutError(
                 f"{self.blind[own]}; expected at least this process's own node to see it, whose "
                 "workers write for the others. Start Ray there with the same folders and variables."
             )
@@ -89,9 +89,9 @@ class Nodes:
         handle.storage.put(_nonce_path(folder), nonce)
         try:
             arguments = (self.lake, self.dataset, folder, nonce, version)
-            task = self.ray.remote(num_cpus=0, max_retries=0)(_look)
+            task = self.ray.remote(num_cpus=0, max_retries=0)(_check_lake_visible)
             asked = {
-                task.options(scheduling_strategy=on(node)).remote(*arguments, node): node
+                task.options(scheduling_strategy=pin_to_node(node)).remote(*arguments, node): node
                 for node in nodes
             }
             ready = self._answered(list(asked))
@@ -127,30 +127,30 @@ class Nodes:
     def _missing(self, reference: Any, name: str) -> str | None:
         exceptions = self.ray.exceptions
         try:
-            sight: _Sight = self.ray.get(reference)
+            sight: _NodeCheck = self.ray.get(reference)
         except exceptions.RayTaskError as error:
-            raise RolloutFailed(
+            raise RolloutError(
                 f"{name}: found {type(error.cause).__name__}: {error.cause}, expected ReplayLake "
                 f"{VERSION} with its extra `online`. Install it on every node."
             ) from error
         except exceptions.RayError as error:
             return f"found {type(error).__name__}"
         if sight.replaylake != VERSION:
-            raise RolloutFailed(
+            raise RolloutError(
                 f"{name}: found ReplayLake {sight.replaylake}, expected {VERSION} as in this "
                 "process. Install the same version on every node."
             )
         return sight.missing
 
 
-def on(node: str) -> Any:
+def pin_to_node(node: str) -> Any:
     """Return how Ray is told to run something on a node and nowhere else."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
-def here() -> str:
+def current_node() -> str:
     """Return Ray's id of the node that this process runs on."""
     import ray
 
@@ -158,19 +158,21 @@ def here() -> str:
     return node
 
 
-def _look(lake: str, dataset: str, folder: str, nonce: bytes, version: int, node: str) -> _Sight:
+def _check_lake_visible(
+    lake: str, dataset: str, folder: str, nonce: bytes, version: int, node: str
+) -> _NodeCheck:
     """Run on the node: say what is missing there; only where nothing is, answer in the lake."""
     try:
         storage = open_storage(lake)
         if storage.get(_nonce_path(folder)) != nonce:
-            return _Sight("found nothing of this run there", VERSION)
+            return _NodeCheck("found nothing of this run there", VERSION)
         newest = Lake(storage).dataset(dataset).snapshot().version
         if newest < version:
-            return _Sight(f"found {dataset}@{newest}, behind {dataset}@{version}", VERSION)
+            return _NodeCheck(f"found {dataset}@{newest}, behind {dataset}@{version}", VERSION)
         storage.put(_answer_path(folder, node), nonce)
     except (ReplayLakeError, OSError) as error:
-        return _Sight(f"found {type(error).__name__}: {error}", VERSION)
-    return _Sight(None, VERSION)
+        return _NodeCheck(f"found {type(error).__name__}: {error}", VERSION)
+    return _NodeCheck(None, VERSION)
 
 
 def _nonce_path(folder: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from replaylake.online.collecting.acting import AgentsActing
-from replaylake.online.collecting.shipment import Shipment
+from replaylake.online.collecting.acting import BehaviorPolicies
+from replaylake.online.collecting.shipment import RolloutBatch
 
 # What takes longer counts as hung, unless the caller knows better (OnlineConfig.answer_timeout_s):
 # a worker that makes an environment or takes a step, a store that is asked to commit.
@@ -43,15 +43,15 @@ class WorkerPool(Protocol):
         """Let a worker that owes no answer collect so many steps and hand them over."""
         ...
 
-    def broadcast(self, acting: AgentsActing) -> None:
+    def broadcast(self, acting: BehaviorPolicies) -> None:
         """Let whatever is asked from now on be collected with this policy."""
         ...
 
-    def receive(self, timeout_s: float) -> Shipment | WorkerLost | None:
+    def receive(self, timeout_s: float) -> RolloutBatch | WorkerLost | None:
         """Return the next answer, or None where none comes in time.
 
         A worker that was lost owes no answer any more: what it was asked for is not asked again.
-        Raises: what a worker raised; RolloutFailed where one dies again and again.
+        Raises: what a worker raised; RolloutError where one dies again and again.
         """
         ...
 

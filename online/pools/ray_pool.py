@@ -12,20 +12,25 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from replaylake.datastore.errors import FailedInPassing, ReplayLakeError, RolloutFailed
+from replaylake.datastore.errors import ReplayLakeError, RolloutError, TransientStorageError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.running.local_ray import START_TIMEOUT_S
-from replaylake.online.collecting.acting import AgentsActing
-from replaylake.online.collecting.shipment import Endless, Order, Shipment, ShippingWorker
+from replaylake.online.collecting.acting import BehaviorPolicies
+from replaylake.online.collecting.shipment import (
+    EpisodeNumbers,
+    RecordingWorker,
+    RolloutBatch,
+    WorkerSpec,
+)
 from replaylake.online.pools.cluster import Cluster
-from replaylake.online.pools.nodes import here, on
+from replaylake.online.pools.nodes import current_node, pin_to_node
 from replaylake.online.pools.pool import ANSWER_TIMEOUT_S, WorkerLost
 
 # A worker that dies so often without a shipment in between will die again.
-_MOST_DEATHS: Final = 3
+_MAX_DEATHS: Final = 3
 # How often a pool that waits looks whether a new worker has found a node to run on.
-_HOMELESS_S: Final = 5.0
+_UNSCHEDULED_TIMEOUT_S: Final = 5.0
 # How often it looks for processes that take too long to start, or to answer.
 _LATE_S: Final = 1.0
 
@@ -41,7 +46,7 @@ class RayPool:
 
     def __init__(
         self,
-        orders: Sequence[Order],
+        orders: Sequence[WorkerSpec],
         *,
         interval_s: float,
         with_open: bool = False,
@@ -58,20 +63,20 @@ class RayPool:
             interval_s: a worker hands over after so many seconds even if it has fewer steps.
             with_open: with the steps so far of open episodes, as pieces.
             cpus_per_worker: CPUs of Ray's that each takes up; a fraction, or a whole number.
-            address: of a cluster, as running_ray takes it; None for a Ray of this process's own.
+            address: of a cluster, as open_ray takes it; None for a Ray of this process's own.
             start_timeout_s: how long a worker's process may take to start; one that found no CPUs
                 by then ends the run, or, as a replacement, shares those of others.
             answer_timeout_s: how long a worker may be at what it was asked for; then it is lost.
             should_end: asked while the pool is made.
 
-        Raises: ExtraMissing, RolloutFailed, StorageFailed; ConfigInvalid for CPUs that Ray does not
-        give or that the cluster does not have, and for a working folder that is too large;
+        Raises: ExtraMissingError, RolloutError, StorageError; ConfigInvalidError for CPUs that Ray
+        does not give or that the cluster does not have, and for a working folder that is too large;
         KeyboardInterrupt where it should end.
         """
         self._interval_s, self._with_open = interval_s, with_open
         self._cpus = cpus_per_worker
         self._start_timeout_s, self._answer_timeout_s = start_timeout_s, answer_timeout_s
-        self._seats = [Seat(order) for order in orders]
+        self._seats = [WorkerState(order) for order in orders]
         self._pending: dict[Any, int] = {}
         self._acting: Any = None
         self._writer: Any = None
@@ -112,17 +117,17 @@ class RayPool:
             seat.asked = num_steps
         self._send(worker)
 
-    def broadcast(self, acting: AgentsActing) -> None:
+    def broadcast(self, acting: BehaviorPolicies) -> None:
         """Let whatever is asked from now on be collected with this policy.
 
         It is put into Ray's object store once, and loaded once by each worker that is asked.
         """
         self._acting = self._ray.put(self._cluster.sendable(acting))
 
-    def receive(self, timeout_s: float) -> Shipment | WorkerLost | None:
+    def receive(self, timeout_s: float) -> RolloutBatch | WorkerLost | None:
         """Return the next answer, the one asked for first if there are several; None if none comes.
 
-        Raises: what a worker raised; RolloutFailed where one dies again and again, or does not
+        Raises: what a worker raised; RolloutError where one dies again and again, or does not
         start.
         """
         until = time.monotonic() + timeout_s
@@ -149,7 +154,7 @@ class RayPool:
 
     # Where.
 
-    def _seat(self, seat: Seat, *, is_first: bool = True, shares: bool = False) -> None:
+    def _seat(self, seat: WorkerState, *, is_first: bool = True, shares: bool = False) -> None:
         """Start a process for a worker.
 
         A replacement takes no CPUs where too few are left, or where it shares them.
@@ -170,7 +175,7 @@ class RayPool:
     def _rehouse(self) -> None:
         """Start again, without CPUs of its own, what no node has room for since one was lost."""
         now = time.monotonic()
-        if now - self._looked_at < _HOMELESS_S:
+        if now - self._looked_at < _UNSCHEDULED_TIMEOUT_S:
             return
         self._looked_at = now
         if self._cluster.has_room:
@@ -186,7 +191,7 @@ class RayPool:
     # Whether it takes too long.
 
     def _late(self) -> WorkerLost | None:
-        """Replace a worker that does not answer. Raises: RolloutFailed for one without a place."""
+        """Replace a worker that does not answer. Raises: RolloutError for one without a place."""
         now = time.monotonic()
         if now - self._checked_at < _LATE_S:
             return None
@@ -210,7 +215,7 @@ class RayPool:
                     return lost
         return None
 
-    def _has_started(self, seat: Seat) -> bool:
+    def _has_started(self, seat: WorkerState) -> bool:
         if seat.started_at is None:
             # One that died has something to say, too: what it was asked for says it.
             ready, _ = self._ray.wait([seat.ready], timeout=0)
@@ -218,11 +223,11 @@ class RayPool:
         return seat.started_at is not None
 
     def _share(self, worker: int, reference: Any) -> None:
-        """Let a replacement share CPUs. Raises: RolloutFailed where it does, or none was there."""
+        """Let a replacement share CPUs. Raises: RolloutError where it does, or none was there."""
         seat = self._seats[worker]
         if seat.is_first or not seat.num_cpus:
             free = self._ray.available_resources().get("CPU", 0.0)
-            raise RolloutFailed(
+            raise RolloutError(
                 f"rollout worker {worker}: found no process in {self._start_timeout_s:g} s; it "
                 f"needs {seat.num_cpus:g} CPUs, of which Ray has {free:g} free now. Wait until "
                 "others are done, take fewer or smaller workers, or raise start_timeout_s."
@@ -246,14 +251,14 @@ class RayPool:
             )
         self._pending[reference], seat.asked_at = worker, time.monotonic()
 
-    def _answer(self, reference: Any) -> Shipment | WorkerLost | None:
+    def _answer(self, reference: Any) -> RolloutBatch | WorkerLost | None:
         """Take what has come; None where it goes on to the writer."""
         worker = self._pending.pop(reference)
         seat, exceptions = self._seats[worker], self._ray.exceptions
         try:
-            shipment: Shipment = self._ray.get(reference)
+            shipment: RolloutBatch = self._ray.get(reference)
         except exceptions.RayTaskError as error:
-            raise _raised(worker, error) from error
+            raise _unwrap_error(worker, error) from error
         except exceptions.RayError as error:
             return self._lost(worker, error)
         seat.deaths, seat.has_answered = 0, True
@@ -268,10 +273,10 @@ class RayPool:
 
     def _lost(self, worker: int, error: Exception) -> WorkerLost | None:
         """Replace a worker that is gone, or the writer, which then writes what it was given."""
-        seat, reason = self._seats[worker], reason_of(error)
+        seat, reason = self._seats[worker], death_reason(error)
         seat.deaths += 1
-        if seat.deaths > _MOST_DEATHS:
-            raise RolloutFailed(
+        if seat.deaths > _MAX_DEATHS:
+            raise RolloutError(
                 f"rollout worker {worker}: its process died {seat.deaths} times in a row, the last "
                 f"time: {reason}; expected episodes. Check memory and the environment's native "
                 "code; --env-runner local shows a crash."
@@ -293,32 +298,34 @@ class RayPool:
     def _writer_actor(self) -> Any:
         if self._writer is None:
             order = self._seats[0].order
-            actor = self._ray.remote(num_cpus=0, scheduling_strategy=on(here()))(ShipmentWriter)
+            actor = self._ray.remote(num_cpus=0, scheduling_strategy=pin_to_node(current_node()))(
+                RolloutBatchWriter
+            )
             self._writer = actor.remote(order.lake, order.dataset)
         return self._writer
 
 
-def _raised(worker: int, error: Any) -> ReplayLakeError:
+def _unwrap_error(worker: int, error: Any) -> ReplayLakeError:
     """Return the worker's own error, without the remote traceback that Ray puts into it."""
     if isinstance(error.cause, ReplayLakeError):
         return error.cause
-    return RolloutFailed(
+    return RolloutError(
         f"rollout worker {worker}: found {type(error.cause).__name__}: {error.cause}, "
         "expected episodes. Run with --env-runner local for the traceback."
     )
 
 
-class NodeWorker(ShippingWorker):
+class NodeWorker(RecordingWorker):
     """A shipping worker that writes only where its node was seen to see the lake."""
 
-    def __init__(self, order: Order, seeing: frozenset[str] | None) -> None:
+    def __init__(self, order: WorkerSpec, seeing: frozenset[str] | None) -> None:
         """Keep the order. seeing: Ray's ids of those nodes; None if all are this machine."""
-        sees = seeing is None or here() in seeing
+        sees = seeing is None or current_node() in seeing
         super().__init__(replace(order, records=order.records and sees))
         self._answered_at: float | None = None
 
-    def ship(self, *args: Any, **kwargs: Any) -> Shipment:
-        """See ShippingWorker; the time since the last answer is what it waited to be asked."""
+    def ship(self, *args: Any, **kwargs: Any) -> RolloutBatch:
+        """See RecordingWorker; the time since the last answer is what it waited to be asked."""
         asked_at = time.perf_counter()
         shipment = super().ship(*args, **kwargs)
         if self._answered_at is not None:
@@ -327,7 +334,7 @@ class NodeWorker(ShippingWorker):
         return shipment
 
 
-class ShipmentWriter:
+class RolloutBatchWriter:
     """Turns shipments of episodes into shipments of durable shards; keeps nothing in between."""
 
     def __init__(self, lake: str, dataset: str) -> None:
@@ -336,23 +343,23 @@ class ShipmentWriter:
         self._name = dataset
         self._dataset: Dataset | None = None
 
-    def write(self, shipment: Shipment) -> Shipment:
+    def write(self, shipment: RolloutBatch) -> RolloutBatch:
         """Write what a worker handed over, and return its shipment as if it had written itself.
 
         Where the storage refuses, what is returned says so in `trouble` and holds nothing else.
-        Raises: EpisodeInvalid, SchemaMismatch.
+        Raises: EpisodeInvalidError, SchemaMismatchError.
         """
         if self._dataset is None:
             self._dataset = open_lake(self._lake).dataset(self._name)
         try:
             written = self._dataset.write(shipment.pieces)
-        except FailedInPassing as error:
-            return Shipment(shipment.worker, trouble=str(error))
+        except TransientStorageError as error:
+            return RolloutBatch(shipment.worker, trouble=str(error))
         return replace(shipment, pieces=(), written=written)
 
 
 # Where Ray's messages say it.
-_SAID: Final = {
+_DEATH_PATTERNS: Final = {
     "pid": re.compile(r"^\s*pid: (\d+)", re.MULTILINE),
     "ip": re.compile(r"^\s*ip: (\S+)", re.MULTILINE),
     "cause": re.compile(
@@ -362,7 +369,7 @@ _SAID: Final = {
 
 
 @dataclass
-class Seat:
+class WorkerState:
     """One worker of a pool.
 
     order: what that process was made with. ended: numbers of its episodes that ended; num_begun: at
@@ -372,7 +379,7 @@ class Seat:
     asked for, was found to run, and was asked for what it owes, by the monotonic clock (s).
     """
 
-    order: Order
+    order: WorkerSpec
     actor: Any = None
     num_cpus: float = 0.0
     acting: Any = None
@@ -390,31 +397,33 @@ class Seat:
     started_at: float | None = None
     asked_at: float = 0.0
 
-    def note(self, shipment: Shipment) -> None:
+    def note(self, shipment: RolloutBatch) -> None:
         """Take what a shipment tells of the episodes."""
         numbers = {end.number for end in shipment.ends}
-        if not isinstance(self.order.episodes, Endless):
+        if not isinstance(self.order.episodes, EpisodeNumbers):
             self.ended |= numbers
         self.num_ended += len(numbers)
         self.owed = 0
         self.open_episodes = tuple(shipment.open_episodes)
 
-    def remaining(self) -> Order:
+    def remaining(self) -> WorkerSpec:
         """Return what a replacement is to collect: what has not ended, or fresh episodes."""
         episodes = self.order.episodes
-        if not isinstance(episodes, Endless):
+        if not isinstance(episodes, EpisodeNumbers):
             left = [number for number in episodes if number not in self.ended]
             return replace(self.order, episodes=left)
         # An episode has a step at least, and every environment may have begun another.
         num_begun = self.num_ended + self.owed + 2 * self.order.config.num_envs
-        fresh = Endless(episodes.first + episodes.step * num_begun, episodes.step)
+        fresh = EpisodeNumbers(episodes.first + episodes.step * num_begun, episodes.step)
         return replace(self.order, episodes=fresh)
 
 
-def reason_of(error: Exception) -> str:
+def death_reason(error: Exception) -> str:
     """Return in one line what Ray says of a death in a dozen."""
     text = str(error)
-    found = {name: match.group(1) for name, one in _SAID.items() if (match := one.search(text))}
+    found = {
+        name: match.group(1) for name, one in _DEATH_PATTERNS.items() if (match := one.search(text))
+    }
     cause = found.get("cause") or next(iter(text.splitlines()), "") or type(error).__name__
     where = " ".join(f"{name} {found[name]}" for name in ("pid", "ip") if name in found)
     return f"{where}: {cause}" if where else cause

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from replaylake.online.collecting.shipment import Shipment
+from replaylake.online.collecting.shipment import RolloutBatch
 from replaylake.online.pools.pool import WorkerLost, WorkerPool
-from replaylake.online.recording.recorder import Recorder
-from replaylake.online.recording.refusals import RETRY_S, Refusals
+from replaylake.online.recording.recorder import EpisodeCommitter
+from replaylake.online.recording.refusals import RETRY_S, StorageRetry
 
 # Workers' shards are committed in groups, ten times a second at most.
 GROUP_INTERVAL_S: Final = 0.1
@@ -20,9 +20,9 @@ _LOOK_S: Final = 0.05
 def collect(
     pool: WorkerPool,
     flush_steps: int,
-    recorder: Recorder,
-    refusals: Refusals,
-    on_shipment: Callable[[Shipment], None],
+    recorder: EpisodeCommitter,
+    refusals: StorageRetry,
+    on_shipment: Callable[[RolloutBatch], None],
 ) -> None:
     """Run the workers until their orders are done, and return when all of it is committed."""
     for worker in range(pool.size):
@@ -54,7 +54,7 @@ def collect(
     refusals.note("commit", None)
 
 
-def _wait_for(recorder: Recorder, refusals: Refusals) -> None:
+def _wait_for(recorder: EpisodeCommitter, refusals: StorageRetry) -> None:
     """Wait as long as the store refuses, or is behind: nothing more is to be collected then."""
     while recorder.trouble is not None or recorder.is_behind:
         refusals.note("commit", recorder.trouble)

@@ -16,13 +16,13 @@ from typing import Protocol
 
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.live.log_reader import FollowTimings
-from replaylake.online.collecting.shipment import Shipment
+from replaylake.online.collecting.shipment import RolloutBatch
 from replaylake.online.monitoring.timings import Timings
-from replaylake.online.recording.recorder import Recorder
+from replaylake.online.recording.recorder import EpisodeCommitter
 
 
 @dataclass(frozen=True)
-class Arrived:
+class ArrivedSteps:
     """Steps that can be sampled from now on; latency_s: since the middle one was taken."""
 
     num_steps: int
@@ -42,7 +42,7 @@ class Feed(Protocol):
         """Whether so much waits to be recorded that no more should be collected now."""
         ...
 
-    def add(self, shipment: Shipment) -> None:
+    def add(self, shipment: RolloutBatch) -> None:
         """Take what a worker handed over.
 
         Where there is nothing in it, as of steps in games whose rewards are not known yet, it has
@@ -54,7 +54,7 @@ class Feed(Protocol):
         """Say that nothing more of these episodes will come."""
         ...
 
-    def arrived(self) -> list[Arrived]:
+    def arrived(self) -> list[ArrivedSteps]:
         """Return what can be sampled since the last call."""
         ...
 
@@ -70,10 +70,10 @@ class Feed(Protocol):
 class DirectFeed:
     """Into the view at once; recorder: None where nothing is recorded."""
 
-    def __init__(self, view: LiveView, recorder: Recorder | None) -> None:
+    def __init__(self, view: LiveView, recorder: EpisodeCommitter | None) -> None:
         self._view = view
         self._recorder = recorder
-        self._arrived: list[Arrived] = []
+        self._arrived: list[ArrivedSteps] = []
 
     @property
     def trouble(self) -> str | None:
@@ -85,20 +85,20 @@ class DirectFeed:
         """Of the recorder."""
         return self._recorder is not None and self._recorder.is_behind
 
-    def add(self, shipment: Shipment) -> None:
+    def add(self, shipment: RolloutBatch) -> None:
         """Put the pieces into the view, and hand them on to be recorded."""
         if shipment.pieces:
             self._view.put(shipment.pieces)
             if self._recorder is not None:
                 self._recorder.add(shipment.pieces)
-        self._arrived.append(Arrived(shipment.num_steps, _latency(shipment)))
+        self._arrived.append(ArrivedSteps(shipment.num_steps, _latency(shipment)))
 
     def abandon(self, episode_ids: Sequence[str]) -> None:
         """See Recorder.abandon."""
         if self._recorder is not None:
             self._recorder.abandon(episode_ids)
 
-    def arrived(self) -> list[Arrived]:
+    def arrived(self) -> list[ArrivedSteps]:
         """Return what was added since the last call."""
         arrived, self._arrived = self._arrived, []
         if self._recorder is not None:
@@ -114,7 +114,7 @@ class DirectFeed:
         return Timings() if self._recorder is None else self._recorder.timings.taken()
 
 
-class Followed(Protocol):
+class FollowedView(Protocol):
     """What follows the dataset: a LiveView, or several."""
 
     @property
@@ -134,15 +134,15 @@ class Followed(Protocol):
 class LakeFeed:
     """Through commits of what workers wrote."""
 
-    def __init__(self, view: Followed, recorder: Recorder) -> None:
+    def __init__(self, view: FollowedView, recorder: EpisodeCommitter) -> None:
         self._view = view
         self._recorder = recorder
         # Handed over and not committed; then committed and not there yet, by version.
-        self._handed: deque[Shipment] = deque()
-        self._committed: deque[tuple[int, Shipment]] = deque()
+        self._handed: deque[RolloutBatch] = deque()
+        self._committed: deque[tuple[int, RolloutBatch]] = deque()
         self._num_committed = 0
         # Of shipments in which there was nothing to write.
-        self._without: list[Arrived] = []
+        self._without: list[ArrivedSteps] = []
 
     @property
     def trouble(self) -> str | None:
@@ -154,10 +154,10 @@ class LakeFeed:
         """Of the recorder."""
         return self._recorder.is_behind
 
-    def add(self, shipment: Shipment) -> None:
+    def add(self, shipment: RolloutBatch) -> None:
         """Hand it on to be committed."""
         if shipment.written is None:
-            self._without.append(Arrived(shipment.num_steps, None))
+            self._without.append(ArrivedSteps(shipment.num_steps, None))
             return
         self._recorder.add(shipment.written)
         self._handed.append(shipment)
@@ -166,7 +166,7 @@ class LakeFeed:
         """See Recorder.abandon."""
         self._recorder.abandon(episode_ids)
 
-    def arrived(self) -> list[Arrived]:
+    def arrived(self) -> list[ArrivedSteps]:
         """Return what the view has of what was committed."""
         for acknowledged in self._recorder.acknowledged():
             while self._num_committed <= acknowledged.last:
@@ -178,7 +178,7 @@ class LakeFeed:
         version = self._view.version
         while self._committed and self._committed[0][0] <= version:
             _, shipment = self._committed.popleft()
-            arrived.append(Arrived(shipment.num_steps, _latency(shipment)))
+            arrived.append(ArrivedSteps(shipment.num_steps, _latency(shipment)))
         return arrived
 
     def settle(self, timeout_s: float) -> bool:
@@ -190,11 +190,11 @@ class LakeFeed:
     def taken_timings(self) -> Timings:
         """Of the recorder, and of the view that follows."""
         timings = self._recorder.timings.taken()
-        timings.merge(_following(self._view))
+        timings.merge(_take_follow_timings(self._view))
         return timings
 
 
-def _following(view: Followed) -> Timings:
+def _take_follow_timings(view: FollowedView) -> Timings:
     """Return what the view's thread has been at since the last call."""
     found, timings = view.timings(), Timings()
     timings.add("tail", found.tail.seconds, found.tail.items, found.tail.num_bytes)
@@ -202,7 +202,7 @@ def _following(view: Followed) -> Timings:
     return timings
 
 
-def _latency(shipment: Shipment) -> float | None:
+def _latency(shipment: RolloutBatch) -> float | None:
     if shipment.first_step_at is None or shipment.last_step_at is None:
         return None
     return time.time() - (shipment.first_step_at + shipment.last_step_at) / 2

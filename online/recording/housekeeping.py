@@ -21,11 +21,11 @@ from replaylake.datastore.errors import ReplayLakeError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.maintenance.retention import retention_of
+from replaylake.datastore.maintenance.retention import read_retention
 from replaylake.datastore.maintenance.vacuum import vacuum
 
 NEW_SHARDS: Final = 256
-_LOOK_S: Final = 5.0
+_POLL_S: Final = 5.0
 # A tenth of a core's share beside a process that wants all of it. At 19 it would be a sixtieth, and
 # on a machine that is always busy the shards would grow in number faster than they are compacted.
 _NICE: Final = 10
@@ -33,7 +33,7 @@ _END_S: Final = 5.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class CompactionRound:
     """What one round did; `trouble` is what stopped it, if anything did.
 
     Shards are those of the steps that were live before and after; vacuumed are files, of which
@@ -46,7 +46,7 @@ class Kept:
     trouble: str | None = None
 
 
-class Housekeeper:
+class BackgroundCompactor:
     """Starts a round whenever a dataset has so many shards more than the last one left.
 
     One round at a time, in a child process of low priority, which ends with this one. It leaves
@@ -60,7 +60,7 @@ class Housekeeper:
         dataset: Dataset,
         *,
         new_shards: int = NEW_SHARDS,
-        look_s: float = _LOOK_S,
+        look_s: float = _POLL_S,
         on_remark: Callable[[str], None] = lambda remark: None,
     ) -> None:
         """Take what opens the lake, and the dataset, which may be in use.
@@ -68,7 +68,7 @@ class Housekeeper:
         look_s: from one look at the log to the next. on_remark: told in the thread that looks what
         went wrong, in one line.
         """
-        self.rounds: list[Kept] = []
+        self.rounds: list[CompactionRound] = []
         self._lake = lake
         self._dataset = dataset
         self._new_shards = new_shards
@@ -79,7 +79,7 @@ class Housekeeper:
         self._thread = threading.Thread(target=self._run, name="replaylake-keep", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Housekeeper:
+    def __enter__(self) -> BackgroundCompactor:
         return self
 
     def __exit__(
@@ -109,10 +109,10 @@ class Housekeeper:
         return len(self._dataset.table.log.newest().files)
 
     def _round(self) -> None:
-        process = _start(self._lake, self._dataset.name)
+        process = _start_process(self._lake, self._dataset.name)
         while process.poll() is None and not self._closing.wait(0.1):
             pass
-        kept = _ended(process, self._dataset.name)
+        kept = _wait_or_terminate(process, self._dataset.name)
         if kept is None:
             return
         self.rounds.append(kept)
@@ -120,7 +120,7 @@ class Housekeeper:
             self._on_remark(f"housekeeping of {self._dataset.name!r}: {kept.trouble}")
 
 
-def _start(lake: str, dataset: str) -> subprocess.Popen[bytes]:
+def _start_process(lake: str, dataset: str) -> subprocess.Popen[bytes]:
     # Isolated (-I), then with the paths that this process imports from, as it may not be installed.
     paths = [os.path.abspath(path) for path in sys.path]
     code = (
@@ -137,7 +137,7 @@ def _start(lake: str, dataset: str) -> subprocess.Popen[bytes]:
     )
 
 
-def _ended(process: subprocess.Popen[bytes], dataset: str) -> Kept | None:
+def _wait_or_terminate(process: subprocess.Popen[bytes], dataset: str) -> CompactionRound | None:
     """Wait for a child that is done, or end it; return what it did, None if it was ended."""
     is_done = process.poll() is not None
     if not is_done:
@@ -151,8 +151,8 @@ def _ended(process: subprocess.Popen[bytes], dataset: str) -> Kept | None:
     if not is_done:
         return None
     with suppress(ValueError, TypeError):
-        return Kept(**json.loads(said))
-    return Kept(
+        return CompactionRound(**json.loads(said))
+    return CompactionRound(
         trouble=f"its process ended with {process.returncode}, expected it to say what it did. Run "
         f"`replaylake maintain {dataset}` to see why; nothing is lost meanwhile."
     )
@@ -163,25 +163,25 @@ def main(lake: str, dataset: str) -> None:
     with suppress(AttributeError, OSError):
         os.nice(_NICE)
     # A parent that was killed leaves nobody else to end this.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    print(json.dumps(vars(keep(lake, dataset))), flush=True)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    print(json.dumps(vars(compact_and_vacuum(lake, dataset))), flush=True)
 
 
-def keep(lake: str, dataset: str) -> Kept:
+def compact_and_vacuum(lake: str, dataset: str) -> CompactionRound:
     """Compact a dataset, and delete the files that nothing needs any more; here and now."""
     try:
         opened = open_lake(lake)
-        retention = retention_of(opened.dataset(dataset).snapshot().table)
+        retention = read_retention(opened.dataset(dataset).snapshot().table)
         # Once: what comes meanwhile would be merged a few shards at a time, without an end.
         target = retention.target_shard_bytes
         steps, *_ = compact(opened, dataset, target_bytes=target, once=True)
         found = vacuum(opened, [dataset], delete=True)
     except ReplayLakeError as error:
-        return Kept(trouble=f"{type(error).__name__}: {error}")
-    return Kept(steps.shards_before, steps.shards_after, len(found.garbage))
+        return CompactionRound(trouble=f"{type(error).__name__}: {error}")
+    return CompactionRound(steps.shards_before, steps.shards_after, len(found.garbage))
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     stream: Any = sys.stdin
     stream.buffer.read()
     os._exit(1)

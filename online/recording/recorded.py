@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.dataset import Dataset
 
 # In a commit's info: episodes that will not go on, of which only pieces are there.
@@ -15,7 +15,7 @@ ABANDONED: Final = "abandoned_episodes"
 
 
 @dataclass(frozen=True)
-class Recorded:
+class CommittedSteps:
     """What a look at a version of the dataset found.
 
     num_episodes: that ended. left_open: ids of those that did not, and that no commit names.
@@ -30,7 +30,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedData:
     """What a run has collected when it ends, as its policy's lineage keeps it.
 
     version: of the dataset, after the run's last commit. num_episodes: of which steps were
@@ -52,7 +52,7 @@ def producer_of(run_id: str, attempt: int = 0) -> str:
     return f"online/{run_id}" + (f"/{attempt}" if attempt else "")
 
 
-def what_was_collected(dataset: Dataset, run_id: str, *, since: int) -> Collected:
+def read_collected(dataset: Dataset, run_id: str, *, since: int) -> CollectedData:
     """Return what a run has collected after the dataset's version `since`.
 
     Cost: as `recorded`; the shards are not read, their hashes are in the log.
@@ -67,16 +67,18 @@ def what_was_collected(dataset: Dataset, run_id: str, *, since: int) -> Collecte
     own = dict.fromkeys(p for p in known if p and p.startswith(producer_of(run_id)))
     files = set(snapshot.files)
     # Gone from the log where old versions are not kept: then all that there is counts.
-    with suppress(NotFound):
+    with suppress(NotFoundError):
         files -= set(dataset.snapshot(since).files)
     digest = hashlib.sha256()
     for sha256 in sorted(entry.sha256 for entry in files):
         digest.update(sha256.encode())
     content_hash = digest.hexdigest() if totals["num_steps"] else None
-    return Collected(snapshot.version, **totals, producers=tuple(own), content_hash=content_hash)
+    return CollectedData(
+        snapshot.version, **totals, producers=tuple(own), content_hash=content_hash
+    )
 
 
-def recorded(dataset: Dataset, run_id: str, *, since: int) -> Recorded:
+def read_committed(dataset: Dataset, run_id: str, *, since: int) -> CommittedSteps:
     """Return what a run has committed after the dataset's version `since`.
 
     Cost: a look at the summaries of the episodes, and at the infos of the commits since then.
@@ -98,4 +100,4 @@ def recorded(dataset: Dataset, run_id: str, *, since: int) -> Recorded:
     infos = dataset.table.log.history(since)
     named = {episode for info in infos for episode in info.get(ABANDONED, ())}
     left_open = tuple(e for e in rows["episode_id"].to_pylist() if e not in named)
-    return Recorded(snapshot.version, **totals, left_open=left_open)
+    return CommittedSteps(snapshot.version, **totals, left_open=left_open)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import FailedInPassing, StorageFailed
+from replaylake.datastore.errors import StorageError, TransientStorageError
 from replaylake.datastore.lake.commit import Commit, DropCounts, WrittenEpisodes
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.online.monitoring.timings import Timings
@@ -21,18 +21,18 @@ from replaylake.online.recording.recorded import ABANDONED
 from replaylake.online.recording.refusals import RETRY_S
 
 # Steps. A worker in this process collects several times as fast as they are encoded beside it.
-_MOST_WAITING: Final = 1 << 17
+_MAX_WAITING_STEPS: Final = 1 << 17
 
 
 @dataclass(frozen=True)
-class Acknowledged:
+class AcknowledgedCommit:
     """A commit, and which of what was handed over is in it: counted from 0, up to `last`."""
 
     commit: Commit
     last: int
 
 
-class Recorder:
+class EpisodeCommitter:
     """Commits in groups, as (producer, 0), (producer, 1), ...: readers see a group whole or not.
 
     What was handed over is acknowledged when it is committed. Where the store refuses in passing (a
@@ -66,7 +66,7 @@ class Recorder:
         self._waiting: list[WrittenEpisodes | Sequence[Episode]] = []
         self._num_waiting = 0
         self._lost: list[str] = []
-        self._done: list[Acknowledged] = []
+        self._done: list[AcknowledgedCommit] = []
         self._num_done = 0
         self._is_committing = False
         self._answer_timeout_s = answer_timeout_s
@@ -77,7 +77,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="replaylake-record", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> EpisodeCommitter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,7 +86,7 @@ class Recorder:
     def add(self, part: WrittenEpisodes | Sequence[Episode]) -> None:
         """Take what is written already, or episodes that are to be written; returns at once.
 
-        Raises: what went wrong before, other than a store that refuses; StorageFailed for one that
+        Raises: what went wrong before, other than a store that refuses; StorageError for one that
         hangs.
         """
         with self._news:
@@ -102,7 +102,7 @@ class Recorder:
         Raises: as add.
         """
         self._check()
-        return self._num_waiting > _MOST_WAITING
+        return self._num_waiting > _MAX_WAITING_STEPS
 
     def abandon(self, episode_ids: Sequence[str]) -> None:
         """Say in the next commit that these episodes will not go on: whoever made them is gone.
@@ -112,7 +112,7 @@ class Recorder:
         with self._news:
             self._lost += episode_ids
 
-    def acknowledged(self) -> list[Acknowledged]:
+    def acknowledged(self) -> list[AcknowledgedCommit]:
         """Return the commits since the last call. Raises: as add, where there was none."""
         with self._news:
             if not self._done:
@@ -152,7 +152,7 @@ class Recorder:
         if self._failure is not None:
             raise self._failure
         if self._is_hung:
-            raise StorageFailed(
+            raise StorageError(
                 f"dataset {self._dataset.name!r}: found no answer of the store to a commit in "
                 f"{self._answer_timeout_s:g} s, expected it to be taken or refused. What was "
                 "acknowledged is in the dataset. Look at the disk or the network; where it only "
@@ -189,7 +189,7 @@ class Recorder:
                 self._num_done += len(parts)
                 self._is_committing = False
                 if parts:
-                    self._done.append(Acknowledged(commit, self._num_done - 1))
+                    self._done.append(AcknowledgedCommit(commit, self._num_done - 1))
                 self._news.notify_all()
 
     def _committed(
@@ -197,8 +197,8 @@ class Recorder:
     ) -> Commit:
         """Commit a group, however often the store refuses; once where that is closing.
 
-        No parts, only lost episodes: a commit without rows. Raises: StorageFailed, SchemaMismatch,
-        EpisodeInvalid, NotFound where the dataset is gone.
+        No parts, only lost episodes: a commit without rows. Raises: StorageError,
+        SchemaMismatchError, EpisodeInvalidError, NotFoundError where the dataset is gone.
         """
         info: dict[str, Any] = {ABANDONED: list(lost)} if lost else {}
         written = [part for part in parts if isinstance(part, WrittenEpisodes)]
@@ -214,7 +214,7 @@ class Recorder:
                 commit = self._commit(written, info)
                 seconds = time.perf_counter() - started
                 self.timings.add("commit", seconds, 1, commit.num_bytes)
-            except FailedInPassing as error:
+            except TransientStorageError as error:
                 self._asked_at, self.trouble = None, str(error)
                 with self._news:
                     if self._is_closing:

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from replaylake.datastore.errors import FailedInPassing
+from replaylake.datastore.errors import TransientStorageError
 
 # From one try to the next.
 RETRY_S: Final = 0.5
 _T = TypeVar("_T")
 
 
-class Refusals:
+class StorageRetry:
     """What is refused now, and by whom it was asked for."""
 
     def __init__(
@@ -46,12 +46,13 @@ class Refusals:
     def until_taken(self, who: str, call: Callable[[], _T]) -> _T:
         """Call until the store takes it, and return what that returns.
 
-        Raises: FailedInPassing where the run is asked to end before; what else the call raises.
+        Raises: TransientStorageError where the run is asked to end before; what else the call
+        raises.
         """
         while True:
             try:
                 made = call()
-            except FailedInPassing as error:
+            except TransientStorageError as error:
                 self.note(who, str(error))
                 if self._should_end():
                     raise

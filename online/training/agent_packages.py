@@ -11,13 +11,13 @@ from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
 from replaylake.offline.evaluation.evaluate import Evaluation
 from replaylake.offline.learning.learner import Learner
-from replaylake.offline.running.training.packaging import packaged
+from replaylake.offline.running.training.packaging import build_package
 from replaylake.offline.running.training.run_record import RunRecord
 
 _LINEAGE: Final = ("datasets", "algorithm", "seed", "run_id")
 
 
-def packaged_each(
+def build_packages(
     scratch: Path,
     learners: Mapping[str, Learner],
     manifests: Mapping[str, Mapping[str, Any]],
@@ -31,13 +31,13 @@ def packaged_each(
     policies: dict[str, Policy] = {}
     for number, (agent, learner) in enumerate(learners.items()):
         # By number: what an agent is called need be no name of a folder.
-        folder, _ = packaged(_made(scratch / f"{number}"), learner, manifests[agent])
+        folder, _ = build_package(_make_dir(scratch / f"{number}"), learner, manifests[agent])
         policies[agent] = load_policy(folder)
     evaluation = evaluated(policies)
     folders = {}
     for number, (agent, learner) in enumerate(learners.items()):
-        folders[agent], _ = packaged(
-            _made(scratch / f"{number}-evaluated"),
+        folders[agent], _ = build_package(
+            _make_dir(scratch / f"{number}-evaluated"),
             learner,
             manifests[agent],
             evaluated=lambda _: evaluation,
@@ -45,7 +45,7 @@ def packaged_each(
     return folders, evaluation
 
 
-def register(
+def register_packages(
     registry: Registry, record: RunRecord, packages: Mapping[str, Path], found: Mapping[str, Any]
 ) -> tuple[PolicyRef, dict[str, Any]]:
     """Register each agent's package under the name it says, the run's end with the last one.
@@ -80,7 +80,7 @@ def register(
     return ref, done
 
 
-def registered_policies(
+def load_registered_policies(
     registry: Registry, last: PolicyRef, record: Mapping[str, Any]
 ) -> dict[str, PolicyRef]:
     """Return the agents' policies that the record of a run that is done names; see register."""
@@ -95,6 +95,6 @@ def _lineage(package: Path) -> dict[str, Any]:
     return {key: body[key] for key in _LINEAGE}
 
 
-def _made(folder: Path) -> Path:
+def _make_dir(folder: Path) -> Path:
     folder.mkdir()
     return folder

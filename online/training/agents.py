@@ -15,23 +15,23 @@ import numpy as np
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, NameRefused
+from replaylake.datastore.errors import ConfigInvalidError, InvalidNameError
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.names import check_policy_name
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.datastore.replay.live.log_reader import FollowTimings, Taken
+from replaylake.datastore.replay.live.log_reader import FollowTimings, StageTiming
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any
 from replaylake.offline.learning.algorithm import OnPolicy
 from replaylake.offline.learning.learner import Learner, Update
 from replaylake.offline.networks.graph import PolicyGraph
-from replaylake.online.collecting.acting import Acting
-from replaylake.online.training.behavior import OneBehavior
-from replaylake.online.training.once_supply import OnceSupply
-from replaylake.online.training.supply import Supply
+from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.training.behavior import SingleBehaviorSource
+from replaylake.online.training.once_supply import OnPolicyBatches
+from replaylake.online.training.supply import ReplayBatches
 
 # Before the agent's name in a metric's.
 _AGENT: Final = "agent"
@@ -45,13 +45,13 @@ def agents_of(env_id: str, env_args: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def policy_names(name: str, agents: Sequence[str]) -> dict[str, str]:
-    """Return what each agent's policy is registered as. Raises: NameRefused."""
+    """Return what each agent's policy is registered as. Raises: InvalidNameError."""
     names = {agent: f"{name}_{agent}" for agent in agents}
     for agent, its_name in names.items():
         try:
             check_policy_name(its_name)
-        except NameRefused as error:
-            raise NameRefused(
+        except InvalidNameError as error:
+            raise InvalidNameError(
                 f"agents each: found agent {agent!r}, whose policy would be {its_name!r}, expected "
                 "[a-z][a-z0-9_-]*, at most 63 characters. Rename the agent in the environment, or "
                 "learn one policy for all: --agents shared."
@@ -59,7 +59,7 @@ def policy_names(name: str, agents: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def own_steps(agent: str) -> str:
+def agent_steps_condition(agent: str) -> str:
     """Return the SQL condition over `steps` of those that an agent took."""
     quoted = agent.replace("'", "''")
     return f"agent_id = '{quoted}'"
@@ -91,7 +91,7 @@ class AgentViews:
         """Return what following took since the last call, of all of them together."""
         each = [view.timings() for view in self.by_agent.values()]
         tails, decodes = zip(*each, strict=True)
-        return FollowTimings(_total(tails), _total(decodes))
+        return FollowTimings(_sum_timings(tails), _sum_timings(decodes))
 
 
 class AgentLearners:
@@ -159,11 +159,11 @@ class AgentLearners:
             )
 
 
-class AgentSupplies:
+class AgentBatches:
     """A supply made of one for each agent: each batch is the next agent's that has one."""
 
     def __init__(
-        self, supplies: Mapping[str, Supply | OnceSupply], learners: AgentLearners
+        self, supplies: Mapping[str, ReplayBatches | OnPolicyBatches], learners: AgentLearners
     ) -> None:
         self._supplies = supplies
         self._learners = learners
@@ -225,10 +225,10 @@ class AgentSupplies:
             supply.load_state_dict(state["agents"][agent])
 
 
-class AgentBehaviors:
+class AgentBehaviorSources:
     """Each agent's own policy acts for it."""
 
-    def __init__(self, behaviors: Mapping[str, OneBehavior]) -> None:
+    def __init__(self, behaviors: Mapping[str, SingleBehaviorSource]) -> None:
         self._behaviors = behaviors
 
     @property
@@ -241,29 +241,29 @@ class AgentBehaviors:
         """The same for all."""
         return max(one.random_steps for one in self._behaviors.values())
 
-    def acting(self, version: int, num_steps: int) -> Mapping[str, Acting]:
+    def acting(self, version: int, num_steps: int) -> Mapping[str, BehaviorPolicy]:
         """Return who acts for each; versions rise together."""
         return {agent: one.acting(version, num_steps) for agent, one in self._behaviors.items()}
 
 
-def _total(each: Sequence[Taken]) -> Taken:
-    return Taken(*(sum(column) for column in zip(*each, strict=True)))
+def _sum_timings(each: Sequence[StageTiming]) -> StageTiming:
+    return StageTiming(*(sum(column) for column in zip(*each, strict=True)))
 
 
 def check_each(agents: Sequence[str], *, env_id: str, has_mix: bool, records: bool) -> None:
-    """Refuse what a policy for each agent cannot be learned with. Raises: ConfigInvalid."""
+    """Refuse what a policy for each agent cannot be learned with. Raises: ConfigInvalidError."""
     if not agents:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"agents each: found {env_id}, an environment of one agent, expected one of several. "
             "Leave --agents out."
         )
     if has_mix:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             "agents each: found mix, expected none: whose steps of another dataset each agent "
             "would learn from is not known. Leave --mix out, or learn with --agents shared."
         )
     if not records:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             "agents each: found record off, expected on: each agent finds its own steps in the "
             "lake. Leave --no-record out, or learn with --agents shared."
         )

@@ -8,11 +8,11 @@ from replaylake.offline.evaluation.self_play import AgentPolicies
 from replaylake.offline.learning.graph_writer import GraphWriter
 from replaylake.offline.learning.learner import Learner
 from replaylake.offline.networks.graph import TorchPolicy
-from replaylake.online.collecting.acting import Acting, AgentsActing, GraphBytes
-from replaylake.online.training.exploring import Exploring
+from replaylake.online.collecting.acting import BehaviorPolicies, BehaviorPolicy, GraphBytes
+from replaylake.online.training.exploring import ExplorationSchedule
 
 
-class Behavior(Protocol):
+class BehaviorSource(Protocol):
     """What a trainer broadcasts, and what it judges."""
 
     @property
@@ -25,16 +25,22 @@ class Behavior(Protocol):
         """Uniform actions until so many steps were collected."""
         ...
 
-    def acting(self, version: int, num_steps: int) -> AgentsActing:
+    def acting(self, version: int, num_steps: int) -> BehaviorPolicies:
         """Return who acts as `version`, once `num_steps` steps were collected."""
         ...
 
 
-class OneBehavior:
+class SingleBehaviorSource:
     """A learner's policy, for an environment's one agent or for all of its agents."""
 
     def __init__(
-        self, learner: Learner, exploring: Exploring, *, name: str, device: str, is_sent: bool
+        self,
+        learner: Learner,
+        exploring: ExplorationSchedule,
+        *,
+        name: str,
+        device: str,
+        is_sent: bool,
     ) -> None:
         """name: whom steps are said to be acted by. is_sent: to other processes, as ONNX."""
         graph = learner.policy()
@@ -53,7 +59,7 @@ class OneBehavior:
         """As configured."""
         return self._exploring.random_steps
 
-    def acting(self, version: int, num_steps: int) -> Acting:
+    def acting(self, version: int, num_steps: int) -> BehaviorPolicy:
         """Return the policy with what it has learned by now."""
         source: GraphBytes | TorchPolicy = self._policy
         if self._writer is not None:

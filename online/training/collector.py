@@ -16,24 +16,24 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.errors import TrainingFailed
+from replaylake.datastore.errors import TrainingError
 from replaylake.online.collecting.acting import num_bytes_sent
-from replaylake.online.collecting.returns import LastReturns
-from replaylake.online.collecting.shipment import Shipment
+from replaylake.online.collecting.returns import RecentReturns
+from replaylake.online.collecting.shipment import RolloutBatch
 from replaylake.online.pools.pool import WorkerLost
-from replaylake.online.recording.recorded import Recorded
+from replaylake.online.recording.recorded import CommittedSteps
 from replaylake.online.recording.refusals import RETRY_S
 from replaylake.online.training.config import OnlineConfig
-from replaylake.online.training.parts import Parts
+from replaylake.online.training.parts import Components
 
 # From one look at what the workers have sent to the next, while there are updates to make: a look
 # at Ray takes 0.2 ms.
-_LOOK_S: Final = 0.005
+_POLL_S: Final = 0.005
 _WAIT_S: Final = 0.02
 # At the end, between two looks at whether the store refuses.
 _SETTLE_S: Final = 1.0
-_RETURNS_KEPT: Final = 100
-_LATENCIES_KEPT: Final = 1000
+_MAX_RETURNS: Final = 100
+_MAX_LATENCIES: Final = 1000
 
 
 class Collector:
@@ -41,7 +41,7 @@ class Collector:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Components,
         config: OnlineConfig,
         *,
         on_remark: Callable[[str], None],
@@ -53,7 +53,7 @@ class Collector:
         self._takes_turns = self._is_local or config.mode == "sync"
         self._broadcaster = Broadcaster(parts, config)
         self.num_steps = self.num_episodes = 0
-        self.returns = LastReturns(max(_RETURNS_KEPT, config.until_episodes))
+        self.returns = RecentReturns(max(_MAX_RETURNS, config.until_episodes))
         self._said_zero_sum = False
         # Steps that workers may still hand over, by worker; and those handed over and not arrived.
         self._promised: dict[int, int] = {}
@@ -62,7 +62,7 @@ class Collector:
         # store refused what it has.
         self._open: dict[int, Sequence[str]] = {}
         self._refused_until: dict[int, float] = {}
-        self._latencies: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+        self._latencies: deque[float] = deque(maxlen=_MAX_LATENCIES)
         self._looked_at = -math.inf
         # When something came, arrived or was learned last.
         self._moved_at = time.monotonic()
@@ -83,7 +83,7 @@ class Collector:
     @property
     def mean_return(self) -> float | None:
         """Of the last hundred episodes, as they were collected; of games their agents' sums."""
-        returns = list(self.returns.sums)[-_RETURNS_KEPT:]
+        returns = list(self.returns.sums)[-_MAX_RETURNS:]
         return float(np.mean(returns)) if returns else None
 
     @property
@@ -95,12 +95,12 @@ class Collector:
         """Hand out permits and take what came; wait for it only where there is nothing to learn.
 
         update: what the policy is of. can_update: whether the trainer makes an update next.
-        Raises: TrainingFailed where neither workers nor the learner can go on for too long.
+        Raises: TrainingError where neither workers nor the learner can go on for too long.
         """
         now = time.perf_counter()
         if can_update:
             self._moved_at = time.monotonic()
-        if can_update and (self._takes_turns or now - self._looked_at < _LOOK_S):
+        if can_update and (self._takes_turns or now - self._looked_at < _POLL_S):
             return
         self._note_arrived()
         self._hand_out(update)
@@ -132,7 +132,7 @@ class Collector:
     def settle(self, on_wait: Callable[[], None]) -> None:
         """Wait until all is recorded; not where the run is asked to end and the store refuses.
 
-        on_wait: called now and then meanwhile. Raises: TrainingFailed where nothing moves.
+        on_wait: called now and then meanwhile. Raises: TrainingError where nothing moves.
         """
         self._moved_at = time.monotonic()
         while not self._parts.feed.settle(_SETTLE_S):
@@ -167,13 +167,13 @@ class Collector:
             "limiter": self._parts.limiter.state_dict(),
         }
 
-    def begin_with(self, found: Recorded) -> None:
+    def begin_with(self, found: CommittedSteps) -> None:
         """Begin with what the run has recorded; before the first look."""
         self.num_steps, self.num_episodes = found.num_steps, found.num_episodes
         self._broadcaster.begin_at(found.policy_version + 1)
         self._parts.limiter.insert(found.num_steps)
 
-    def load_state_dict(self, state: Mapping[str, Any], found: Recorded) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], found: CommittedSteps) -> None:
         """Go on from it, and with all that the run has recorded by now."""
         # What acted after the state was saved was of versions that name nothing else.
         self._broadcaster.begin_at(max(state["version"], found.policy_version) + 1)
@@ -199,7 +199,7 @@ class Collector:
             self._moved_at = now
         if now - self._moved_at > timeout_s:
             limiter = self._parts.limiter
-            raise TrainingFailed(
+            raise TrainingError(
                 f"training: found nothing collected, committed or learned in {timeout_s:g} s, with "
                 f"{self._num_under_way:,} steps on their way through the lake, "
                 f"{limiter.num_inserts:,} there and {limiter.num_samples:,} samples taken; "
@@ -257,14 +257,14 @@ class Collector:
             came, timeout_s = True, 0.0
         return came
 
-    def _take(self, answer: Shipment | WorkerLost | None) -> bool:
+    def _take(self, answer: RolloutBatch | WorkerLost | None) -> bool:
         if isinstance(answer, WorkerLost):
             self._note_lost(answer)
         elif answer is not None:
             self._note_shipment(answer)
         return answer is not None
 
-    def _note_shipment(self, shipment: Shipment) -> None:
+    def _note_shipment(self, shipment: RolloutBatch) -> None:
         worker, self._moved_at = shipment.worker, time.monotonic()
         self._promised.pop(worker, None)
         self._parts.refusals.note(f"worker {worker}", shipment.trouble)
@@ -282,7 +282,7 @@ class Collector:
         self._parts.timings.merge(shipment.timings)
         self._parts.feed.add(shipment)
 
-    def _note_returns(self, shipment: Shipment) -> None:
+    def _note_returns(self, shipment: RolloutBatch) -> None:
         self.returns.add(shipment.ends)
         if self.returns.is_zero_sum and not self._said_zero_sum:
             self._said_zero_sum = True
@@ -312,13 +312,13 @@ class Collector:
 # A broadcast takes a millisecond or two of the learner's time; what is replayed was collected by
 # older policies anyway.
 _INTERVAL_S: Final = 0.1
-_KEPT: Final = 100
+_MAX_STALENESSES: Final = 100
 
 
 class Broadcaster:
     """Counts versions, and keeps workers from falling further behind than allowed."""
 
-    def __init__(self, parts: Parts, config: OnlineConfig) -> None:
+    def __init__(self, parts: Components, config: OnlineConfig) -> None:
         self._parts, self._config = parts, config
         self._is_local = config.env_runner == "local"
         self._version = 0
@@ -326,7 +326,7 @@ class Broadcaster:
         # By worker: the version that it collects with. Then how far behind those of the last
         # shipments were when they came.
         self._asked_with: dict[int, int] = {}
-        self._staleness: deque[int] = deque(maxlen=_KEPT)
+        self._staleness: deque[int] = deque(maxlen=_MAX_STALENESSES)
 
     @property
     def version(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.offline.learning.options import expect, from_options
 
 Mode = Literal["async", "sync"]
@@ -217,22 +217,22 @@ _SHARES: Final = (
     "priority_alpha",
     "priority_beta",
 )
-OWN_OPTIONS: Final = tuple(f.name for f in fields(OnlineConfig) if f.name != "options")
+ONLINE_OPTIONS: Final = tuple(f.name for f in fields(OnlineConfig) if f.name != "options")
 
 
 def online_config(options: Mapping[str, Any]) -> OnlineConfig:
     """Sort flat options into the run's own and the algorithm's, which are checked later.
 
-    The algorithm's may stand beside the run's, or in a table `options`. Raises: ConfigInvalid.
+    The algorithm's may stand beside the run's, or in a table `options`. Raises: ConfigInvalidError.
     """
-    own = set(OWN_OPTIONS)
+    own = set(ONLINE_OPTIONS)
     nested = options.get("options", {})
     if not isinstance(nested, dict):
-        raise ConfigInvalid(f"online: options: found {nested!r}, expected a table of options.")
+        raise ConfigInvalidError(f"online: options: found {nested!r}, expected a table of options.")
     theirs = {key: value for key, value in options.items() if key not in own | {"options"}}
     ours = {key: value for key, value in options.items() if key in own}
     if "algorithm" not in ours:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             "online: algorithm: found none, expected one such as dqn, sac, impala or ppo. "
             "`replaylake algorithms` lists them."
         )
@@ -263,7 +263,7 @@ class OnlineRequest:
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> OnlineRequest:
-        """Return what to_json wrote down. Raises: ConfigInvalid."""
+        """Return what to_json wrote down. Raises: ConfigInvalidError."""
         try:
             given = dict(body["config"])
             options, mix = given.pop("options"), given.pop("mix")
@@ -271,7 +271,7 @@ class OnlineRequest:
             config = replace(config, options=options, mix=mix)
             return OnlineRequest(**{**body, "config": config})
         except (KeyError, TypeError) as error:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"run: found a request that is not whole ({type(error).__name__}: {error}), "
                 "expected what `train online` was asked for. It is of another version of "
                 "ReplayLake: train again."

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from replaylake.datastore.episodes.spaces import Box
 from replaylake.datastore.lake.policies.policy import Policy, PolicySpec
-from replaylake.online.collecting.acting import Acting, GraphBytes
+from replaylake.online.collecting.acting import BehaviorPolicy, GraphBytes
 from replaylake.online.training.config import OnlineConfig
 
 
 @dataclass(frozen=True)
-class Exploring:
+class ExplorationSchedule:
     """What a config says of exploring, for the head of a policy.
 
     random_steps: uniform actions until so many steps were collected.
@@ -23,16 +23,18 @@ class Exploring:
 
     def acting(
         self, name: str, version: int, source: GraphBytes | Policy, num_steps: int
-    ) -> Acting:
+    ) -> BehaviorPolicy:
         """Return who acts once `num_steps` steps were collected."""
         if num_steps < self.random_steps:
-            return Acting()
+            return BehaviorPolicy()
         config, head = self.config, self.spec.head
         if head == "q_values":
-            return Acting(name, version, source, temperature=0.0, epsilon=self._epsilon(num_steps))
+            return BehaviorPolicy(
+                name, version, source, temperature=0.0, epsilon=self._epsilon(num_steps)
+            )
         if head in ("deterministic", "sampled"):
-            return Acting(name, version, source, noise=config.action_noise)
-        return Acting(name, version, source, temperature=config.temperature)
+            return BehaviorPolicy(name, version, source, noise=config.action_noise)
+        return BehaviorPolicy(name, version, source, temperature=config.temperature)
 
     def _epsilon(self, num_steps: int) -> float:
         """Fall linearly from the first to the second (Mnih et al. 2015)."""
@@ -42,10 +44,12 @@ class Exploring:
         return config.epsilon_start + share * (config.epsilon_end - config.epsilon_start)
 
 
-def exploring(config: OnlineConfig, spec: PolicySpec, *, takes_once: bool) -> Exploring:
+def make_exploration_schedule(
+    config: OnlineConfig, spec: PolicySpec, *, takes_once: bool
+) -> ExplorationSchedule:
     """Return how a run explores; takes_once: whether its algorithm corrects for who acted."""
     steps = config.random_steps
     if steps is None:
         is_box = isinstance(spec.action_space, Box)
         steps = config.min_size if is_box and not takes_once else 0
-    return Exploring(config, spec, steps)
+    return ExplorationSchedule(config, spec, steps)

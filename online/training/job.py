@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
+from replaylake.datastore.errors import ConfigInvalidError, PackageInvalidError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
@@ -25,23 +25,23 @@ from replaylake.offline.algorithms.catalog import (
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.learning.learner import Learner
-from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.acting import BehaviorPolicy
 from replaylake.online.collecting.track import POLICY_STATE
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.collecting.workers import make_worker
-from replaylake.online.recording.destination import prepare
-from replaylake.online.recording.recorded import Collected
+from replaylake.online.recording.destination import ensure_dataset
+from replaylake.online.recording.recorded import CollectedData
 from replaylake.online.training.agents import (
     AgentLearners,
     agents_of,
     check_each,
     policy_names,
 )
-from replaylake.online.training.config import OWN_OPTIONS, OnlineConfig, OnlineRequest
+from replaylake.online.training.config import ONLINE_OPTIONS, OnlineConfig, OnlineRequest
 
 
 @dataclass(frozen=True)
-class Job:
+class OnlineJob:
     """A request made ready.
 
     agents: of a game; none where the environment is one of one agent. since: the dataset's version
@@ -77,17 +77,23 @@ class Job:
         return config.agents == "shared" and (config.env_runner == "local" or not config.record)
 
 
-def prepared(lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | None = None) -> Job:
+def prepare(
+    lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | None = None
+) -> OnlineJob:
     """Check all that can be refused before anything is collected, and make the learner."""
     check_policy_name(request.policy_name)
     spaces = spaces_of(request.env_id, request.env_args)
     algorithm = check_algorithm(request.config.algorithm, spaces[1])
-    check_options(request.config.algorithm, spaces[1], request.config.options, others=OWN_OPTIONS)
-    start = None if request.config.start_from is None else _start(lake, request.config)
-    config = resolved(request.config, algorithm, None if start is None else start.options)
+    check_options(
+        request.config.algorithm, spaces[1], request.config.options, others=ONLINE_OPTIONS
+    )
+    start = (
+        None if request.config.start_from is None else _load_initial_policy(lake, request.config)
+    )
+    config = resolve_config(request.config, algorithm, None if start is None else start.options)
     request = replace(request, config=config)
     if not algorithm.uses_rewards:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"algorithm {config.algorithm}: it clones behaviour, expected one that learns from "
             "rewards: it would learn to do what it does. Collect with `replaylake rollout`, then "
             "`replaylake train offline`."
@@ -103,7 +109,7 @@ def prepared(lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | N
     if mask_size is not None:
         check_masks(config.algorithm, spaces[1])
     if config.mix and learner.on_policy is not None:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"algorithm {config.algorithm}: found mix {dict(config.mix)}, expected none: it takes "
             "each step once, soon after it was taken. Use one that replays, such as dqn or sac."
         )
@@ -117,13 +123,13 @@ def prepared(lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | N
     if not lake.registry.exists():
         lake.registry.create()
     dataset = lake.dataset(request.dataset)
-    prepare(dataset, request.env_id, request.env_args, mask_size=mask_size)
+    ensure_dataset(dataset, request.env_id, request.env_args, mask_size=mask_size)
     state_size = learner.policy().spec.recorded_state_size
     if learner.on_policy is not None and state_size:
         # The view asks for it before a worker has written the first step.
         dataset.add_vectors(POLICY_STATE, state_size)
     since = int(began["since"]) if began is not None else dataset.snapshot().version
-    return Job(request, learner, agents, dataset, since, mixed, _lineage_of(mixed))
+    return OnlineJob(request, learner, agents, dataset, since, mixed, _lineage_of(mixed))
 
 
 def _lineage_of(mixed: Mapping[str, ReplayView]) -> tuple[Mapping[str, Any], ...]:
@@ -136,7 +142,10 @@ def _lineage_of(mixed: Mapping[str, ReplayView]) -> tuple[Mapping[str, Any], ...
 
 
 def _learner(
-    request: OnlineRequest, spaces: tuple[Any, Any], agents: Sequence[str], start: _Start | None
+    request: OnlineRequest,
+    spaces: tuple[Any, Any],
+    agents: Sequence[str],
+    start: _InitialPolicy | None,
 ) -> Learner:
     """Make the learner, or all agents' own as one."""
     config = request.config
@@ -164,7 +173,7 @@ def _learner(
 
 
 def _check_steps(config: OnlineConfig, learner: Learner) -> None:
-    """Raises: ConfigInvalid where the run would end before the first update."""
+    """Raises: ConfigInvalidError where the run would end before the first update."""
     plan = learner.on_policy
     if plan is not None:
         least, why = plan.num_sequences * plan.length, "num_sequences * length, for a batch"
@@ -174,46 +183,46 @@ def _check_steps(config: OnlineConfig, learner: Learner) -> None:
         least = config.min_size + max(1, math.ceil(batch_size / per_insert))
         why = f"min_size {config.min_size:,} and what an update samples"
     if config.steps < least:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"online: steps: found {config.steps:,}, expected {least:,} or more ({why}): nothing "
             "would be learned. Collect more, or lower that."
         )
 
 
 @dataclass(frozen=True)
-class _Start:
+class _InitialPolicy:
     """What a registered policy had learned, and the options that it learned with."""
 
     weights: Mapping[str, Array]
     options: Mapping[str, Any]
 
 
-def _start(lake: Lake, config: OnlineConfig) -> _Start:
-    """Read the policy that is started from. Raises: NotFound, PackageInvalid."""
+def _load_initial_policy(lake: Lake, config: OnlineConfig) -> _InitialPolicy:
+    """Read the policy that is started from. Raises: NotFoundError, PackageInvalidError."""
     assert config.start_from is not None, "asked for where there is one"
     ref = lake.registry.resolve(config.start_from)
     manifest = check_package(ref.path, ref.manifest_sha256)
     theirs = manifest.body.get("algorithm")
     if theirs != config.algorithm:
-        raise PackageInvalid(
+        raise PackageInvalidError(
             f"start from {ref}: found a policy of algorithm {theirs}, expected {config.algorithm} "
             f"as this run's. Train with --algorithm {theirs}, or start from another policy."
         )
     options = manifest.body.get("config", {}).get("options", {})
-    return _Start(load_learner_weights(ref.path, ref.manifest_sha256), options)
+    return _InitialPolicy(load_learner_weights(ref.path, ref.manifest_sha256), options)
 
 
 def _mask_size(request: OnlineRequest) -> int | None:
     """Return the width of the environment's action masks; None if it gives none."""
     config = RolloutConfig(request.env_id, env_args=dict(request.env_args), num_envs=1)
-    probe = make_worker(config, iter([0]), Acting(), producer="probe")
+    probe = make_worker(config, iter([0]), BehaviorPolicy(), producer="probe")
     try:
         return probe.mask_size
     finally:
         probe.close()
 
 
-def manifest_of(job: Job, run_id: str, collected: Collected) -> dict[str, Any]:
+def manifest_of(job: OnlineJob, run_id: str, collected: CollectedData) -> dict[str, Any]:
     """Return what a package says of where its policy comes from."""
     request = job.request
     own = {
@@ -246,7 +255,7 @@ def manifest_of(job: Job, run_id: str, collected: Collected) -> dict[str, Any]:
     }
 
 
-def first_record(job: Job) -> dict[str, Any]:
+def first_record(job: OnlineJob) -> dict[str, Any]:
     request = job.request
     return {
         "policy": request.policy_name,
@@ -292,7 +301,7 @@ def online_defaults(algorithm: AlgorithmInfo) -> OnlineDefaults:
     return OnlineDefaults()
 
 
-def resolved(
+def resolve_config(
     config: OnlineConfig, algorithm: AlgorithmInfo, started: Mapping[str, Any] | None
 ) -> OnlineConfig:
     """Return the config with nothing left to a default that may change.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Ratio:
 
     def __post_init__(self) -> None:
         if not self.samples_per_insert > 0 or self.min_size < 1 or self.min_diff > self.max_diff:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"rate limiter: found samples_per_insert {self.samples_per_insert}, min_size "
                 f"{self.min_size}, min_diff {self.min_diff} and max_diff {self.max_diff}, expected "
                 "samples_per_insert above 0, min_size of 1 or more and min_diff at most max_diff."
@@ -47,11 +47,11 @@ def sample_to_insert_ratio(
     """Hold samples to a ratio of inserts, counted from the first `items` on.
 
     error_buffer: how many samples the difference may be off below and above.
-    Raises: ConfigInvalid if no insert and no sample might fit into it.
+    Raises: ConfigInvalidError if no insert and no sample might fit into it.
     """
     below, above = error_buffer if isinstance(error_buffer, tuple) else (error_buffer, error_buffer)
     if not below + above >= 2 * max(1.0, samples_per_insert):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"rate limiter: found an error buffer of {below:g} below and {above:g} above, expected "
             f"at least {2 * max(1.0, samples_per_insert):g} together, twice what an insert or a "
             "sample changes: less may block both. Widen it."

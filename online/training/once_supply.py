@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.schema import POLICY_VERSION
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.offline.learning.learner import Learner, Update
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig
-from replaylake.online.training.supply import drawn, placed
+from replaylake.online.training.supply import draw_batch, move_batch
 
 
-class OnceSupply:
+class OnPolicyBatches:
     """Sequences taken once, in order."""
 
     takes_once = True
@@ -35,9 +35,9 @@ class OnceSupply:
     def __init__(
         self, view: LiveView, learner: Learner, config: OnlineConfig, timings: Timings
     ) -> None:
-        """Raises: ConfigInvalid for an algorithm whose batches are replayed."""
+        """Raises: ConfigInvalidError for an algorithm whose batches are replayed."""
         if learner.on_policy is None:
-            raise ConfigInvalid("online: found an algorithm that does not take steps once.")
+            raise ConfigInvalidError("online: found an algorithm that does not take steps once.")
         plan = learner.on_policy
         self.version = 0
         self.num_rows = 1
@@ -46,7 +46,7 @@ class OnceSupply:
         self._max_staleness = config.max_staleness
         self._device, self._timings = config.device, timings
         self._sampler = view.in_order(plan.num_sequences, learner.item)
-        self._taken = _Taken(config.capacity)
+        self._taken = _ConsumedSequences(config.capacity)
         # Those that were taken before the run went on, and were not come across since.
         self._earlier: set[bytes] = set()
         self._num_left_out = 0
@@ -73,11 +73,11 @@ class OnceSupply:
             mask = mask & ~is_old
             if not mask.any():
                 return None
-        return placed(replace(batch, mask=mask), self._device, self._timings)
+        return move_batch(replace(batch, mask=mask), self._device, self._timings)
 
     def give_back(self, batch: Batch, result: Update) -> None:
-        """Raises: ConfigInvalid: nothing is drawn by priorities."""
-        raise ConfigInvalid(
+        """Raises: ConfigInvalidError: nothing is drawn by priorities."""
+        raise ConfigInvalidError(
             "online: prioritized: found an algorithm that takes each step once, expected one that "
             "replays, such as dqn. Leave prioritized out."
         )
@@ -103,7 +103,7 @@ class OnceSupply:
 
     def _next(self) -> tuple[Batch, NDArray[np.bool_]]:
         """Return what comes next, and bool [B, T] which of its steps nobody has had."""
-        batch = drawn(self._sampler, self._timings)
+        batch = draw_batch(self._sampler, self._timings)
         mask: Any = batch.mask
         if self._earlier:
             mask = mask & self._is_new(batch.keys, mask)[:, None]
@@ -124,7 +124,7 @@ class OnceSupply:
         return is_new
 
 
-class _Taken:
+class _ConsumedSequences:
     """Keys of the first and last steps of the sequences that were taken, the newest ones.
 
     At least those of twice as many steps as a view keeps: whatever a view that is made anew has.

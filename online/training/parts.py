@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 from replaylake.offline.evaluation.self_play import AgentPolicies
 from replaylake.offline.learning.learner import Learner
-from replaylake.offline.running.training.selection import Selection
+from replaylake.offline.running.training.selection import PolicySelection
 from replaylake.offline.running.training.trainer import Observer
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.recording.feed import Feed
-from replaylake.online.recording.refusals import Refusals
-from replaylake.online.training.behavior import Behavior
+from replaylake.online.recording.refusals import StorageRetry
+from replaylake.online.training.behavior import BehaviorSource
 from replaylake.online.training.limiter import RateLimiter
-from replaylake.online.training.supply import AnySupply
+from replaylake.online.training.supply import LearnerBatches
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """What a trainer is made of; measure: judges a policy, higher is better; None: not at all."""
 
     learner: Learner
-    supply: AnySupply
+    supply: LearnerBatches
     pool: WorkerPool
     feed: Feed
     limiter: RateLimiter
-    behavior: Behavior
-    selection: Selection
+    behavior: BehaviorSource
+    selection: PolicySelection
     observer: Observer
     timings: Timings
-    refusals: Refusals
+    refusals: StorageRetry
     measure: Callable[[AgentPolicies], float] | None = None

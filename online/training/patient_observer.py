@@ -6,15 +6,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from replaylake.datastore.errors import FailedInPassing
-from replaylake.offline.running.training.lake_run import LakeRun
-from replaylake.online.recording.refusals import Refusals
+from replaylake.datastore.errors import TransientStorageError
+from replaylake.offline.running.training.lake_run import LakeObserver
+from replaylake.online.recording.refusals import StorageRetry
 
 
-class PatientObserver:
-    """A trainer's Observer: what a LakeRun cannot write now is tried again."""
+class RetryingObserver:
+    """A trainer's Observer: what a LakeObserver cannot write now is tried again."""
 
-    def __init__(self, run: LakeRun, refusals: Refusals, on_remark: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: LakeObserver, refusals: StorageRetry, on_remark: Callable[[str], None]
+    ) -> None:
         self._run, self._refusals, self._on_remark = run, refusals, on_remark
 
     @property
@@ -26,15 +28,15 @@ class PatientObserver:
         """Add to the run's metrics."""
         try:
             self._run.measured(update, values)
-        except FailedInPassing:
+        except TransientStorageError:
             # They are kept: only the writing is to be done again, or left to the next time.
-            with suppress(FailedInPassing):
+            with suppress(TransientStorageError):
                 self._refusals.until_taken("metrics", self._run.flush)
 
     def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
         """Save a checkpoint; where a run that is to end cannot, it says what it goes on from.
 
-        Raises: TrainingFailed, StorageFailed, CommitConflict.
+        Raises: TrainingError, StorageError, CommitConflictError.
         """
 
         def save() -> None:
@@ -42,7 +44,7 @@ class PatientObserver:
 
         try:
             self._refusals.until_taken("checkpoint", save)
-        except FailedInPassing:
+        except TransientStorageError:
             saved = self._run.last_saved
             kept = "none was saved before" if saved is None else f"that of update {saved:,} stays"
             self._on_remark(f"the checkpoint of update {update:,} could not be saved: {kept}")

@@ -12,35 +12,35 @@ from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
 from replaylake.offline.evaluation.self_play import AgentPolicies
-from replaylake.offline.running.training.lake_run import LakeRun
-from replaylake.offline.running.training.packaging import packaged
+from replaylake.offline.running.training.lake_run import LakeObserver
+from replaylake.offline.running.training.packaging import build_package
 from replaylake.offline.running.training.run_record import RunRecord
-from replaylake.online.recording.recorded import what_was_collected
-from replaylake.online.recording.refusals import Refusals
-from replaylake.online.training.agent_packages import packaged_each, register
-from replaylake.online.training.agents import AgentLearners, own_steps, policy_names
-from replaylake.online.training.job import Job, manifest_of
-from replaylake.online.training.patient_observer import PatientObserver
-from replaylake.online.training.result import OnlineResult, result_of
+from replaylake.online.recording.recorded import read_collected
+from replaylake.online.recording.refusals import StorageRetry
+from replaylake.online.training.agent_packages import build_packages, register_packages
+from replaylake.online.training.agents import AgentLearners, agent_steps_condition, policy_names
+from replaylake.online.training.job import OnlineJob, manifest_of
+from replaylake.online.training.patient_observer import RetryingObserver
+from replaylake.online.training.result import OnlineResult, make_result
 from replaylake.online.training.trainer import OnlineTrainer
 
 
-def registered(
+def register_policy(
     lake: Lake,
-    job: Job,
+    job: OnlineJob,
     record: RunRecord,
     lease: RunLease,
     trainer: OnlineTrainer,
-    run: LakeRun,
-    observer: PatientObserver,
-    refusals: Refusals,
+    run: LakeObserver,
+    observer: RetryingObserver,
+    refusals: StorageRetry,
 ) -> OnlineResult:
     """Package, evaluate and register the policy that was chosen; the checkpoints go."""
     request, config, selection = job.request, job.config, trainer.selection
     chosen = selection.chosen
     if chosen.update != trainer.update:
         job.learner.load_state_dict(run.checkpoints.load(chosen.update).arrays)
-    collected = what_was_collected(job.dataset, record.run_id, since=job.since)
+    collected = read_collected(job.dataset, record.run_id, since=job.since)
     manifest = manifest_of(job, record.run_id, collected) | {
         "selection": selection.to_json(),
         "metrics": dict(chosen.metrics),
@@ -68,10 +68,10 @@ def registered(
         }
         lease.confirm()
         ref, done = refusals.until_taken(
-            "policy", lambda: register(lake.registry, record, packages, found)
+            "policy", lambda: register_packages(lake.registry, record, packages, found)
         )
     run.checkpoints.remove()
-    return result_of(lake, ref, {**done, "run_id": record.run_id})
+    return make_result(lake, ref, {**done, "run_id": record.run_id})
 
 
 def _outcome(trainer: OnlineTrainer) -> dict[str, Any]:
@@ -91,19 +91,19 @@ def _outcome(trainer: OnlineTrainer) -> dict[str, Any]:
 
 def _packages(
     scratch: Path,
-    job: Job,
+    job: OnlineJob,
     manifest: Mapping[str, Any],
     evaluated: Callable[[AgentPolicies], Evaluation],
 ) -> tuple[Mapping[str, Path], Evaluation]:
     """Return each agent's package; of one policy for whoever acts, that of an unnamed one."""
     if not isinstance(job.learner, AgentLearners):
-        package, evaluation = packaged(scratch, job.learner, manifest, evaluated=evaluated)
+        package, evaluation = build_package(scratch, job.learner, manifest, evaluated=evaluated)
         assert evaluation is not None
         return {"": package}, evaluation
     names = policy_names(job.request.policy_name, job.agents)
     manifests = {}
     for agent, name in names.items():
         own, *rest = manifest["datasets"]
-        datasets = [{**own, "where_steps": own_steps(agent)}, *rest]
+        datasets = [{**own, "where_steps": agent_steps_condition(agent)}, *rest]
         manifests[agent] = {**manifest, "name": name, "datasets": datasets}
-    return packaged_each(scratch, job.learner.by_agent, manifests, evaluated)
+    return build_packages(scratch, job.learner.by_agent, manifests, evaluated)

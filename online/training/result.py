@@ -9,7 +9,7 @@ from typing import Any
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.offline.evaluation.evaluate import Evaluation
-from replaylake.online.training.agent_packages import registered_policies
+from replaylake.online.training.agent_packages import load_registered_policies
 from replaylake.online.training.config import OnlineRequest
 
 
@@ -41,12 +41,12 @@ class OnlineResult:
     was_done: bool = False
 
 
-def result_of_done(lake: Lake, record: Mapping[str, Any]) -> OnlineResult:
+def load_finished_result(lake: Lake, record: Mapping[str, Any]) -> OnlineResult:
     ref = lake.registry.resolve(f"{record['policy']}:{record['policy_version']}")
-    return result_of(lake, ref, record)
+    return make_result(lake, ref, record)
 
 
-def result_of(lake: Lake, ref: PolicyRef, record: Mapping[str, Any]) -> OnlineResult:
+def make_result(lake: Lake, ref: PolicyRef, record: Mapping[str, Any]) -> OnlineResult:
     evaluation = None
     if (told := record["evaluation"]) is not None:
         # As JSON has it: lists.
@@ -69,5 +69,5 @@ def result_of(lake: Lake, ref: PolicyRef, record: Mapping[str, Any]) -> OnlineRe
         evaluation=evaluation,
         converged=record["converged"],
         wall_s=record["wall_s"],
-        policies=registered_policies(lake.registry, ref, record),
+        policies=load_registered_policies(lake.registry, ref, record),
     )

@@ -10,11 +10,11 @@ from typing import Final
 
 from replaylake.datastore.episodes.schema import POLICY_VERSION
 from replaylake.datastore.errors import (
-    LogCorrupt,
-    NotFound,
+    LogCorruptError,
+    NotFoundError,
     ReplayLakeError,
-    StorageFailed,
-    TrainingFailed,
+    StorageError,
+    TrainingError,
 )
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
@@ -29,13 +29,13 @@ from replaylake.offline.running.training.callbacks import RunStart
 from replaylake.offline.running.training.interruption import (
     Interruption,
     RunInterrupted,
-    interrupted_at_once,
+    interrupt_on_sigterm,
 )
-from replaylake.offline.running.training.lake_run import LakeRun
+from replaylake.offline.running.training.lake_run import LakeObserver
 from replaylake.offline.running.training.run_record import RunRecord
-from replaylake.offline.running.training.selection import FIRST_SEED, Selection
-from replaylake.online.collecting.acting import Acting
-from replaylake.online.collecting.shipment import Endless, Order
+from replaylake.offline.running.training.selection import FIRST_SEED, PolicySelection
+from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.shipment import EpisodeNumbers, WorkerSpec
 from replaylake.online.collecting.track import POLICY_STATE
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.monitoring.timings import Timings
@@ -44,28 +44,28 @@ from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
 from replaylake.online.recording.collection import GROUP_INTERVAL_S
 from replaylake.online.recording.feed import DirectFeed, Feed, LakeFeed
-from replaylake.online.recording.housekeeping import Housekeeper
-from replaylake.online.recording.recorded import producer_of, recorded
-from replaylake.online.recording.recorder import Recorder
-from replaylake.online.recording.refusals import Refusals
+from replaylake.online.recording.housekeeping import BackgroundCompactor
+from replaylake.online.recording.recorded import producer_of, read_committed
+from replaylake.online.recording.recorder import EpisodeCommitter
+from replaylake.online.recording.refusals import StorageRetry
 from replaylake.online.training.agents import (
-    AgentBehaviors,
+    AgentBatches,
+    AgentBehaviorSources,
     AgentLearners,
-    AgentSupplies,
     AgentViews,
-    own_steps,
+    agent_steps_condition,
 )
-from replaylake.online.training.behavior import Behavior, OneBehavior
+from replaylake.online.training.behavior import BehaviorSource, SingleBehaviorSource
 from replaylake.online.training.callbacks import OnlineCallbacks
-from replaylake.online.training.exploring import exploring
-from replaylake.online.training.job import Job
+from replaylake.online.training.exploring import make_exploration_schedule
+from replaylake.online.training.job import OnlineJob
 from replaylake.online.training.limiter import RateLimiter, sample_to_insert_ratio
-from replaylake.online.training.once_supply import OnceSupply
-from replaylake.online.training.parts import Parts
-from replaylake.online.training.patient_observer import PatientObserver
-from replaylake.online.training.registration import registered
+from replaylake.online.training.once_supply import OnPolicyBatches
+from replaylake.online.training.parts import Components
+from replaylake.online.training.patient_observer import RetryingObserver
+from replaylake.online.training.registration import register_policy
 from replaylake.online.training.result import OnlineResult
-from replaylake.online.training.supply import AnySupply, Supply
+from replaylake.online.training.supply import LearnerBatches, ReplayBatches
 from replaylake.online.training.trainer import OnlineTrainer
 
 # From one look to the next while a view catches up.
@@ -73,7 +73,7 @@ _LOOK_S: Final = 0.25
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RunAttempt:
     """A process's part of a run: the whole of it, or what is left since it was interrupted.
 
     record: as it is written down. lease: held by this process. goes_on: whether an attempt came
@@ -81,7 +81,7 @@ class Attempt:
     """
 
     lake: Lake
-    job: Job
+    job: OnlineJob
     record: RunRecord
     lease: RunLease
     callbacks: OnlineCallbacks
@@ -89,7 +89,7 @@ class Attempt:
 
     def carried_out(self) -> OnlineResult:
         """Train and register. Raises: as train_online."""
-        run = LakeRun(
+        run = LakeObserver(
             self.lake.storage,
             self.lease,
             self.record.run_id,
@@ -103,14 +103,14 @@ class Attempt:
             asked = self.callbacks.should_end
             return interruption.is_requested or bool(asked and asked())
 
-        refusals = Refusals(self.callbacks.remark, should_end)
-        observer = PatientObserver(run, refusals, self.callbacks.remark)
+        refusals = StorageRetry(self.callbacks.remark, should_end)
+        observer = RetryingObserver(run, refusals, self.callbacks.remark)
         try:
-            with interrupted_at_once(), ExitStack() as stack:
+            with interrupt_on_sigterm(), ExitStack() as stack:
                 stack.callback(_flush, run)
                 trainer = self._trainer(stack, run, observer, refusals, should_end)
                 self._train(trainer, run, interruption)
-                return registered(
+                return register_policy(
                     self.lake, self.job, self.record, self.lease, trainer, run, observer, refusals
                 )
         except RunInterrupted:
@@ -121,9 +121,9 @@ class Attempt:
     def _trainer(
         self,
         stack: ExitStack,
-        run: LakeRun,
-        observer: PatientObserver,
-        refusals: Refusals,
+        run: LakeObserver,
+        observer: RetryingObserver,
+        refusals: StorageRetry,
         should_end: Callable[[], bool],
     ) -> OnlineTrainer:
         """Put the run together, where it goes on as it was; `stack` is what ends it."""
@@ -133,15 +133,17 @@ class Attempt:
         producer = producer_of(run_id, attempt)
         checkpoint = run.newest() if self.goes_on else None
         stack.enter_context(torch_threads(config.threads))
-        view = followed(job, producer)
+        view = open_view(job, producer)
         stack.callback(view.close)
-        pool = made_pool(self.lake, job, producer, attempt, should_end)
+        pool = make_pool(self.lake, job, producer, attempt, should_end)
         stack.enter_context(closing(pool))
-        feed = stack.enter_context(made_feed(job, view, producer))
+        feed = stack.enter_context(open_feed(job, view, producer))
         if config.compact and config.record:
-            stack.enter_context(Housekeeper(self.lake.url, job.dataset, on_remark=callbacks.remark))
+            stack.enter_context(
+                BackgroundCompactor(self.lake.url, job.dataset, on_remark=callbacks.remark)
+            )
         trainer = OnlineTrainer(
-            made_parts(job, view, pool, feed, observer, refusals, name=f"run:{run_id}"),
+            make_components(job, view, pool, feed, observer, refusals, name=f"run:{run_id}"),
             config,
             on_progress=callbacks.on_progress,
             on_remark=callbacks.remark,
@@ -164,7 +166,7 @@ class Attempt:
     ) -> Iterator[str]:
         """Let it go on from a checkpoint and what is recorded; yield what is to be told."""
         job = self.job
-        found = recorded(job.dataset, self.record.run_id, since=job.since)
+        found = read_committed(job.dataset, self.record.run_id, since=job.since)
         if found.left_open:
             yield (
                 f"{len(found.left_open):,} episodes were open when the run ended and stay without "
@@ -180,7 +182,7 @@ class Attempt:
         self.record.go_on(trainer.update)
         feed.abandon(found.left_open)
 
-    def _train(self, trainer: OnlineTrainer, run: LakeRun, interruption: Interruption) -> None:
+    def _train(self, trainer: OnlineTrainer, run: LakeObserver, interruption: Interruption) -> None:
         """Run it to its end. Raises: RunInterrupted where it was asked to end before."""
         name, url = self.job.request.dataset, self.lake.url
         try:
@@ -188,27 +190,27 @@ class Attempt:
                 is_complete = trainer.run()
         except ReplayLakeError as error:
             # Asked anew: this one knows the log that it has read.
-            if (damage := _damage(self.lake.dataset(name))) is None:
+            if (damage := _find_damage(self.lake.dataset(name))) is None:
                 raise
-            raise NotFound(
+            raise NotFoundError(
                 f"dataset {name!r}: gone from {url} while the run collects into it ({damage}), "
                 "expected it to stay. Put it back and go on with the run, or begin another."
             ) from error
         if not is_complete:
             raise RunInterrupted(self.record.run_id, run.last_saved)
         if trainer.update == 0:
-            raise TrainingFailed(
+            raise TrainingError(
                 f"training: found no update after {trainer.collector.num_steps:,} steps, expected "
                 "one at least: too few came together for a batch. Collect more --steps."
             )
 
 
 def _catch_up(
-    view: LiveView | AgentViews, version: int, job: Job, should_end: Callable[[], bool]
+    view: LiveView | AgentViews, version: int, job: OnlineJob, should_end: Callable[[], bool]
 ) -> None:
     """Wait until a version can be sampled, as long as more and more of it can.
 
-    Raises: KeyboardInterrupt where it should end; StorageFailed where nothing comes any more.
+    Raises: KeyboardInterrupt where it should end; StorageError where nothing comes any more.
     """
     timeout_s, moved_at = job.config.answer_timeout_s, time.monotonic()
     while not view.wait_for(version=version, timeout_s=_LOOK_S):
@@ -218,7 +220,7 @@ def _catch_up(
         if decoded.tail.items or decoded.decode.items:
             moved_at = time.monotonic()
         if time.monotonic() - moved_at > timeout_s:
-            raise StorageFailed(
+            raise StorageError(
                 f"dataset {job.request.dataset!r}: found version {view.version} and nothing more "
                 f"in {timeout_s:g} s, expected version {version}, with what the run has recorded. "
                 "Look at the disk or the network; where it only takes longer, raise "
@@ -226,17 +228,17 @@ def _catch_up(
             )
 
 
-def _flush(run: LakeRun) -> None:
+def _flush(run: LakeObserver) -> None:
     # What ended the run says more; one that goes on measures again what came after a checkpoint.
-    with suppress(StorageFailed):
+    with suppress(StorageError):
         run.close()
 
 
-def _damage(dataset: Dataset) -> str | None:
+def _find_damage(dataset: Dataset) -> str | None:
     """Return why a dataset cannot be read; None if it can be."""
     try:
         dataset.snapshot()
-    except (NotFound, LogCorrupt) as error:
+    except (NotFoundError, LogCorruptError) as error:
         return str(error).rstrip(".")
     return None
 
@@ -249,7 +251,7 @@ _TURN_INTERVAL_S: Final = 0.02
 _NUMBERS_PER_ATTEMPT: Final = 1 << 22
 
 
-def followed(job: Job, producer: str) -> LiveView | AgentViews:
+def open_view(job: OnlineJob, producer: str) -> LiveView | AgentViews:
     columns = []
     if job.takes_once:
         columns.append(POLICY_VERSION)
@@ -271,25 +273,27 @@ def followed(job: Job, producer: str) -> LiveView | AgentViews:
     if job.config.agents == "shared":
         return follow()
     with ExitStack() as stack:
-        views = {agent: stack.enter_context(follow(own_steps(agent))) for agent in job.agents}
+        views = {
+            agent: stack.enter_context(follow(agent_steps_condition(agent))) for agent in job.agents
+        }
         stack.pop_all()
     return AgentViews(views)
 
 
-def made_pool(
-    lake: Lake, job: Job, producer: str, attempt: int, should_end: Callable[[], bool]
+def make_pool(
+    lake: Lake, job: OnlineJob, producer: str, attempt: int, should_end: Callable[[], bool]
 ) -> WorkerPool:
     request, config = job.request, job.config
     is_local = config.env_runner == "local"
     size = config.num_workers
     orders = [
-        Order(
+        WorkerSpec(
             lake.url,
             request.dataset,
             producer,
             worker,
-            Endless(attempt * _NUMBERS_PER_ATTEMPT + worker, size),
-            Acting(),
+            EpisodeNumbers(attempt * _NUMBERS_PER_ATTEMPT + worker, size),
+            BehaviorPolicy(),
             RolloutConfig(
                 request.env_id,
                 env_args=dict(request.env_args),
@@ -315,7 +319,7 @@ def made_pool(
 
 
 @contextmanager
-def made_feed(job: Job, view: LiveView | AgentViews, producer: str) -> Iterator[Feed]:
+def open_feed(job: OnlineJob, view: LiveView | AgentViews, producer: str) -> Iterator[Feed]:
     if isinstance(view, AgentViews) or not job.puts:
         is_local = job.config.env_runner == "local"
         interval_s = _TURN_INTERVAL_S if is_local else GROUP_INTERVAL_S
@@ -328,21 +332,23 @@ def made_feed(job: Job, view: LiveView | AgentViews, producer: str) -> Iterator[
         yield DirectFeed(view, None)
 
 
-def _recorder(job: Job, producer: str, interval_s: float) -> Recorder:
+def _recorder(job: OnlineJob, producer: str, interval_s: float) -> EpisodeCommitter:
     timeout_s = job.config.answer_timeout_s
-    return Recorder(job.dataset, producer, interval_s=interval_s, answer_timeout_s=timeout_s)
+    return EpisodeCommitter(
+        job.dataset, producer, interval_s=interval_s, answer_timeout_s=timeout_s
+    )
 
 
-def made_parts(
-    job: Job,
+def make_components(
+    job: OnlineJob,
     view: LiveView | AgentViews,
     pool: WorkerPool,
     feed: Feed,
-    observer: PatientObserver,
-    refusals: Refusals,
+    observer: RetryingObserver,
+    refusals: StorageRetry,
     *,
     name: str,
-) -> Parts:
+) -> Components:
     config, learner, request = job.config, job.learner, job.request
 
     def measure(policies: AgentPolicies) -> float:
@@ -355,14 +361,14 @@ def made_parts(
         ).mean_return
 
     timings = Timings()
-    return Parts(
+    return Components(
         learner=learner,
-        supply=_supply(job, view, timings),
+        supply=_make_batches(job, view, timings),
         pool=pool,
         feed=feed,
-        limiter=_limiter(job),
-        behavior=_behavior(job, name),
-        selection=Selection("environment", True, config.patience),
+        limiter=_make_limiter(job),
+        behavior=_make_behavior_source(job, name),
+        selection=PolicySelection("environment", True, config.patience),
         observer=observer,
         timings=timings,
         refusals=refusals,
@@ -370,34 +376,38 @@ def made_parts(
     )
 
 
-def _supply(job: Job, view: LiveView | AgentViews, timings: Timings) -> AnySupply:
-    def supply(view: LiveView, learner: Learner) -> Supply | OnceSupply:
+def _make_batches(job: OnlineJob, view: LiveView | AgentViews, timings: Timings) -> LearnerBatches:
+    def supply(view: LiveView, learner: Learner) -> ReplayBatches | OnPolicyBatches:
         if job.takes_once:
-            return OnceSupply(view, learner, job.config, timings)
-        return Supply(view, learner, job.config, job.batch_size, job.mixed, timings)
+            return OnPolicyBatches(view, learner, job.config, timings)
+        return ReplayBatches(view, learner, job.config, job.batch_size, job.mixed, timings)
 
     if not isinstance(view, AgentViews):
         return supply(view, job.learner)
     assert isinstance(job.learner, AgentLearners), "as many learners as views"
     each = {a: supply(view.by_agent[a], one) for a, one in job.learner.by_agent.items()}
-    return AgentSupplies(each, job.learner)
+    return AgentBatches(each, job.learner)
 
 
-def _behavior(job: Job, name: str) -> Behavior:
+def _make_behavior_source(job: OnlineJob, name: str) -> BehaviorSource:
     """name: whom steps are said to be acted by, with a version that rises as it learns."""
     config = job.config
-    explored = exploring(config, job.learner.policy().spec, takes_once=job.takes_once)
+    explored = make_exploration_schedule(
+        config, job.learner.policy().spec, takes_once=job.takes_once
+    )
 
-    def behavior(learner: Learner) -> OneBehavior:
+    def behavior(learner: Learner) -> SingleBehaviorSource:
         is_sent = config.env_runner != "local"
-        return OneBehavior(learner, explored, name=name, device=config.device, is_sent=is_sent)
+        return SingleBehaviorSource(
+            learner, explored, name=name, device=config.device, is_sent=is_sent
+        )
 
     if isinstance(job.learner, AgentLearners):
-        return AgentBehaviors({a: behavior(one) for a, one in job.learner.by_agent.items()})
+        return AgentBehaviorSources({a: behavior(one) for a, one in job.learner.by_agent.items()})
     return behavior(job.learner)
 
 
-def _limiter(job: Job) -> RateLimiter:
+def _make_limiter(job: OnlineJob) -> RateLimiter:
     """Hold the learner to so many samples a step; it never runs ahead of the ratio.
 
     Of steps taken once each is sampled once: workers may be ahead by a batch, what their

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from replaylake.datastore.episodes.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
 from replaylake.datastore.replay.batch_source import BatchSource
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.mixture import mixture
@@ -28,7 +28,7 @@ from replaylake.online.training.config import OnlineConfig
 _REUSE = 2
 
 
-class AnySupply(Protocol):
+class LearnerBatches(Protocol):
     """Where a trainer's batches come from; see Supply for what each of these does.
 
     takes_once: whether each step is. version: the newest that acts. num_rows: that a batch counts
@@ -52,7 +52,7 @@ class AnySupply(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Supply:
+class ReplayBatches:
     """Replayed transitions."""
 
     takes_once = False
@@ -70,7 +70,7 @@ class Supply:
         """mixed: views of other datasets, by what `config.mix` calls them."""
         self._view, self._timings = view, timings
         self.num_rows = self.num_taken = batch_size
-        source: Any = _own_sampler(view, learner, config, batch_size)
+        source: Any = _make_sampler(view, learner, config, batch_size)
         if mixed:
             others = [v.uniform(batch_size, learner.item, seed=config.seed) for v in mixed.values()]
             shares = [config.mix[name] for name in mixed]
@@ -93,13 +93,16 @@ class Supply:
 
     def sample(self) -> Batch | None:
         """Draw a batch of tensors."""
-        return placed(drawn(self._sampler, self._timings), self._device, self._timings)
+        return move_batch(draw_batch(self._sampler, self._timings), self._device, self._timings)
 
     def give_back(self, batch: Batch, result: Update) -> None:
-        """Set the priorities of a batch. Raises: ConfigInvalid where the learner gives none."""
+        """Set the priorities of a batch.
+
+        Raises: ConfigInvalidError where the learner gives none.
+        """
         priorities: Any = result.priorities
         if priorities is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "online: prioritized: found an algorithm without priorities, expected one that "
                 "gives them, such as dqn. Leave prioritized out."
             )
@@ -129,7 +132,7 @@ def is_shared(device: str) -> bool:
     return torch.device(device).type == "cpu"
 
 
-def drawn(sampler: BatchSource | TorchSampler, timings: Timings) -> Batch:
+def draw_batch(sampler: BatchSource | TorchSampler, timings: Timings) -> Batch:
     """Draw a batch; its time and bytes are the link `sample`'s."""
     started = time.perf_counter()
     batch: Batch = sampler.sample()
@@ -137,7 +140,7 @@ def drawn(sampler: BatchSource | TorchSampler, timings: Timings) -> Batch:
     return batch
 
 
-def placed(batch: Batch, device: str, timings: Timings) -> Batch:
+def move_batch(batch: Batch, device: str, timings: Timings) -> Batch:
     """Return a batch of tensors on a device; what is copied there is the link `to_device`'s.
 
     Its time is until the copy was begun, which goes on beside the program.
@@ -165,7 +168,7 @@ def _num_bytes(value: Any) -> int:
     return int(value.nbytes)
 
 
-def _own_sampler(
+def _make_sampler(
     view: LiveView, learner: Learner, config: OnlineConfig, batch_size: int
 ) -> Sampler:
     if config.prioritized:

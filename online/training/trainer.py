@@ -15,13 +15,13 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.episodes.batch import Batch
-from replaylake.datastore.errors import TrainingFailed
-from replaylake.offline.running.training.selection import Selection
-from replaylake.offline.running.training.trainer import Sums
-from replaylake.online.recording.recorded import Recorded
+from replaylake.datastore.errors import TrainingError
+from replaylake.offline.running.training.selection import PolicySelection
+from replaylake.offline.running.training.trainer import MetricSums
+from replaylake.online.recording.recorded import CommittedSteps
 from replaylake.online.training.collector import Collector
 from replaylake.online.training.config import OnlineConfig
-from replaylake.online.training.parts import Parts
+from replaylake.online.training.parts import Components
 from replaylake.online.training.progress import OnlineProgress
 
 _PROGRESS_INTERVAL_S: Final = 0.25
@@ -32,7 +32,7 @@ class OnlineTrainer:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Components,
         config: OnlineConfig,
         *,
         on_progress: Callable[[OnlineProgress], None] | None = None,
@@ -44,7 +44,7 @@ class OnlineTrainer:
         self.collector = Collector(parts, config, on_remark=on_remark, should_end=should_end)
         self.update = 0
         self.has_converged = False
-        self._logged, self._measured = Sums(), Sums()
+        self._logged, self._measured = MetricSums(), MetricSums()
         # In steps: how often each comes, and when next.
         self._every = {
             "log": config.log_steps,
@@ -60,7 +60,7 @@ class OnlineTrainer:
     def run(self) -> bool:
         """Collect and learn what is left; return false if it was asked to end before.
 
-        The last thing it does is to save. Raises: TrainingFailed where a metric is not finite; what
+        The last thing it does is to save. Raises: TrainingError where a metric is not finite; what
         workers, feed and observer raise.
         """
         self._began = time.perf_counter()
@@ -77,7 +77,7 @@ class OnlineTrainer:
         return not is_ending
 
     @property
-    def selection(self) -> Selection:
+    def selection(self) -> PolicySelection:
         """All measurements, and the best."""
         return self._parts.selection
 
@@ -97,12 +97,12 @@ class OnlineTrainer:
             "wall_s": self.wall_s,
         }
 
-    def begin_with(self, found: Recorded) -> None:
+    def begin_with(self, found: CommittedSteps) -> None:
         """Begin to learn, from what the run has recorded; before it is run."""
         self.collector.begin_with(found)
         self._logged_steps = found.num_steps
 
-    def load_state_dict(self, update: int, state: Mapping[str, Any], found: Recorded) -> None:
+    def load_state_dict(self, update: int, state: Mapping[str, Any], found: CommittedSteps) -> None:
         """Go on from it, and with all that the run has recorded by now.
 
         Steps that came after the state was saved count as any others: the learner catches up.
@@ -147,7 +147,7 @@ class OnlineTrainer:
                 keys = ", ".join(bytes(key).hex() for key in batch.keys.reshape(-1, 2)[:3])
                 saved = self._parts.observer.last_saved
                 good = "none was saved" if saved is None else f"that of update {saved} is good"
-                raise TrainingFailed(
+                raise TrainingError(
                     f"training: {name} is {value} at update {self.update}, expected a finite "
                     f"number (a batch of {len(batch)} rows, first keys {keys}; of its checkpoints "
                     f"{good}). Nothing was registered; what was collected is in the lake. Lower "
@@ -198,7 +198,7 @@ class OnlineTrainer:
                 # It would keep the first policy, which is as good as any by this number.
                 value = None
         is_best = parts.selection.add(self.update, value, self._measured.means())
-        self._measured = Sums()
+        self._measured = MetricSums()
         until = self._config.until_return
         if until is not None and value is not None and value >= until:
             self.has_converged = True
@@ -221,7 +221,7 @@ class OnlineTrainer:
             values["steps_per_s"] = (num_steps - self._logged_steps) / passed
             values["updates_per_s"] = (self.update - self._logged_update) / passed
         parts.observer.measured(self.update, values)
-        self._logged = Sums()
+        self._logged = MetricSums()
         self._logged_wall_s, self._logged_steps = wall_s, num_steps
         self._logged_update = self.update
 

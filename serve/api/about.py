@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from replaylake.datastore.episodes.spaces import to_json
-from replaylake.serve.exchange import Answer, Request, json_answer
+from replaylake.serve.exchange import Request, Response, json_response
 from replaylake.serve.monitoring.metrics import CONTENT_TYPE, Metrics
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.reload import Follower
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.reload import AliasFollower
 from replaylake.serve.versions.router import Arm
 
 
@@ -18,29 +18,29 @@ class About:
     """The endpoints that change nothing."""
 
     def __init__(
-        self, serving: Callable[[], Serving], is_ready: Callable[[], bool], metrics: Metrics
+        self, serving: Callable[[], ServingState], is_ready: Callable[[], bool], metrics: Metrics
     ) -> None:
         self._serving, self._is_ready, self._metrics = serving, is_ready, metrics
 
-    async def policy(self, request: Request) -> Answer:
+    async def policy(self, request: Request) -> Response:
         """Say which policies answer, what they take, and what they came from."""
-        return json_answer(described(self._serving()))
+        return json_response(describe_serving(self._serving()))
 
-    async def livez(self, request: Request) -> Answer:
+    async def livez(self, request: Request) -> Response:
         """Answer while the event loop turns."""
-        return json_answer({"alive": True})
+        return json_response({"alive": True})
 
-    async def readyz(self, request: Request) -> Answer:
+    async def readyz(self, request: Request) -> Response:
         """Answer 200 once requests can be answered and logged, else 503."""
         ready = self._is_ready()
-        return json_answer({"ready": ready}, 200 if ready else 503)
+        return json_response({"ready": ready}, 200 if ready else 503)
 
-    async def metrics_page(self, request: Request) -> Answer:
+    async def metrics_page(self, request: Request) -> Response:
         """Return the Prometheus text."""
-        return Answer(200, self._metrics.render(), CONTENT_TYPE)
+        return Response(200, self._metrics.render(), CONTENT_TYPE)
 
 
-def described(serving: Serving) -> dict[str, Any]:
+def describe_serving(serving: ServingState) -> dict[str, Any]:
     """Return what /policy answers: of the main policy, then of all that answer."""
     router, exploration = serving.router, serving.exploration
     arms = router.arms
@@ -61,7 +61,7 @@ def described(serving: Serving) -> dict[str, Any]:
         "lost_decisions": serving.log.num_lost if serving.log else 0,  # by this worker
         "versions": [_version(arm) for arm in arms],
         "held": [{"policy": one.name, "version": one.version} for one in router.held],
-        "following": _following(serving.follower),
+        "following": _describe_follower(serving.follower),
         "manifest": dict(main.about),
     }
 
@@ -90,7 +90,7 @@ def _snapshot(about: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(one) for one in datasets] if isinstance(datasets, list) else []
 
 
-def _following(follower: Follower | None) -> list[dict[str, Any]]:
+def _describe_follower(follower: AliasFollower | None) -> list[dict[str, Any]]:
     if follower is None:
         return []
     return [

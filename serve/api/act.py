@@ -11,19 +11,19 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array, Values, take
-from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
+from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.policy import Act
 from replaylake.serve.api.act_answer import Group, answer_of, one_answer
-from replaylake.serve.api.act_request import ActReader, ActRequest, joined
-from replaylake.serve.api.options import NO_OPTIONS, Manner, manner_of
-from replaylake.serve.api.pace import Pace
-from replaylake.serve.api.together import Single, Together
-from replaylake.serve.api.values import encoded, read_values, wrong
-from replaylake.serve.exchange import Answer, Request, RequestRefused
+from replaylake.serve.api.act_request import ActReader, ActRequest, join_requests
+from replaylake.serve.api.options import NO_OPTIONS, ActingMode, resolve_acting_mode
+from replaylake.serve.api.pace import LatencyEstimate
+from replaylake.serve.api.together import MicroBatcher, PendingRequest
+from replaylake.serve.api.values import encode_observations, invalid_value_error, read_values
+from replaylake.serve.exchange import Request, RequestRefusedError, Response
 from replaylake.serve.monitoring.metrics import Metrics
-from replaylake.serve.recording.decision_log import Clock, Decided, json_log_probs
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.router import Served
+from replaylake.serve.recording.decision_log import Clock, DecisionBatch, json_log_probs
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.router import ServedPolicy
 
 _MAX_READERS: Final = 16
 # Alone. Of those that take longer some are better worked on in threads, at the same time.
@@ -33,20 +33,20 @@ _QUICK_S: Final = 0.0003
 class ActEndpoint:
     """Chooses actions, writes the decisions, then answers."""
 
-    def __init__(self, serving: Callable[[], Serving], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics) -> None:
         self._serving, self._metrics = serving, metrics
         self._clock, self._clock_lock = Clock(), threading.Lock()
         self._rng: np.random.Generator | None = None
         self._readers: dict[int, ActReader] = {}
-        self._paces: dict[str, Pace] = {}
-        self._together = Together(self._answer_together)
+        self._paces: dict[str, LatencyEstimate] = {}
+        self._together = MicroBatcher(self._answer_together)
 
-    async def __call__(self, request: Request) -> Answer:
-        """Answer one, in a thread if it takes long. Raises: RequestRefused, StorageFailed."""
+    async def __call__(self, request: Request) -> Response:
+        """Answer one, in a thread if it takes long. Raises: RequestRefusedError, StorageError."""
         serving = self._serving()
         pace = self._paces.get(request.content_type)
         if pace is None:
-            pace = Pace()
+            pace = LatencyEstimate()
             if len(self._paces) < _MAX_READERS:  # types are the client's to make up
                 self._paces[request.content_type] = pace
         has_company = request.num_behind or not self._together.is_empty
@@ -56,7 +56,9 @@ class ActEndpoint:
                 return await self._together.answer(serving, single, request.num_behind)
         return await pace.run(len(request.body), lambda: self._answer(serving, request))
 
-    def _single(self, serving: Serving, request: Request, pace: Pace) -> Single | None:
+    def _single(
+        self, serving: ServingState, request: Request, pace: LatencyEstimate
+    ) -> PendingRequest | None:
         """Return a request for one plain observation; None if it asks for more, or is refused."""
         router = serving.router
         spec = router.one.policy.spec
@@ -66,27 +68,29 @@ class ActEndpoint:
         is_plain = asked.options is NO_OPTIONS and asked.action_mask is None
         if asked.is_batch or not is_plain or asked.states is not None:
             return None
-        raw = encoded(spec.encoding, asked.raw, asked.field, False)
+        raw = encode_observations(spec.encoding, asked.raw, asked.field, False)
         values = read_values(spec.observation_space, raw, asked.field, False)
         if type(values) is not np.ndarray:
             return None
-        return Single(asked, _logged(raw, values)[0], values, pace, len(request.body))
+        return PendingRequest(
+            asked, _observations_to_log(raw, values)[0], values, pace, len(request.body)
+        )
 
     def _answer_together(
-        self, serving: Serving, singles: Sequence[Single]
-    ) -> list[Answer | Exception]:
+        self, serving: ServingState, singles: Sequence[PendingRequest]
+    ) -> list[Response | Exception]:
         """Answer requests that came together as one batch, each as if it had come alone."""
         if len(singles) > 1:
             began = perf_counter()
             try:
                 return [*self._answers(serving, singles)]
-            except RequestRefused:
+            except RequestRefusedError:
                 pass  # by one of them, which only it is to hear of
             finally:
                 share = (perf_counter() - began) / len(singles)
                 for single in singles:
                     single.pace.learn(single.num_bytes, share)
-        answers: list[Answer | Exception] = []
+        answers: list[Response | Exception] = []
         for single in singles:
             try:
                 answers += self._answers(serving, [single])
@@ -94,9 +98,9 @@ class ActEndpoint:
                 answers.append(error)
         return answers
 
-    def _answers(self, serving: Serving, singles: Sequence[Single]) -> list[Answer]:
+    def _answers(self, serving: ServingState, singles: Sequence[PendingRequest]) -> list[Response]:
         served = serving.router.one
-        asked = joined([single.asked for single in singles])
+        asked = join_requests([single.asked for single in singles])
         values = np.concatenate([single.values for single in singles])
         raw = [single.raw for single in singles]
         group = self._act(serving, asked, _Part(served, None, None), raw, values, self._drawn())
@@ -109,25 +113,25 @@ class ActEndpoint:
             self._rng = np.random.default_rng()
         return self._rng
 
-    def _answer(self, serving: Serving, request: Request) -> Answer:
+    def _answer(self, serving: ServingState, request: Request) -> Response:
         asked = self._reader(serving).read(request, serving.limits.batch)
         _check_allowed(serving, asked)
         seed = asked.options.seed
         rng = self._drawn() if seed is None else np.random.default_rng(seed)
         # All versions that are served at once have one observation space and encoding.
         spec = serving.router.one.policy.spec
-        raw = encoded(spec.encoding, asked.raw, asked.field, asked.is_batch)
+        raw = encode_observations(spec.encoding, asked.raw, asked.field, asked.is_batch)
         values = read_values(spec.observation_space, raw, asked.field, asked.is_batch)
-        raw = _logged(raw, values)
+        raw = _observations_to_log(raw, values)
         groups = [
             self._act(serving, asked, part, *_part_of(part, raw, values), rng)
-            for part in _assigned(serving, asked)
+            for part in _assign_parts(serving, asked)
         ]
         self._record(serving, asked, groups)
         return answer_of(asked, groups, serving.states, request.accept)
 
-    def _record(self, serving: Serving, asked: ActRequest, groups: Sequence[Group]) -> None:
-        """Give decisions their ids, and log and count them. Raises: StorageFailed."""
+    def _record(self, serving: ServingState, asked: ActRequest, groups: Sequence[Group]) -> None:
+        """Give decisions their ids, and log and count them. Raises: StorageError."""
         with self._clock_lock:
             timestamp = self._clock.now()
         for group in groups:
@@ -137,7 +141,7 @@ class ActEndpoint:
             )
         log = serving.log
         if log is not None:
-            decided = [_decided(asked, group, timestamp) for group in groups]
+            decided = [_make_decision_batch(asked, group, timestamp) for group in groups]
             if not log.write_decisions(decided):
                 self._metrics.count_log_lost(sum(len(group.ids) for group in groups))
         for group in groups:
@@ -148,16 +152,16 @@ class ActEndpoint:
 
     def _act(
         self,
-        serving: Serving,
+        serving: ServingState,
         asked: ActRequest,
         part: _Part,
         raw: Sequence[Any] | Array,
         values: Values,
         rng: np.random.Generator,
     ) -> Group:
-        """Have one version act for its rows. Raises: RequestRefused."""
+        """Have one version act for its rows. Raises: RequestRefusedError."""
         served = part.served
-        manner = manner_of(asked.options, serving.exploration, served.policy.spec)
+        manner = resolve_acting_mode(asked.options, serving.exploration, served.policy.spec)
         mask = asked.action_mask
         if mask is not None and part.rows is not None:
             mask = mask[part.rows]
@@ -171,9 +175,9 @@ class ActEndpoint:
                 epsilon=manner.epsilon,
                 action_mask=mask,
             )
-        except (EpisodeInvalid, SpaceUnsupported) as error:
+        except (EpisodeInvalidError, SpaceUnsupportedError) as error:
             expected = "what the policy can act on; /policy says its space"
-            raise RequestRefused(422, asked.field, str(error), expected) from error
+            raise RequestRefusedError(422, asked.field, str(error), expected) from error
         group = _group(part, act, manner, raw, mask, asked.field)
         self._metrics.observe_acts(
             served,
@@ -185,7 +189,7 @@ class ActEndpoint:
         )
         return group
 
-    def _reader(self, serving: Serving) -> ActReader:
+    def _reader(self, serving: ServingState) -> ActReader:
         spec = serving.router.one.policy.spec
         reader = self._readers.get(id(spec))
         if reader is None:
@@ -196,19 +200,19 @@ class ActEndpoint:
         return reader
 
 
-def _check_allowed(serving: Serving, asked: ActRequest) -> None:
+def _check_allowed(serving: ServingState, asked: ActRequest) -> None:
     log = serving.log
     if asked.action_mask is not None and log is not None and not log.takes_masks:
         expected = f"none, because dataset {log.dataset.name} keeps no masks"
-        raise RequestRefused(422, "action_mask", "a mask", expected)
+        raise RequestRefusedError(422, "action_mask", "a mask", expected)
     if not serving.takes_options and (field := asked.options.exploring_field):
         expected = "none: this server explores as it was started to"
-        raise RequestRefused(422, field, "an option", expected)
+        raise RequestRefusedError(422, field, "an option", expected)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    served: Served
+    served: ServedPolicy
     state: Array | None
 
 
@@ -216,7 +220,7 @@ class _Row:
 class _Part:
     """The rows that one version acts for, None being all; state float32 [N, S] of those rows."""
 
-    served: Served
+    served: ServedPolicy
     rows: Sequence[int] | None
     state: Array | None
 
@@ -230,23 +234,23 @@ def _part_of(
     return [raw[row] for row in rows], take(values, rows)
 
 
-def _assigned(serving: Serving, asked: ActRequest) -> list[_Part]:
+def _assign_parts(serving: ServingState, asked: ActRequest) -> list[_Part]:
     """Return which version acts for which rows, and from which states.
 
-    A row with a state goes on with the version that made it. Raises: RequestRefused.
+    A row with a state goes on with the version that made it. Raises: RequestRefusedError.
     """
     groups = serving.router.for_rows(asked.episode_ids, asked.options.seed)
     num = len(asked.episode_ids)
     if asked.states is None:
         if len(groups) == 1:
             served = groups[0][0]
-            return [_Part(served, None, _fresh(served, num))]
-        return [_Part(served, rows, _fresh(served, len(rows))) for served, rows in groups]
+            return [_Part(served, None, _initial_states(served, num))]
+        return [_Part(served, rows, _initial_states(served, len(rows))) for served, rows in groups]
     by_row: dict[int, _Row] = {row: _Row(served, None) for served, rows in groups for row in rows}
     for row, token in enumerate(asked.states):
         if token is not None:
             place = f"state[{row}]" if asked.is_batch else "state"
-            by_row[row] = _resumed(serving, token, place)
+            by_row[row] = _resume_row(serving, token, place)
     rows_of: dict[int, list[int]] = {}
     for row in range(num):
         rows_of.setdefault(id(by_row[row].served), []).append(row)
@@ -254,33 +258,35 @@ def _assigned(serving: Serving, asked: ActRequest) -> list[_Part]:
         _Part(
             by_row[rows[0]].served,
             rows if len(rows_of) > 1 else None,
-            _stacked(by_row[rows[0]].served, [by_row[row].state for row in rows]),
+            _stack_states(by_row[rows[0]].served, [by_row[row].state for row in rows]),
         )
         for rows in rows_of.values()
     ]
 
 
-def _resumed(serving: Serving, token: str, place: str) -> _Row:
+def _resume_row(serving: ServingState, token: str, place: str) -> _Row:
     state = serving.states.read(token)
     if state is None:
-        raise wrong(place, token, "a state that this server, or one with its key, answered")
+        raise invalid_value_error(
+            place, token, "a state that this server, or one with its key, answered"
+        )
     served = serving.router.by_version(state.policy, state.version)
     if served is None:
         found = f"the state of {state.policy}:{state.version}, which is no longer served"
-        raise RequestRefused(410, place, found, "none: let the episode begin anew")
+        raise RequestRefusedError(410, place, found, "none: let the episode begin anew")
     if len(state.numbers) != served.policy.spec.state_size:
         expected = f"one of {served.policy.spec.state_size}"
-        raise RequestRefused(422, place, f"a state of {len(state.numbers)} numbers", expected)
+        raise RequestRefusedError(422, place, f"a state of {len(state.numbers)} numbers", expected)
     return _Row(served, state.numbers)
 
 
-def _fresh(served: Served, num: int) -> Array | None:
+def _initial_states(served: ServedPolicy, num: int) -> Array | None:
     policy = served.policy
     return policy.initial_state(num) if policy.spec.state_size else None
 
 
-def _stacked(served: Served, states: list[Array | None]) -> Array | None:
-    whole = _fresh(served, len(states))
+def _stack_states(served: ServedPolicy, states: list[Array | None]) -> Array | None:
+    whole = _initial_states(served, len(states))
     if whole is not None:
         for i, state in enumerate(states):
             if state is not None:
@@ -291,14 +297,14 @@ def _stacked(served: Served, states: list[Array | None]) -> Array | None:
 def _group(
     part: _Part,
     act: Act,
-    manner: Manner,
+    manner: ActingMode,
     observations: Any,
     mask: Array | None,
     field: str,
 ) -> Group:
     if act.actions.dtype.kind == "f" and not np.isfinite(act.actions).all():
         found = "one that the policy answers with an action that is not finite"
-        raise RequestRefused(422, field, found, "one of the scale that it learned from")
+        raise RequestRefusedError(422, field, found, "one of the scale that it learned from")
     return Group(
         served=part.served,
         rows=part.rows,
@@ -311,18 +317,18 @@ def _group(
     )
 
 
-def _logged(raw: Sequence[Any] | Array, values: Values) -> Sequence[Any] | Array:
+def _observations_to_log(raw: Sequence[Any] | Array, values: Values) -> Sequence[Any] | Array:
     """Return observations for the log: as they came, but arrays as the space has them."""
     if type(values) is np.ndarray and (type(raw) is np.ndarray or type(raw[0]) is np.ndarray):
         return values
     return raw
 
 
-def _decided(asked: ActRequest, group: Group, timestamp: int) -> Decided:
+def _make_decision_batch(asked: ActRequest, group: Group, timestamp: int) -> DecisionBatch:
     def of(column: Sequence[Any]) -> Sequence[Any]:
         return column if group.rows is None else [column[row] for row in group.rows]
 
-    return Decided(
+    return DecisionBatch(
         ids=group.ids,
         request_ids=of(asked.request_ids),
         episode_ids=of(asked.episode_ids),

@@ -14,8 +14,8 @@ from replaylake.datastore.lake.policies.policy import Act
 from replaylake.serve.api.act_request import ActRequest
 from replaylake.serve.api.arrays import array_map
 from replaylake.serve.api.bodies import MSGPACK
-from replaylake.serve.exchange import Answer
-from replaylake.serve.versions.router import Served
+from replaylake.serve.exchange import Response
+from replaylake.serve.versions.router import ServedPolicy
 from replaylake.serve.versions.state_tokens import StateSigner
 
 _PLURALS: Final = {
@@ -35,7 +35,7 @@ class Group:
     Everything is in the order of those rows; actions and log_probs are as JSON has them.
     """
 
-    served: Served
+    served: ServedPolicy
     rows: Sequence[int] | None
     act: Act
     observations: Any
@@ -48,35 +48,35 @@ class Group:
 
 def answer_of(
     asked: ActRequest, groups: Sequence[Group], states: StateSigner, accept: str
-) -> Answer:
+) -> Response:
     """Return the answer, as msgpack where `accept` names it, else as JSON."""
     as_msgpack = "msgpack" in accept
     is_plain = not (asked.is_batch or as_msgpack or asked.options.q_values)
     if is_plain and len(groups) == 1 and groups[0].act.state is None:
         return one_answer(groups[0], 0)
-    content: dict[str, Any] = _who(groups)
+    content: dict[str, Any] = _policy_fields(groups)
     columns: dict[str, Any] = {
-        "action": _actions(groups) if as_msgpack else _joined(groups, lambda one: one.actions),
-        "log_prob": _joined(groups, lambda one: one.log_probs),
-        "decision_id": _joined(groups, lambda one: one.ids),
+        "action": _actions(groups) if as_msgpack else _merge_rows(groups, lambda one: one.actions),
+        "log_prob": _merge_rows(groups, lambda one: one.log_probs),
+        "decision_id": _merge_rows(groups, lambda one: one.ids),
     }
     if any(group.act.state is not None for group in groups):
-        columns["state"] = _joined(groups, lambda one: _tokens(one, states))
+        columns["state"] = _merge_rows(groups, lambda one: _tokens(one, states))
     if asked.options.q_values:
-        columns["q_values"] = _joined(groups, lambda one: _rows_of(one.act.q_values))
+        columns["q_values"] = _merge_rows(groups, lambda one: _rows_of(one.act.q_values))
     encoding = groups[0].served.policy.spec.encoding
     if encoding is not None and encoding.action_names is not None:
-        columns["action_name"] = _joined(groups, _names)
+        columns["action_name"] = _merge_rows(groups, _names)
     if asked.is_batch:
         content |= {_PLURALS[name]: column for name, column in columns.items()}
     else:
         content |= {name: column[0] for name, column in columns.items()}
     if as_msgpack:
-        return Answer(200, msgpack.packb(content, default=_packable), MSGPACK)
-    return Answer(200, orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+        return Response(200, msgpack.packb(content, default=_to_msgpack), MSGPACK)
+    return Response(200, orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-def one_answer(group: Group, row: int) -> Answer:
+def one_answer(group: Group, row: int) -> Response:
     """Return the answer to the usual request, for one observation, as JSON."""
     served = group.served
     content: dict[str, Any] = {
@@ -89,22 +89,22 @@ def one_answer(group: Group, row: int) -> Answer:
     encoding = served.policy.spec.encoding
     if encoding is not None and encoding.action_names is not None:
         content["action_name"] = encoding.action_name(group.actions[row])
-    return Answer(200, orjson.dumps(content))
+    return Response(200, orjson.dumps(content))
 
 
-def _who(groups: Sequence[Group]) -> dict[str, Any]:
+def _policy_fields(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the policy and version, or those of each row where they differ."""
     if len(groups) == 1:
         served = groups[0].served
         return {"policy": served.name, "version": served.version}
-    versions = _joined(groups, lambda one: [one.served.version] * len(one.ids))
+    versions = _merge_rows(groups, lambda one: [one.served.version] * len(one.ids))
     if len({group.served.name for group in groups}) == 1:
         return {"policy": groups[0].served.name, "versions": versions}
-    return {"policies": _joined(groups, lambda one: [one.served.name] * len(one.ids)),
+    return {"policies": _merge_rows(groups, lambda one: [one.served.name] * len(one.ids)),
             "versions": versions}  # fmt: skip
 
 
-def _joined(groups: Sequence[Group], of: Callable[[Group], Sequence[Any]]) -> Sequence[Any]:
+def _merge_rows(groups: Sequence[Group], of: Callable[[Group], Sequence[Any]]) -> Sequence[Any]:
     """Return what each group has, in the order of the request's rows."""
     if len(groups) == 1:
         return of(groups[0])
@@ -118,7 +118,7 @@ def _joined(groups: Sequence[Group], of: Callable[[Group], Sequence[Any]]) -> Se
 def _actions(groups: Sequence[Group]) -> Any:
     if len(groups) == 1:
         return groups[0].act.actions
-    return np.stack(_joined(groups, lambda one: list(one.act.actions)))
+    return np.stack(_merge_rows(groups, lambda one: list(one.act.actions)))
 
 
 def _tokens(group: Group, states: StateSigner) -> Sequence[str | None]:
@@ -140,7 +140,7 @@ def _names(group: Group) -> Sequence[str | None]:
     return [encoding.action_name(action) for action in group.actions]
 
 
-def _packable(value: Any) -> Any:
+def _to_msgpack(value: Any) -> Any:
     """Return what msgpack has for numpy's: a map for an array, a number for a scalar."""
     if isinstance(value, np.ndarray) and value.shape:
         return array_map(value)

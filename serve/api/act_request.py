@@ -13,9 +13,9 @@ from replaylake.datastore.episodes.episode import MAX_STEP
 from replaylake.datastore.episodes.spaces import Array, describe, num_actions
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
-from replaylake.serve.api.options import NO_OPTIONS, OPTIONS, Options, read_options
-from replaylake.serve.api.values import depth_of, num_dims, wrong
-from replaylake.serve.exchange import Request, RequestRefused
+from replaylake.serve.api.options import NO_OPTIONS, OPTIONS, ActOptions, read_options
+from replaylake.serve.api.values import depth_of, invalid_value_error, num_dims
+from replaylake.serve.exchange import Request, RequestRefusedError
 
 # What each field is called where there are many rows; one value for all rows has the first name.
 _MANY: Final[Mapping[str, str]] = {
@@ -49,7 +49,7 @@ class ActRequest:
     is_batch: bool
     field: str
     raw: Sequence[Any] | Array
-    options: Options
+    options: ActOptions
     episode_ids: Sequence[str | None]
     request_ids: Sequence[str | None]
     steps: Sequence[int | None]
@@ -67,18 +67,18 @@ class ActReader:
         self._object_dims = self._num_dims if has_fields else 0
 
     def read(self, request: Request, max_batch: int) -> ActRequest:
-        """Read a request. Raises: RequestRefused."""
+        """Read a request. Raises: RequestRefusedError."""
         fields = read_fields(request, _IN_QUERY)
         raw = fields.get("observation")
         if "observations" in fields:
             if "observation" in fields:
-                raise RequestRefused(422, "observation", "both", "observation or observations")
+                raise RequestRefusedError(422, "observation", "both", "observation or observations")
             raw = fields["observations"]
             return self._many(fields, raw, "observations", max_batch)
         if "observation" not in fields:
             check_fields(fields, _OF_MANY)  # it may be there under a name that is not quite it
             expected = "observation (one, or one more dimension) or observations (a list)"
-            raise RequestRefused(422, "observation", "neither", expected)
+            raise RequestRefusedError(422, "observation", "neither", expected)
         if depth_of(raw, self._object_dims) == self._num_dims + 1:
             return self._many(fields, raw, "observation", max_batch)
         return self._one(fields, raw)
@@ -104,16 +104,16 @@ class ActReader:
         check_fields(fields, _OF_MANY)
         is_rows = type(raw) is list or (type(raw) is np.ndarray and raw.ndim > 0)
         if not is_rows or not len(raw):
-            raise wrong(field, raw, f"a list of 1 to {max_batch} observations")
+            raise invalid_value_error(field, raw, f"a list of 1 to {max_batch} observations")
         num = len(raw)
         if num > max_batch:
-            raise RequestRefused(413, field, f"{num}", f"at most {max_batch} a request")
+            raise RequestRefusedError(413, field, f"{num}", f"at most {max_batch} a request")
         request_id = fields.get("request_id")
         request_ids = _column(fields, "request_id", num, check_name)
         if request_id is not None and type(request_id) is not list:
             # Of rows of one name only one is a step.
             request_ids = [f"{request_id}/{row}" for row in range(num)]
-        mask, name = _either(fields, "action_mask")
+        mask, name = _read_either(fields, "action_mask")
         states = _column(fields, "state", num, _check_token)
         return ActRequest(
             True,
@@ -131,25 +131,27 @@ class ActReader:
         num_allowed = num_actions(self.spec.action_space)
         if num_allowed is None:
             expected = f"nothing, because actions are {describe(self.spec.action_space)}"
-            raise wrong(field, rows if is_batch else rows[0], expected)
+            raise invalid_value_error(field, rows if is_batch else rows[0], expected)
         if type(rows) is np.ndarray:
             if rows.dtype != np.bool_ or rows.shape != (num, num_allowed):
-                raise wrong(field, rows, f"bool [{num}, {num_allowed}]")
+                raise invalid_value_error(field, rows, f"bool [{num}, {num_allowed}]")
             rows = rows.tolist()
         if type(rows) is not list or len(rows) != num:
-            raise wrong(field, rows, f"a list of {num} masks, one for each observation")
+            raise invalid_value_error(
+                field, rows, f"a list of {num} masks, one for each observation"
+            )
         for i, row in enumerate(rows):
             place = f"{field}[{i}]" if is_batch else field
             if type(row) is np.ndarray and row.dtype == np.bool_:
                 row = rows[i] = row.tolist()
             if type(row) is not list or len(row) != num_allowed or set(map(type, row)) != {bool}:
-                raise wrong(place, row, f"{num_allowed} booleans")
+                raise invalid_value_error(place, row, f"{num_allowed} booleans")
             if not any(row):
-                raise wrong(place, row, "at least one allowed action")
+                raise invalid_value_error(place, row, "at least one allowed action")
         return np.fromiter(chain.from_iterable(rows), bool, num * num_allowed).reshape(num, -1)
 
 
-def joined(requests: Sequence[ActRequest]) -> ActRequest:
+def join_requests(requests: Sequence[ActRequest]) -> ActRequest:
     """Return requests for one observation each, without options, as one for all of them."""
     return ActRequest(
         True,
@@ -180,26 +182,26 @@ def _one_step(fields: Mapping[str, Any]) -> Sequence[int | None]:
     return (value,)
 
 
-def _either(fields: Mapping[str, Any], one: str) -> tuple[Any, str]:
+def _read_either(fields: Mapping[str, Any], one: str) -> tuple[Any, str]:
     """Return a field of a batch, which may have either name, and which it had."""
     many = _MANY[one]
     if fields.get(many) is None:
         return fields.get(one), one
     if one in fields:
-        raise RequestRefused(422, many, f"both {one} and {many}", "one of them")
+        raise RequestRefusedError(422, many, f"both {one} and {many}", "one of them")
     return fields[many], many
 
 
 def _column(fields: Mapping[str, Any], one: str, num: int, check: Any) -> Sequence[Any]:
     """Return a field's value for each row: a list is of each, anything else of all."""
-    value, name = _either(fields, one)
+    value, name = _read_either(fields, one)
     if value is None:
         return _NOTHING * num
     if type(value) is not list and name == one and one != "state":
         check(value, one)
         return [value] * num
     if type(value) is not list or len(value) != num:
-        raise wrong(name, value, f"a list of {num}, one for each observation")
+        raise invalid_value_error(name, value, f"a list of {num}, one for each observation")
     for i, single in enumerate(value):
         check(single, f"{name}[{i}]")
     return value
@@ -207,9 +209,9 @@ def _column(fields: Mapping[str, Any], one: str, num: int, check: Any) -> Sequen
 
 def _check_step(value: Any, place: str) -> None:
     if value is not None and (type(value) is not int or not 0 <= value <= MAX_STEP):
-        raise wrong(place, value, f"a whole number from 0 to {MAX_STEP}")
+        raise invalid_value_error(place, value, f"a whole number from 0 to {MAX_STEP}")
 
 
 def _check_token(value: Any, place: str) -> None:
     if value is not None and (type(value) is not str or not value):
-        raise wrong(place, value, "the state that the last answer gave, or none")
+        raise invalid_value_error(place, value, "the state that the last answer gave, or none")

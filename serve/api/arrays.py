@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.serve.api.values import found_as, shortened
-from replaylake.serve.exchange import RequestRefused
+from replaylake.serve.api.values import describe_value, shorten
+from replaylake.serve.exchange import RequestRefusedError
 
 _KINDS: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
@@ -38,11 +38,14 @@ _NPY_MAGIC: Final = b"\x93NUMPY"
 
 
 def read_npy(body: bytes) -> Array:
-    """Return the array of a `.npy` file. Raises: RequestRefused if it is none, or not whole."""
+    """Return the array of a `.npy` file.
+
+    Raises: RequestRefusedError if it is none, or not whole.
+    """
     if body[:4] == b"PK\x03\x04":
-        raise RequestRefused(422, "body", "an archive (.npz)", "one array as .npy")
+        raise RequestRefusedError(422, "body", "an archive (.npz)", "one array as .npy")
     if not body.startswith(_NPY_MAGIC):
-        raise RequestRefused(422, "body", "no .npy file", "one array as numpy.save writes it")
+        raise RequestRefusedError(422, "body", "no .npy file", "one array as numpy.save writes it")
     file = io.BytesIO(body)
     try:
         with warnings.catch_warnings():
@@ -56,22 +59,22 @@ def read_npy(body: bytes) -> Array:
     # The header is a Python literal: of bytes made for it its parser raises nearly anything.
     except Exception as error:
         found = f"a .npy header that cannot be read: {type(error).__name__}"
-        raise RequestRefused(422, "body", found, "one array as numpy.save writes it") from None
+        raise RequestRefusedError(422, "body", found, "one array as numpy.save writes it") from None
     if dtype.str not in _DTYPES:
-        found = f"an array of {shortened(str(dtype))}"
-        raise RequestRefused(422, "body", found, f"one of {', '.join(_KINDS)}")
+        found = f"an array of {shorten(str(dtype))}"
+        raise RequestRefusedError(422, "body", found, f"one of {', '.join(_KINDS)}")
     data = memoryview(body)[file.tell() :]
     return _array(data, dtype, shape, "body", "F" if is_fortran else "C")
 
 
 def read_map(fields: Mapping[str, Any]) -> Array:
-    """Return the array of a map {dtype, shape, data}. Raises: RequestRefused."""
+    """Return the array of a map {dtype, shape, data}. Raises: RequestRefusedError."""
     name, shape, data = fields["dtype"], fields["shape"], fields["data"]
     dtype = _DTYPES.get(name) if type(name) is str else None
     if dtype is None:
-        raise RequestRefused(422, "dtype", found_as(name), f"one of {', '.join(_KINDS)}")
+        raise RequestRefusedError(422, "dtype", describe_value(name), f"one of {', '.join(_KINDS)}")
     if type(shape) is not list:
-        raise RequestRefused(422, "shape", found_as(shape), "a list of whole numbers")
+        raise RequestRefusedError(422, "shape", describe_value(shape), "a list of whole numbers")
     return _array(data, dtype, tuple(shape), "data", "C")
 
 
@@ -89,17 +92,19 @@ def is_array_map(fields: Mapping[str, Any]) -> bool:
 def _array(data: Any, dtype: np.dtype[Any], shape: Any, field: str, order: Any) -> Array:
     """Give bytes their shape, copying none; the caller's numbers count for nothing till then."""
     if len(shape) > _MAX_DIMS or any(type(size) is not int or size < 1 for size in shape):
-        found = shortened(str(list(shape)))
-        raise RequestRefused(422, field, f"the shape {found}", "up to 32 whole numbers from 1 up")
+        found = shorten(str(list(shape)))
+        raise RequestRefusedError(
+            422, field, f"the shape {found}", "up to 32 whole numbers from 1 up"
+        )
     num_bytes = prod(shape) * dtype.itemsize  # Python's integers: no product overflows
     if num_bytes != len(data):
-        raise RequestRefused(
+        raise RequestRefusedError(
             422,
             field,
             f"{len(data)} bytes of numbers",
-            shortened(f"{num_bytes} for {dtype.name} {list(shape)}"),
+            shorten(f"{num_bytes} for {dtype.name} {list(shape)}"),
         )
     if dtype.kind == "b" and np.frombuffer(data, np.uint8).max() > 1:
-        raise RequestRefused(422, field, "bytes that are neither 0 nor 1", "booleans")
+        raise RequestRefusedError(422, field, "bytes that are neither 0 nor 1", "booleans")
     array: Array = np.frombuffer(data, dtype).reshape(shape, order=order)
     return array.astype(dtype.newbyteorder("="), copy=False)

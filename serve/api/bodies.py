@@ -18,8 +18,8 @@ import msgpack
 import orjson
 
 from replaylake.serve.api.arrays import is_array_map, read_map, read_npy
-from replaylake.serve.api.values import found_as, shortened, wrong
-from replaylake.serve.exchange import JSON, Request, RequestRefused
+from replaylake.serve.api.values import describe_value, invalid_value_error, shorten
+from replaylake.serve.exchange import JSON, Request, RequestRefusedError
 
 MSGPACK: Final = "application/msgpack"
 NPY: Final = "application/x-npy"
@@ -35,7 +35,7 @@ def read_fields(request: Request, in_query: Mapping[str, type] | None = None) ->
     """Return a body's fields, by its type. in_query: those that may come in the query, and as what.
 
     Only where there are such is a `.npy` body taken, as the field `observation`. Raises:
-    RequestRefused.
+    RequestRefusedError.
     """
     kind = request.content_type
     if kind == JSON:
@@ -46,25 +46,28 @@ def read_fields(request: Request, in_query: Mapping[str, type] | None = None) ->
         fields = {"observation": read_npy(request.body)}
     else:
         taken = f"{JSON} or {MSGPACK}" if in_query is None else f"{JSON}, {MSGPACK} or {NPY}"
-        raise RequestRefused(415, "content-type", shortened(kind) or "nothing", taken)
+        raise RequestRefusedError(415, "content-type", shorten(kind) or "nothing", taken)
     if request.query and in_query is not None:
         _add_query(fields, request.query, in_query)
     return fields
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Return the body's JSON object. Raises: RequestRefused (NaN and Infinity are not JSON)."""
+    """Return the body's JSON object.
+
+    Raises: RequestRefusedError (NaN and Infinity are not JSON).
+    """
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise RequestRefused(422, "body", f"no JSON: {error}", "one JSON object") from None
+        raise RequestRefusedError(422, "body", f"no JSON: {error}", "one JSON object") from None
     if type(parsed) is not dict:
-        raise wrong("body", parsed, "a JSON object")
+        raise invalid_value_error("body", parsed, "a JSON object")
     return parsed
 
 
 def parse_msgpack(body: bytes) -> dict[str, Any]:
-    """Return the body's map, arrays in it made. Raises: RequestRefused."""
+    """Return the body's map, arrays in it made. Raises: RequestRefusedError."""
     try:
         parsed = msgpack.unpackb(
             body,
@@ -74,58 +77,58 @@ def parse_msgpack(body: bytes) -> dict[str, Any]:
             object_hook=_hook,
             ext_hook=_refuse_extension,
         )
-    except RequestRefused:
+    except RequestRefusedError:
         raise
     except (ValueError, msgpack.UnpackException, TypeError, MemoryError) as error:
-        found = shortened(f"no msgpack: {type(error).__name__} {error}")
-        raise RequestRefused(422, "body", found, "one msgpack map") from None
+        found = shorten(f"no msgpack: {type(error).__name__} {error}")
+        raise RequestRefusedError(422, "body", found, "one msgpack map") from None
     if type(parsed) is not dict:
-        raise wrong("body", parsed, "a msgpack map")
+        raise invalid_value_error("body", parsed, "a msgpack map")
     return parsed
 
 
 def check_fields(fields: Mapping[str, Any], allowed: Collection[str]) -> None:
-    """Refuse a field that is not one of the allowed. Raises: RequestRefused."""
+    """Refuse a field that is not one of the allowed. Raises: RequestRefusedError."""
     for name in fields:
         if name not in allowed:
             expected = f"only {', '.join(sorted(allowed))}"
-            raise RequestRefused(422, shortened(name), "an unknown field", expected)
+            raise RequestRefusedError(422, shorten(name), "an unknown field", expected)
 
 
 def optional(fields: Mapping[str, Any], name: str, kind: type, expected: str) -> Any:
-    """Return a field of a type, None where it is absent. Raises: RequestRefused."""
+    """Return a field of a type, None where it is absent. Raises: RequestRefusedError."""
     value = fields.get(name)
     if value is not None and type(value) is not kind:
-        raise wrong(name, value, expected)
+        raise invalid_value_error(name, value, expected)
     return value
 
 
 def check_name(name: Any, place: str) -> None:
-    """Refuse what cannot name an episode or a request; None can. Raises: RequestRefused."""
+    """Refuse what cannot name an episode or a request; None can. Raises: RequestRefusedError."""
     if name is not None and (type(name) is not str or not 0 < len(name) <= MAX_NAME_CHARS):
-        raise wrong(place, name, f"a string of 1 to {MAX_NAME_CHARS} characters")
+        raise invalid_value_error(place, name, f"a string of 1 to {MAX_NAME_CHARS} characters")
 
 
 def _hook(fields: dict[Any, Any]) -> Any:
-    """Return a map, or the array that it stands for. Raises: RequestRefused.
+    """Return a map, or the array that it stands for. Raises: RequestRefusedError.
 
     Of a key that is there twice the last counts, as in JSON: the hook that is given all of them has
     room made for as many as the map claims to have, and maps nest a thousand deep.
     """
     for key in fields:
         if type(key) is not str:  # msgpack's own check lets bytes pass
-            raise RequestRefused(
-                422, "body", f"a map with the key {found_as(key)}", "texts as keys"
+            raise RequestRefusedError(
+                422, "body", f"a map with the key {describe_value(key)}", "texts as keys"
             )
     return read_map(fields) if is_array_map(fields) else fields
 
 
 def _refuse_extension(code: int, data: bytes) -> Any:
-    raise RequestRefused(422, "body", f"the msgpack extension {code}", "none")
+    raise RequestRefusedError(422, "body", f"the msgpack extension {code}", "none")
 
 
 def _add_query(fields: dict[str, Any], query: bytes, kinds: Mapping[str, type]) -> None:
-    """Add what the query says to what the body does. Raises: RequestRefused."""
+    """Add what the query says to what the body does. Raises: RequestRefusedError."""
     try:
         pairs = parse_qsl(
             query.decode("ascii"),
@@ -135,24 +138,24 @@ def _add_query(fields: dict[str, Any], query: bytes, kinds: Mapping[str, type]) 
             max_num_fields=_MAX_QUERY_FIELDS,
         )
     except ValueError as error:
-        found = shortened(f"one that cannot be read: {error}")
-        raise RequestRefused(422, "query", found, "name=value&name=value") from None
+        found = shorten(f"one that cannot be read: {error}")
+        raise RequestRefusedError(422, "query", found, "name=value&name=value") from None
     for name, text in pairs:
         if name not in kinds:
             expected = f"only {', '.join(sorted(kinds))}"
-            raise RequestRefused(422, shortened(name), "an unknown field of the query", expected)
+            raise RequestRefusedError(422, shorten(name), "an unknown field of the query", expected)
         if name in fields:
-            raise RequestRefused(422, name, "it twice", "it once, in the body or in the query")
-        fields[name] = _typed(name, text, kinds[name])
+            raise RequestRefusedError(422, name, "it twice", "it once, in the body or in the query")
+        fields[name] = _parse_query_value(name, text, kinds[name])
 
 
-def _typed(name: str, text: str, kind: type) -> Any:
+def _parse_query_value(name: str, text: str, kind: type) -> Any:
     if kind is bool:
         if text not in ("true", "false"):
-            raise wrong(name, text, "true or false")
+            raise invalid_value_error(name, text, "true or false")
         return text == "true"
     try:
         return kind(text)
     except ValueError:
         expected = "a whole number" if kind is int else "a number"
-        raise wrong(name, text, expected) from None
+        raise invalid_value_error(name, text, expected) from None

@@ -18,16 +18,22 @@ from replaylake.datastore.episodes.episode import (
 )
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
-from replaylake.datastore.feedback.received import ReceivedPiece, received_piece
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
+from replaylake.datastore.feedback.received import ReceivedPiece, make_received_piece
 from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
-from replaylake.serve.api.values import encoded, found_as, read_values, shortened, wrong
-from replaylake.serve.exchange import Answer, Request, RequestRefused, json_answer
+from replaylake.serve.api.values import (
+    describe_value,
+    encode_observations,
+    invalid_value_error,
+    read_values,
+    shorten,
+)
+from replaylake.serve.exchange import Request, RequestRefusedError, Response, json_response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock
-from replaylake.serve.recording.received_log import Contradiction, ReceivedLog
-from replaylake.serve.serving import Serving
+from replaylake.serve.recording.received_log import ContradictionError, ReceivedLog
+from replaylake.serve.serving import ServingState
 
 EPISODE_FIELDS: Final = (
     "episode_id",
@@ -53,44 +59,46 @@ _TIMESTAMPS: Final = (-62_135_596_800_000_000, 253_402_300_799_999_999)
 class EpisodesEndpoint:
     """Writes the steps down; `sessionise` moves them into the dataset, each once."""
 
-    def __init__(self, serving: Callable[[], Serving], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics) -> None:
         self._serving, self._metrics = serving, metrics
         self._clock = Clock()
         self._opening = threading.Lock()
 
-    async def __call__(self, request: Request) -> Answer:
-        """Answer one request. Raises: RequestRefused, StorageFailed."""
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request. Raises: RequestRefusedError, StorageError."""
         # Thousands of steps take long, and one tells nothing of how many there are.
         return await run_in_threadpool(self._answer, self._serving(), request)
 
-    def _answer(self, serving: Serving, request: Request) -> Answer:
+    def _answer(self, serving: ServingState, request: Request) -> Response:
         if serving.log is None:
-            raise RequestRefused(
+            raise RequestRefusedError(
                 404, "path", "a server that logs nothing", "one started with --log-to"
             )
         fields = read_fields(request)
         check_fields(fields, ("episodes",))
         given = fields.get("episodes")
         if type(given) is not list or not given:
-            raise wrong("episodes", given, "a list of at least one episode or piece of one")
+            raise invalid_value_error(
+                "episodes", given, "a list of at least one episode or piece of one"
+            )
         spec = serving.log.dataset.spec
         pieces = _Reader(spec, serving.limits.steps).pieces(given, self._clock.now())
         log = self._log(serving)
         try:
             log.write(pieces)
-        except Contradiction as error:
+        except ContradictionError as error:
             place = f"episodes[{error.piece}]"
-            raise RequestRefused(409, place, error.found, error.expected) from None
+            raise RequestRefusedError(409, place, error.found, error.expected) from None
         self._metrics.set_pending("received", log.num_pending)
         num_steps = sum(piece.num_steps for piece in pieces)
-        return json_answer({"episodes": len(pieces), "steps": num_steps}, 202)
+        return json_response({"episodes": len(pieces), "steps": num_steps}, 202)
 
-    def _log(self, serving: Serving) -> ReceivedLog:
+    def _log(self, serving: ServingState) -> ReceivedLog:
         """Return the worker's journal of received steps, opened with the first of them."""
         with self._opening:
             if serving.received is None:
                 if serving.log is None:
-                    raise RequestRefused(503, "server", "one that is stopping", "a ready one")
+                    raise RequestRefusedError(503, "server", "one that is stopping", "a ready one")
                 worker, config = serving.signer.worker, serving.log.decisions.config
                 serving.received = ReceivedLog(serving.log.dataset, worker, config)
             return serving.received
@@ -103,30 +111,33 @@ class _Reader:
         self._spec, self._left, self._max_steps = spec, max_steps, max_steps
 
     def pieces(self, given: list[Any], received_at: int) -> list[ReceivedPiece]:
-        """Return what each is as rows. Raises: RequestRefused with the place of the first fault."""
+        """Return what each is as rows.
+
+        Raises: RequestRefusedError with the place of the first fault.
+        """
         found = []
         for number, fields in enumerate(given):
             place = f"episodes[{number}]"
             if type(fields) is not dict:
-                raise wrong(place, fields, "an object")
+                raise invalid_value_error(place, fields, "an object")
             try:
                 episode = self._episode(fields, place)
-            except RequestRefused as error:
+            except RequestRefusedError as error:
                 if not error.field.startswith(place):
-                    error.field = shortened(f"{place}.{error.field}")
+                    error.field = shorten(f"{place}.{error.field}")
                 raise
             try:
-                found.append(received_piece(episode, self._spec, received_at))
-            except (EpisodeInvalid, SchemaMismatch) as error:
+                found.append(make_received_piece(episode, self._spec, received_at))
+            except (EpisodeInvalidError, SchemaMismatchError) as error:
                 expected = "what the dataset takes; /policy says its spaces"
-                raise RequestRefused(422, place, shortened(str(error)), expected) from None
+                raise RequestRefusedError(422, place, shorten(str(error)), expected) from None
         return found
 
     def _episode(self, fields: Mapping[str, Any], place: str) -> Episode:
         check_fields(fields, EPISODE_FIELDS)
         for name in _REQUIRED:
             if fields.get(name) is None:
-                raise RequestRefused(422, name, "nothing", "a value")
+                raise RequestRefusedError(422, name, "nothing", "a value")
         check_name(fields["episode_id"], "episode_id")
         num = self._num_steps(fields)
         spec = self._spec
@@ -135,7 +146,9 @@ class _Reader:
         }
         final = fields.get("final_observation")
         if final is not None:
-            (final,) = encoded(spec.encoding, [final], f"{place}.final_observation", False)
+            (final,) = encode_observations(
+                spec.encoding, [final], f"{place}.final_observation", False
+            )
             read = read_values(spec.observation_space, [final], f"{place}.final_observation", False)
             final = _first(read)
         return Episode(
@@ -158,22 +171,22 @@ class _Reader:
     def _num_steps(self, fields: Mapping[str, Any]) -> int:
         rewards = fields["rewards"]
         if not _is_list(rewards) or not len(rewards):
-            raise wrong("rewards", rewards, "a list of at least one, one a step")
+            raise invalid_value_error("rewards", rewards, "a list of at least one, one a step")
         self._left -= len(rewards)
         if self._left < 0:
             found = f"more than {self._max_steps} steps"
-            raise RequestRefused(413, "rewards", found, f"at most {self._max_steps} a request")
+            raise RequestRefusedError(413, "rewards", found, f"at most {self._max_steps} a request")
         return len(rewards)
 
     def _column(self, fields: Mapping[str, Any], name: str, num: int, place: str) -> Any:
         raw = fields[name]
         if not _is_list(raw) or len(raw) != num:
-            raise wrong(name, raw, f"a list of {num}, one for each reward")
+            raise invalid_value_error(name, raw, f"a list of {num}, one for each reward")
         spec, field = self._spec, f"{place}.{name}"
         if name == "actions":
             return read_values(spec.action_space, raw, field, True)
         if type(raw) is list:
-            raw = encoded(spec.encoding, raw, field, True)
+            raw = encode_observations(spec.encoding, raw, field, True)
         return read_values(spec.observation_space, raw, field, True)
 
     def _log_probs(self, fields: Mapping[str, Any], num: int) -> Array | None:
@@ -185,7 +198,7 @@ class _Reader:
         if above.any() and is_countable(self._spec.action_space):
             i = int(np.argmax(above))
             expected = "at most 0, the natural logarithm of a probability"
-            raise RequestRefused(422, f"log_probs[{i}]", f"{log_probs[i]:g}", expected)
+            raise RequestRefusedError(422, f"log_probs[{i}]", f"{log_probs[i]:g}", expected)
         return log_probs
 
     def _masks(self, fields: Mapping[str, Any], num: int) -> Array | None:
@@ -194,16 +207,18 @@ class _Reader:
             return None
         width = self._spec.mask_size
         if width is None:
-            raise wrong("action_masks", raw, "none, because the dataset keeps no masks")
+            raise invalid_value_error(
+                "action_masks", raw, "none, because the dataset keeps no masks"
+            )
         if not _is_list(raw) or len(raw) != num:
-            raise wrong("action_masks", raw, f"a list of {num}, one for each reward")
+            raise invalid_value_error("action_masks", raw, f"a list of {num}, one for each reward")
         if isinstance(raw, np.ndarray):
             if raw.dtype != np.bool_ or raw.shape != (num, width):
-                raise wrong("action_masks", raw, f"booleans [{num}, {width}]")
+                raise invalid_value_error("action_masks", raw, f"booleans [{num}, {width}]")
             return raw
         for i, row in enumerate(raw):
             if type(row) is not list or len(row) != width or set(map(type, row)) != {bool}:
-                raise wrong(f"action_masks[{i}]", row, f"{width} booleans")
+                raise invalid_value_error(f"action_masks[{i}]", row, f"{width} booleans")
         return np.array(raw, dtype=bool)
 
 
@@ -223,20 +238,20 @@ def _read_numbers(raw: Any, name: str, num: int, is_optional: bool) -> Array:
     expected = "a finite number, or null if unknown" if is_optional else "a finite number"
     if isinstance(raw, np.ndarray):
         if raw.shape != (num,) or raw.dtype.kind not in "fiu":
-            raise wrong(name, raw, f"{num} numbers, one for each reward")
+            raise invalid_value_error(name, raw, f"{num} numbers, one for each reward")
         array = raw.astype(np.float64)
         is_fine = np.isfinite(array) | (np.isnan(array) & is_optional)
         if not is_fine.all():
             i = int(np.argmin(is_fine))
-            raise RequestRefused(422, f"{name}[{i}]", str(array[i]), expected)
+            raise RequestRefusedError(422, f"{name}[{i}]", str(array[i]), expected)
         return array
     if type(raw) is not list or len(raw) != num:
-        raise wrong(name, raw, f"a list of {num} numbers, one for each reward")
+        raise invalid_value_error(name, raw, f"a list of {num} numbers, one for each reward")
     for i, value in enumerate(raw):
         if value is None and is_optional:
             continue
         if type(value) not in (int, float) or not _is_finite(value):
-            raise wrong(f"{name}[{i}]", value, expected)
+            raise invalid_value_error(f"{name}[{i}]", value, expected)
     return np.array([math.nan if value is None else float(value) for value in raw])
 
 
@@ -247,7 +262,7 @@ def _read_rewards(raw: Any, num: int, is_optional: bool) -> Array:
     if beyond.any():
         i = int(np.argmax(beyond))
         expected = f"a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, so that returns stay finite"
-        raise RequestRefused(422, f"rewards[{i}]", f"{rewards[i]:g}", expected)
+        raise RequestRefusedError(422, f"rewards[{i}]", f"{rewards[i]:g}", expected)
     return rewards
 
 
@@ -261,7 +276,7 @@ def _is_finite(value: float) -> bool:
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if value is not None and type(value) is not bool:
-        raise wrong(name, value, "true or false, of the last step")
+        raise invalid_value_error(name, value, "true or false, of the last step")
     return bool(value)
 
 
@@ -276,7 +291,7 @@ def _agent(fields: Mapping[str, Any]) -> str:
 def _whole(fields: Mapping[str, Any], name: str, highest: int) -> int | None:
     value = fields.get(name)
     if value is not None and (type(value) is not int or not 0 <= value <= highest):
-        raise wrong(name, value, f"a whole number from 0 to {highest}")
+        raise invalid_value_error(name, value, f"a whole number from 0 to {highest}")
     return value
 
 
@@ -289,7 +304,9 @@ def _policies(fields: Mapping[str, Any], num: int) -> Any:
 def _versions(fields: Mapping[str, Any], num: int) -> Array | None:
     version = _whole(fields, "policy_version", 2**63 - 1)
     if version is not None and fields.get("policy") is None:
-        raise wrong("policy_version", version, "a policy beside it, of which it is the version")
+        raise invalid_value_error(
+            "policy_version", version, "a policy beside it, of which it is the version"
+        )
     return None if version is None else np.full(num, version, np.int64)
 
 
@@ -300,11 +317,11 @@ def _timestamps(fields: Mapping[str, Any], num: int) -> Array | None:
     expected = "microseconds since 1970, UTC, a whole number"
     if isinstance(raw, np.ndarray):
         if raw.shape != (num,) or raw.dtype.kind not in "iu":
-            raise wrong("timestamps", raw, f"{num} times: {expected}")
+            raise invalid_value_error("timestamps", raw, f"{num} times: {expected}")
         raw = raw.tolist()
     if type(raw) is not list or len(raw) != num:
-        raise wrong("timestamps", raw, f"a list of {num}, one for each reward")
+        raise invalid_value_error("timestamps", raw, f"a list of {num}, one for each reward")
     for i, value in enumerate(raw):
         if type(value) is not int or not _TIMESTAMPS[0] <= value <= _TIMESTAMPS[1]:
-            raise RequestRefused(422, f"timestamps[{i}]", found_as(value), expected)
+            raise RequestRefusedError(422, f"timestamps[{i}]", describe_value(value), expected)
     return np.array(raw, dtype=np.int64)

@@ -18,15 +18,20 @@ from replaylake.datastore.feedback.decisions import LAST, SUM
 from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import check_fields, check_name, optional, read_fields
-from replaylake.serve.api.pace import Pace
-from replaylake.serve.api.values import encoded, read_values, shortened, wrong
-from replaylake.serve.exchange import Answer, Request, RequestRefused, json_answer
+from replaylake.serve.api.pace import LatencyEstimate
+from replaylake.serve.api.values import (
+    encode_observations,
+    invalid_value_error,
+    read_values,
+    shorten,
+)
+from replaylake.serve.exchange import Request, RequestRefusedError, Response, json_response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock, DecisionLog
-from replaylake.serve.serving import Serving
+from replaylake.serve.serving import ServingState
 
 # Reports under a feedback_id that a worker remembers, to tell a contradiction at once: about 12 MB.
-_HELD: Final = 65_536
+_MAX_REMEMBERED: Final = 65_536
 
 
 class FeedbackEndpoint:
@@ -36,13 +41,13 @@ class FeedbackEndpoint:
     worker's, and not in the lake yet.
     """
 
-    def __init__(self, serving: Callable[[], Serving], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics) -> None:
         self._serving, self._metrics = serving, metrics
-        self._clock, self._pace, self._lock = Clock(), Pace(), threading.Lock()
+        self._clock, self._pace, self._lock = Clock(), LatencyEstimate(), threading.Lock()
         self._held: OrderedDict[bytes, bytes] = OrderedDict()
 
-    async def __call__(self, request: Request) -> Answer:
-        """Answer one request, or have a thread do it. Raises: RequestRefused, StorageFailed."""
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request, or have a thread do it. Raises: RequestRefusedError, StorageError."""
         serving = self._serving()
         answer, lags = await self._pace.run(
             len(request.body), lambda: self._answer(serving, request)
@@ -53,14 +58,16 @@ class FeedbackEndpoint:
             self._metrics.set_pending("rewards", serving.log.rewards.num_pending)
         return answer
 
-    def _answer(self, serving: Serving, request: Request) -> tuple[Answer, list[float | None]]:
+    def _answer(
+        self, serving: ServingState, request: Request
+    ) -> tuple[Response, list[float | None]]:
         """Return the answer, and how long (s) after its decision each report came, if we know."""
         fields = read_fields(request)
         spec = serving.router.one.policy.spec
         reports = parse_feedback(fields, spec, serving.limits.batch)
         log = serving.log
         if log is None:
-            raise RequestRefused(
+            raise RequestRefusedError(
                 404, "decision_id", "a server that logs nothing", "one started with --log-to"
             )
         with self._lock:
@@ -74,18 +81,18 @@ class FeedbackEndpoint:
         lags = [None if d is None else (timestamp - d.timestamp) / 1e6 for d in decisions]
         status = 202 if None in decisions else 200
         if "feedback" in fields:
-            return json_answer({"accepted": len(reports)}, status), lags
+            return json_response({"accepted": len(reports)}, status), lags
         if (decision := decisions[0]) is None:
-            return json_answer({"accepted": True}, status), lags
+            return json_response({"accepted": True}, status), lags
         said = {
             "decision_id": reports[0].decision_id,
             "policy": decision.policy,
             "version": decision.policy_version,
         }
-        return json_answer(said), lags
+        return json_response(said), lags
 
     def _fresh(self, reports: Sequence[FeedbackRequest]) -> list[int]:
-        """Return the places of those that are no repeats. Raises: RequestRefused (409)."""
+        """Return the places of those that are no repeats. Raises: RequestRefusedError (409)."""
         here: dict[bytes, bytes] = {}
         fresh = []
         for place, report in enumerate(reports):
@@ -100,7 +107,7 @@ class FeedbackEndpoint:
             elif before != said:
                 found = "one that said something else before"
                 expected = "a name for each report; a repeat says the same"
-                raise RequestRefused(409, report.field("feedback_id"), found, expected)
+                raise RequestRefusedError(409, report.field("feedback_id"), found, expected)
         return fresh
 
     def _hold(self, reports: Sequence[FeedbackRequest]) -> None:
@@ -108,25 +115,25 @@ class FeedbackEndpoint:
             if (identity := report.identity()) is not None:
                 self._held[identity[0]] = identity[1]
                 self._held.move_to_end(identity[0])
-        while len(self._held) > _HELD:
+        while len(self._held) > _MAX_REMEMBERED:
             self._held.popitem(last=False)
 
 
 def _decision_of(
-    serving: Serving, log: DecisionLog, report: FeedbackRequest, timestamp: int
+    serving: ServingState, log: DecisionLog, report: FeedbackRequest, timestamp: int
 ) -> DecisionId | None:
-    """Return what a decision_id says, None where a report has none. Raises: RequestRefused."""
+    """Return what a decision_id says, None where a report has none. Raises: RequestRefusedError."""
     if report.decision_id is None:
         return None
     decision = serving.signer.read(report.decision_id)
     field = report.field("decision_id")
     if decision is None:
         expected = f"one that /act answered for dataset {log.dataset.name}"
-        raise RequestRefused(404, field, "an id that is not ours", expected)
+        raise RequestRefusedError(404, field, "an id that is not ours", expected)
     if log.is_too_old(decision, timestamp):
         age_s = (timestamp - decision.timestamp) / 1e6
         expected = f"one of the last {log.window_s:.0f} s, the reward window"
-        raise RequestRefused(410, field, f"a decision {age_s:.0f} s old", expected)
+        raise RequestRefusedError(410, field, f"a decision {age_s:.0f} s old", expected)
     return decision
 
 
@@ -212,47 +219,47 @@ def _digest(value: Any) -> bytes:
 def parse_feedback(
     fields: Mapping[str, Any], spec: PolicySpec, max_reports: int
 ) -> list[FeedbackRequest]:
-    """Read the fields of POST /feedback. Raises: RequestRefused."""
+    """Read the fields of POST /feedback. Raises: RequestRefusedError."""
     if "feedback" not in fields:
-        return [_parsed(fields, spec, "")]
+        return [_parse_report(fields, spec, "")]
     check_fields(fields, ("feedback",))
     given = fields["feedback"]
     if type(given) is not list or not given:
-        raise wrong("feedback", given, f"a list of 1 to {max_reports} reports")
+        raise invalid_value_error("feedback", given, f"a list of 1 to {max_reports} reports")
     if len(given) > max_reports:
         found, expected = f"{len(given)} reports", f"at most {max_reports} a request"
-        raise RequestRefused(413, "feedback", found, expected)
+        raise RequestRefusedError(413, "feedback", found, expected)
     reports = []
     for number, one in enumerate(given):
         place = f"feedback[{number}]"
         if type(one) is not dict:
-            raise wrong(place, one, "an object")
+            raise invalid_value_error(place, one, "an object")
         try:
-            reports.append(_parsed(one, spec, f"{place}."))
-        except RequestRefused as error:
-            error.field = shortened(f"{place}.{error.field}")
+            reports.append(_parse_report(one, spec, f"{place}."))
+        except RequestRefusedError as error:
+            error.field = shorten(f"{place}.{error.field}")
             raise
     return reports
 
 
-def _parsed(fields: Mapping[str, Any], spec: PolicySpec, place: str) -> FeedbackRequest:
+def _parse_report(fields: Mapping[str, Any], spec: PolicySpec, place: str) -> FeedbackRequest:
     check_fields(fields, FEEDBACK_FIELDS)
-    _check_named(fields)
+    _check_reference(fields)
     if "reward" not in fields:
-        raise RequestRefused(422, "reward", "nothing", "a value")
+        raise RequestRefusedError(422, "reward", "nothing", "a value")
     reward = fields["reward"]
     # NaN is not, either, and an integer beyond float64 is compared as what it is.
     if type(reward) not in (int, float) or not -MAX_REWARD <= reward <= MAX_REWARD:
         expected = f"a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, so that sums stay finite"
-        raise wrong("reward", reward, expected)
+        raise invalid_value_error("reward", reward, expected)
     mode = fields.get("mode", LAST)
     if mode not in (LAST, SUM):
-        raise wrong("mode", mode, f"{LAST}, which replaces, or {SUM}, which adds")
+        raise invalid_value_error("mode", mode, f"{LAST}, which replaces, or {SUM}, which adds")
     feedback_id = fields.get("feedback_id")
     check_name(feedback_id, "feedback_id")
     if mode == SUM and feedback_id is None:
         expected = "a name of this report, so that it does not add twice when it is sent again"
-        raise RequestRefused(422, "feedback_id", "nothing", expected)
+        raise RequestRefusedError(422, "feedback_id", "nothing", expected)
     return FeedbackRequest(
         place=place,
         decision_id=fields.get("decision_id"),
@@ -268,33 +275,35 @@ def _parsed(fields: Mapping[str, Any], spec: PolicySpec, place: str) -> Feedback
     )
 
 
-def _check_named(fields: Mapping[str, Any]) -> None:
+def _check_reference(fields: Mapping[str, Any]) -> None:
     """Check that a report names one decision, in one way."""
     given = [name for name in _NAMES if fields.get(name) is not None]
     if len(given) != 1:
         found = f"both {given[0]} and {given[1]}" if given else "nothing"
         expected = "one of decision_id, request_id, or episode_id and step"
-        raise RequestRefused(422, given[1] if given else "decision_id", found, expected)
+        raise RequestRefusedError(422, given[1] if given else "decision_id", found, expected)
     value = fields[given[0]]
     if given[0] == "decision_id":
         if type(value) is not str:
-            raise wrong("decision_id", value, "the decision_id that /act answered")
+            raise invalid_value_error("decision_id", value, "the decision_id that /act answered")
     else:
         check_name(value, given[0])
     step = fields.get("step")
     if given[0] == "episode_id":
         if "step" not in fields:
-            raise RequestRefused(422, "step", "nothing", "the step's number beside an episode_id")
+            raise RequestRefusedError(
+                422, "step", "nothing", "the step's number beside an episode_id"
+            )
         if type(step) is not int or not 0 <= step <= MAX_STEP:
-            raise wrong("step", step, f"the step's number, from 0 to {MAX_STEP}")
+            raise invalid_value_error("step", step, f"the step's number, from 0 to {MAX_STEP}")
     elif step is not None:
-        raise wrong("step", step, "one beside an episode_id only")
+        raise invalid_value_error("step", step, "one beside an episode_id only")
 
 
 def _final_observation(fields: Mapping[str, Any], spec: PolicySpec) -> Any:
     final = fields.get("final_observation")
     if final is None:
         return None
-    (final,) = encoded(spec.encoding, [final], "final_observation", False)
+    (final,) = encode_observations(spec.encoding, [final], "final_observation", False)
     values = read_values(spec.observation_space, [final], "final_observation", False)
     return values[0] if type(final) is np.ndarray and type(values) is np.ndarray else final

@@ -15,10 +15,10 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.version import VERSION
 from replaylake.serve.api.bodies import MAX_NAME_CHARS, MSGPACK, NPY
 from replaylake.serve.api.json_schema import Schema, example_of, observation_schema, schema_of
-from replaylake.serve.exchange import JSON, Answer, Request, json_answer
+from replaylake.serve.exchange import JSON, Request, Response, json_response
 from replaylake.serve.monitoring.metrics import CONTENT_TYPE
 from replaylake.serve.safety.tokens import role_of
-from replaylake.serve.serving import Serving
+from replaylake.serve.serving import ServingState
 
 _MEANINGS: Final[Mapping[int, str]] = {
     400: "No Host header, or more than one.",
@@ -43,15 +43,15 @@ _ALWAYS: Final = (400, 403, *_PROBED, 421)
 class Docs:
     """Answers with the document of what is served now."""
 
-    def __init__(self, serving: Callable[[], Serving]) -> None:
+    def __init__(self, serving: Callable[[], ServingState]) -> None:
         self._serving = serving
 
-    async def __call__(self, request: Request) -> Answer:
-        """Answer one request. Raises: RequestRefused."""
-        return json_answer(document(self._serving()))
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request. Raises: RequestRefusedError."""
+        return json_response(document(self._serving()))
 
 
-def document(serving: Serving) -> dict[str, Any]:
+def document(serving: ServingState) -> dict[str, Any]:
     """Return the API of a server as OpenAPI 3.1."""
     served = serving.router.one
     spec = served.policy.spec
@@ -75,11 +75,11 @@ def document(serving: Serving) -> dict[str, Any]:
         "components": {"schemas": schemas_of(spec)},
     }
     if not serving.tokens.is_empty:
-        _secure(document)
+        _add_security(document)
     return document
 
 
-def _secure(document: dict[str, Any]) -> None:
+def _add_security(document: dict[str, Any]) -> None:
     """Say which role's token each operation asks for."""
     schemes = {}
     for path, operations in document["paths"].items():
@@ -93,7 +93,7 @@ def _secure(document: dict[str, Any]) -> None:
     document["components"]["securitySchemes"] = schemes
 
 
-def _act(serving: Serving, spec: PolicySpec) -> dict[str, Any]:
+def _act(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     example = example_of(spec.observation_space)
     examples = {
         "one": {"value": {"observation": example, "episode_id": "visit-1", "step": 0}},
@@ -109,7 +109,7 @@ def _act(serving: Serving, spec: PolicySpec) -> dict[str, Any]:
             "name": name,
             "in": "query",
             "description": "As the field of this name; beside a body of application/x-npy.",
-            "schema": without_null(schema),
+            "schema": drop_null(schema),
         }
         for name, schema in IN_QUERY.items()
     ]
@@ -126,7 +126,7 @@ def _act(serving: Serving, spec: PolicySpec) -> dict[str, Any]:
     }
 
 
-def _feedback(serving: Serving, spec: PolicySpec) -> dict[str, Any]:
+def _feedback(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     schema = {"oneOf": [ref("Report"), ref("Reports")]}
     content: dict[str, Any] = {kind: {"schema": schema} for kind in (JSON, MSGPACK)}
     named = {"episode_id": "visit-1", "step": 0, "reward": 1.0}
@@ -148,7 +148,7 @@ def _feedback(serving: Serving, spec: PolicySpec) -> dict[str, Any]:
     }
 
 
-def _episodes(serving: Serving, spec: PolicySpec) -> dict[str, Any]:
+def _episodes(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     schema = object_of({"episodes": {"type": "array", "items": ref("Episode"), "minItems": 1}})
     content: dict[str, Any] = {kind: {"schema": schema} for kind in (JSON, MSGPACK)}
     observation, action = example_of(spec.observation_space), example_of(spec.action_space)
@@ -250,7 +250,7 @@ def schemas_of(spec: PolicySpec) -> dict[str, Schema]:
             **schema_of(spec.action_space),
             "description": f"{describe(spec.action_space)}, of the head {spec.head}",
         },
-        **_actschemas_of(spec),
+        **_act_request_schemas(spec),
         "Report": _report(),
         "Reports": object_of({"feedback": many_of(ref("Report"))}),
         "Taken": {
@@ -275,7 +275,7 @@ def schemas_of(spec: PolicySpec) -> dict[str, Schema]:
     }
 
 
-def _actschemas_of(spec: PolicySpec) -> dict[str, Schema]:
+def _act_request_schemas(spec: PolicySpec) -> dict[str, Schema]:
     num = num_actions(spec.action_space)
     row: Schema = {"type": "array", "items": {"type": "boolean"}, "minItems": num, "maxItems": num}
     mask: Schema = {"type": "null"} if num is None else {**row, "type": ["array", "null"]}
@@ -305,11 +305,11 @@ def _actschemas_of(spec: PolicySpec) -> dict[str, Schema]:
             **object_of(many, required=()),
             "oneOf": [{"required": ["observation"]}, {"required": ["observations"]}],
         },
-        "Acted": {"anyOf": [_acted_one(), _actedmany_of()]},
+        "Acted": {"anyOf": [_action_schema(), _actions_schema()]},
     }
 
 
-def _acted_one() -> Schema:
+def _action_schema() -> Schema:
     text: Schema = {"type": "string"}
     whole: Schema = {"type": "integer"}
     return object_of(
@@ -327,8 +327,8 @@ def _acted_one() -> Schema:
     )
 
 
-def _actedmany_of() -> Schema:
-    one = _acted_one()["properties"]
+def _actions_schema() -> Schema:
+    one = _action_schema()["properties"]
     columns = {f"{name}s": many_of(schema) for name, schema in one.items() if name != "q_values"}
     columns["policies"] = columns.pop("policys")
     columns["q_values"] = many_of(one["q_values"])
@@ -406,5 +406,5 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def without_null(schema: Schema) -> Schema:
+def drop_null(schema: Schema) -> Schema:
     return {**schema, "type": schema["type"][0]}

@@ -12,8 +12,8 @@ from replaylake.datastore.episodes.spaces import Box
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import optional
-from replaylake.serve.api.values import wrong
-from replaylake.serve.exchange import RequestRefused
+from replaylake.serve.api.values import invalid_value_error
+from replaylake.serve.exchange import RequestRefusedError
 
 # The fields, and what they are where they come in a query.
 OPTIONS: Final[Mapping[str, type]] = {
@@ -33,7 +33,7 @@ _WITHOUT_DENSITY: Final = ("deterministic", "sampled")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ActOptions:
     """What a request asked for; None where it left that to the server."""
 
     deterministic: bool | None = None
@@ -49,7 +49,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class ActingMode:
     """How actions are chosen. is_mode: nothing is left to chance, and that is logged."""
 
     deterministic: bool
@@ -58,23 +58,25 @@ class Manner:
     is_mode: bool
 
 
-NO_OPTIONS: Final = Options()
+NO_OPTIONS: Final = ActOptions()
 
 
-def read_options(fields: Mapping[str, Any]) -> Options:
-    """Read them. Raises: RequestRefused."""
+def read_options(fields: Mapping[str, Any]) -> ActOptions:
+    """Read them. Raises: RequestRefusedError."""
     if fields.keys().isdisjoint(OPTIONS):
         return NO_OPTIONS
     deterministic = optional(fields, "deterministic", bool, "true or false")
     temperature = _number(fields, "temperature", 0.0, _TEMPERATURES[1])
     if temperature and temperature < _TEMPERATURES[0]:
-        raise wrong("temperature", temperature, "0 (the mode), or 1e-6 to 1e6")
+        raise invalid_value_error("temperature", temperature, "0 (the mode), or 1e-6 to 1e6")
     if deterministic and temperature:
-        raise wrong("temperature", temperature, "none or 0 beside deterministic: true")
+        raise invalid_value_error(
+            "temperature", temperature, "none or 0 beside deterministic: true"
+        )
     seed = optional(fields, "seed", int, "a whole number")
     if seed is not None and not 0 <= seed <= _MAX_SEED:
-        raise wrong("seed", seed, f"a whole number from 0 to {_MAX_SEED}")
-    return Options(
+        raise invalid_value_error("seed", seed, f"a whole number from 0 to {_MAX_SEED}")
+    return ActOptions(
         deterministic,
         temperature,
         _number(fields, "epsilon", 0.0, 1.0),
@@ -83,34 +85,42 @@ def read_options(fields: Mapping[str, Any]) -> Options:
     )
 
 
-def manner_of(options: Options, exploration: Exploration, spec: PolicySpec) -> Manner:
-    """Decide how to act. Raises: RequestRefused (422) for what the policy's head cannot do.
+def resolve_acting_mode(
+    options: ActOptions, exploration: Exploration, spec: PolicySpec
+) -> ActingMode:
+    """Decide how to act. Raises: RequestRefusedError (422) for what the policy's head cannot do.
 
     A request that names a temperature or an epsilon gets those alone; one that says only
     `deterministic: false` gets the server's exploration, or a draw at temperature 1.
     """
     if options is NO_OPTIONS:
-        return _usual_manner(exploration, spec.head)
-    return _manner_of(options, exploration, spec)
+        return _default_acting_mode(exploration, spec.head)
+    return _resolve_acting_mode(options, exploration, spec)
 
 
 @lru_cache(maxsize=64)
-def _usual_manner(exploration: Exploration, head: str) -> Manner:
+def _default_acting_mode(exploration: Exploration, head: str) -> ActingMode:
     """Return how a request that says nothing is acted for: the same for all of them."""
     mode = not exploration.is_on or exploration.epsilon > 0
     temperature = 1.0 if exploration.temperature is None else exploration.temperature
     epsilon = exploration.epsilon if exploration.is_on else 0.0
-    return _manner(mode, temperature, epsilon, head)
+    return _make_acting_mode(mode, temperature, epsilon, head)
 
 
-def _manner_of(options: Options, exploration: Exploration, spec: PolicySpec) -> Manner:
+def _resolve_acting_mode(
+    options: ActOptions, exploration: Exploration, spec: PolicySpec
+) -> ActingMode:
     mode, temperature, epsilon = options.deterministic, options.temperature, options.epsilon
     if epsilon and isinstance(spec.action_space, Box):
-        raise wrong("epsilon", epsilon, "none: continuous actions explore with a temperature")
+        raise invalid_value_error(
+            "epsilon", epsilon, "none: continuous actions explore with a temperature"
+        )
     if temperature and spec.head in _WITHOUT_DENSITY:
-        raise wrong("temperature", temperature, f"none: the head {spec.head} has no density")
+        raise invalid_value_error(
+            "temperature", temperature, f"none: the head {spec.head} has no density"
+        )
     if options.q_values and spec.head != "q_values":
-        raise RequestRefused(422, "q_values", "true", f"none: the head {spec.head} has none")
+        raise RequestRefusedError(422, "q_values", "true", f"none: the head {spec.head} has none")
     if temperature is None and epsilon is None:
         if mode is None:
             mode = not exploration.is_on
@@ -121,13 +131,13 @@ def _manner_of(options: Options, exploration: Exploration, spec: PolicySpec) -> 
         mode = not temperature
     if temperature is None:
         temperature = 1.0 if exploration.temperature is None else exploration.temperature
-    return _manner(mode, temperature, epsilon or 0.0, spec.head)
+    return _make_acting_mode(mode, temperature, epsilon or 0.0, spec.head)
 
 
-def _manner(mode: bool, temperature: float, epsilon: float, head: str) -> Manner:
+def _make_acting_mode(mode: bool, temperature: float, epsilon: float, head: str) -> ActingMode:
     is_certain = mode or temperature == 0 or head == "deterministic"
     is_mode = is_certain and not epsilon and head not in _ALWAYS_DRAWN
-    return Manner(mode, temperature, epsilon, is_mode)
+    return ActingMode(mode, temperature, epsilon, is_mode)
 
 
 def _number(fields: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
@@ -135,5 +145,5 @@ def _number(fields: Mapping[str, Any], name: str, low: float, high: float) -> fl
     if value is None:
         return None
     if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
-        raise wrong(name, value, f"a number from {low:g} to {high:g}")
+        raise invalid_value_error(name, value, f"a number from {low:g} to {high:g}")
     return float(value)

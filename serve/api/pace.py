@@ -19,7 +19,7 @@ _MAX_FACTOR: Final = 4.0
 _MAX_BITS: Final = 48
 
 
-class Pace:
+class LatencyEstimate:
     """Learns what requests of a kind cost by their size, to the power of two.
 
     The cost is that of all: parsing, the graph, the log. It is kept for sizes and not worked out

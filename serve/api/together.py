@@ -14,55 +14,57 @@ from typing import Any, Final
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.serve.api.act_request import ActRequest
-from replaylake.serve.api.pace import Pace
-from replaylake.serve.exchange import Answer
-from replaylake.serve.serving import Serving
+from replaylake.serve.api.pace import LatencyEstimate
+from replaylake.serve.exchange import Response
+from replaylake.serve.serving import ServingState
 
-MAX_TOGETHER: Final = 32
+MAX_BATCH: Final = 32
 
 
 @dataclass(slots=True)
-class Single:
+class PendingRequest:
     """A request of one observation: raw as it came, values [1, *obs]; num_bytes of its body."""
 
     asked: ActRequest
     raw: Any
     values: Array
-    pace: Pace
+    pace: LatencyEstimate
     num_bytes: int
 
 
-Work = Callable[[Serving, Sequence[Single]], Sequence[Answer | Exception]]
+BatchHandler = Callable[[ServingState, Sequence[PendingRequest]], Sequence[Response | Exception]]
 """Answers each of them, or says what is wrong with it. Raises what is wrong with all."""
 
 
-class Together:
+class MicroBatcher:
     """Those that wait for the last of them."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: BatchHandler) -> None:
         self._work = work
-        self._serving: Serving | None = None
-        self._singles: list[Single] = []
-        self._futures: list[asyncio.Future[Answer]] = []
+        self._serving: ServingState | None = None
+        self._singles: list[PendingRequest] = []
+        self._futures: list[asyncio.Future[Response]] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody waits."""
         return not self._singles
 
-    async def answer(self, serving: Serving, single: Single, num_behind: int) -> Answer:
+    async def answer(
+        self, serving: ServingState, single: PendingRequest, num_behind: int
+    ) -> Response:
         """Answer a request with those that wait, once all `num_behind` it have come.
 
-        Raises: RequestRefused, StorageFailed.
+        Raises: RequestRefusedError, StorageError.
         """
-        if serving is not self._serving or len(self._singles) >= MAX_TOGETHER:
+        if serving is not self._serving or len(self._singles) >= MAX_BATCH:
             self._work_all()
             self._serving = serving
         loop = asyncio.get_running_loop()
         if not self._singles:
             # Should those behind turn out to be none of ours. By then all of them have begun.
             loop.call_soon(self._work_all)
-        future: asyncio.Future[Answer] = loop.create_future()
+        future: asyncio.Future[Response] = loop.create_future()
         self._singles.append(single)
         self._futures.append(future)
         if not num_behind:
@@ -75,7 +77,7 @@ class Together:
         if serving is None or not singles:
             return
         try:
-            found: Sequence[Answer | Exception] = self._work(serving, singles)
+            found: Sequence[Response | Exception] = self._work(serving, singles)
         except Exception as error:
             found = [error] * len(singles)
         for future, one in zip(futures, found, strict=True):

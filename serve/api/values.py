@@ -30,8 +30,8 @@ from replaylake.datastore.episodes.spaces import (
     value_dtype,
     value_shape,
 )
-from replaylake.datastore.errors import EpisodeInvalid
-from replaylake.serve.exchange import RequestRefused
+from replaylake.datastore.errors import EpisodeInvalidError
+from replaylake.serve.exchange import RequestRefusedError
 
 _FEW: Final = 32
 _MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
@@ -61,10 +61,10 @@ def depth_of(value: Any, of_object: int) -> int:
     return depth + (of_object if type(value) is dict else type(value) is list)
 
 
-def encoded(encoding: Encoding | None, raw: Any, field: str, is_batch: bool) -> Any:
+def encode_observations(encoding: Encoding | None, raw: Any, field: str, is_batch: bool) -> Any:
     """Return observations with the vectors of those that came as named fields.
 
-    Raises: RequestRefused naming the field that is unknown, absent or of the wrong type.
+    Raises: RequestRefusedError naming the field that is unknown, absent or of the wrong type.
     """
     if encoding is None or not encoding.fields or dict not in set(map(type, raw)):
         return raw
@@ -76,8 +76,8 @@ def encoded(encoding: Encoding | None, raw: Any, field: str, is_batch: bool) -> 
         place = f"{field}[{i}]" if is_batch else field
         if (fault := encoding.find_fault(value)) is not None:
             name, found, expected = fault
-            said = "nothing" if found is None else found_as(found)
-            raise RequestRefused(422, shortened(f"{place}.{name}"), said, shortened(expected))
+            said = "nothing" if found is None else describe_value(found)
+            raise RequestRefusedError(422, shorten(f"{place}.{name}"), said, shorten(expected))
         vectors.append(encoding.encode_one(value).tolist())
     return vectors
 
@@ -85,7 +85,7 @@ def encoded(encoding: Encoding | None, raw: Any, field: str, is_batch: bool) -> 
 def read_values(space: Space, raw: Any, field: str, is_batch: bool) -> Values:
     """Read values of the space, one an element of raw: a list, or an array [B, *shape].
 
-    Raises: RequestRefused at the first fault. Cost: 3 us for four numbers, 0.1 us a number.
+    Raises: RequestRefusedError at the first fault. Cost: 3 us for four numbers, 0.1 us a number.
     """
     values = _read(space, raw)
     if values is not None:
@@ -95,10 +95,10 @@ def read_values(space: Space, raw: Any, field: str, is_batch: bool) -> Values:
         _check_value(space, value, place)
     try:
         return as_values(space, gather(space, raw), field, len(raw))
-    except EpisodeInvalid as error:
+    except EpisodeInvalidError as error:
         for value, place in zip(raw, places, strict=True):
-            _find_loss(space, value, place)
-        raise RequestRefused(422, field, shortened(str(error)), describe(space)) from None
+            _check_lossless(space, value, place)
+        raise RequestRefusedError(422, field, shorten(str(error)), describe(space)) from None
 
 
 def _read(space: Space, raw: Any) -> Values | None:
@@ -182,7 +182,7 @@ def _read_array(space: Leaf, array: Array) -> Array | None:
         return None
     try:
         return _in_range(space, as_values(space, array, "values"))  # type: ignore[arg-type]
-    except EpisodeInvalid:
+    except EpisodeInvalidError:
         return None
 
 
@@ -194,20 +194,20 @@ def _in_range(space: Leaf, array: Array) -> Array | None:
     return array if ((array >= low) & (array <= high)).all() else None
 
 
-def _find_loss(space: Space, value: Any, place: str) -> None:
+def _check_lossless(space: Space, value: Any, place: str) -> None:
     """Refuse the leaf whose numbers do not fit its dtype, such as 1e39 or 256 in uint8."""
     if isinstance(space, Dict):
         for key, sub in space.spaces.items():
-            _find_loss(sub, value[key], f"{place}.{key}")
+            _check_lossless(sub, value[key], f"{place}.{key}")
     elif isinstance(space, Tuple):
         for i, sub in enumerate(space.spaces):
-            _find_loss(sub, value[i], f"{place}[{i}]")
+            _check_lossless(sub, value[i], f"{place}[{i}]")
     else:
         try:
             as_values(space, gather(space, [value]), place, 1)
-        except EpisodeInvalid:
+        except EpisodeInvalidError:
             found = _as_text(value)
-            raise RequestRefused(
+            raise RequestRefusedError(
                 422, place, found, f"numbers that {describe(space)} holds"
             ) from None
 
@@ -216,17 +216,19 @@ def _check_value(space: Space, value: Any, place: str) -> None:
     if isinstance(space, Dict):
         if type(value) is not dict or value.keys() != space.spaces.keys():
             found = sorted(value) if type(value) is dict else value
-            raise wrong(place, found, f"an object with the keys {sorted(space.spaces)}")
+            raise invalid_value_error(
+                place, found, f"an object with the keys {sorted(space.spaces)}"
+            )
         for key, sub in space.spaces.items():
             _check_value(sub, value[key], f"{place}.{key}")
     elif isinstance(space, Tuple):
         if type(value) is not list or len(value) != len(space.spaces):
-            raise wrong(place, value, f"a list of {len(space.spaces)} values")
+            raise invalid_value_error(place, value, f"a list of {len(space.spaces)} values")
         for i, sub in enumerate(space.spaces):
             _check_value(sub, value[i], f"{place}[{i}]")
     elif isinstance(space, Text):
         if type(value) is not str:
-            raise wrong(place, value, "a string")
+            raise invalid_value_error(place, value, "a string")
     elif type(value) is np.ndarray:
         _check_array(space, value, place)
     else:
@@ -238,9 +240,9 @@ def _check_value(space: Space, value: Any, place: str) -> None:
 
 def _check_array(space: Leaf, array: Array, place: str) -> None:
     if array.shape != value_shape(space):
-        raise wrong(place, array, describe(space))
+        raise invalid_value_error(place, array, describe(space))
     if array.dtype.kind not in _ARRAY_KINDS[value_dtype(space).kind]:
-        raise wrong(place, array, f"{describe(space)}, or what it holds exactly")
+        raise invalid_value_error(place, array, f"{describe(space)}, or what it holds exactly")
     if not isinstance(space, Box):
         _check_range(space, array.tolist(), place)
 
@@ -251,16 +253,16 @@ def _check_numbers(
     """Check nested lists level by level; the innermost one in bulk, since it holds the numbers."""
     if not shape:
         if type(value) not in kinds:
-            raise wrong(place, value, expected)
+            raise invalid_value_error(place, value, expected)
         return
     if type(value) is not list or len(value) != shape[0]:
-        raise wrong(place, value, f"{expected}, here a list of {shape[0]}")
+        raise invalid_value_error(place, value, f"{expected}, here a list of {shape[0]}")
     if len(shape) > 1:
         for i, sub in enumerate(value):
             _check_numbers(sub, shape[1:], kinds, f"{place}[{i}]", expected)
     elif not kinds.issuperset(map(type, value)):
         i = next(i for i, element in enumerate(value) if type(element) not in kinds)
-        raise wrong(f"{place}[{i}]", value[i], expected)
+        raise invalid_value_error(f"{place}[{i}]", value[i], expected)
 
 
 def _check_range(space: Space, value: Any, place: str) -> None:
@@ -270,15 +272,15 @@ def _check_range(space: Space, value: Any, place: str) -> None:
     if any(not -(2**63) <= element < 2**63 for element in flat) or np.any(
         (np.asarray(value) < low) | (np.asarray(value) > high)
     ):
-        raise wrong(place, value, describe(space))
+        raise invalid_value_error(place, value, describe(space))
 
 
-def wrong(field: str, value: Any, expected: str) -> RequestRefused:
+def invalid_value_error(field: str, value: Any, expected: str) -> RequestRefusedError:
     """Return a refusal (422) of a value."""
-    return RequestRefused(422, field, found_as(value), expected)
+    return RequestRefusedError(422, field, describe_value(value), expected)
 
 
-def found_as(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describe a value without echoing more than a little of it."""
     if type(value) is list:
         return f"a list of {len(value)}"
@@ -295,11 +297,11 @@ def _as_text(value: Any) -> str:
     if type(value) is float:
         return repr(value)  # JSON has no NaN
     try:
-        return shortened(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+        return shorten(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode())
     except TypeError:  # what msgpack has and JSON has not
-        return shortened(repr(value))
+        return shorten(repr(value))
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Cut a text to 120 characters."""
     return text if len(text) <= 120 else f"{text[:117]}..."

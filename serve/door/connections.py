@@ -1,6 +1,6 @@
 """Connections: how many there may be, how long they may idle, and how slowly a client may speak.
 
-uvicorn waits for a request's head for ever and takes one of any size. `guard_connections` puts this
+uvicorn waits for a request's head for ever and takes one of any size. `limit_connections` puts this
 in the place of its protocol, which also reaches the uvicorn that BentoML starts.
 """
 
@@ -15,13 +15,13 @@ from weakref import WeakSet
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from replaylake.serve.door.waits import ARRIVALS, ARRIVED, Arrivals
-from replaylake.serve.exchange import RequestRefused, error_answer
+from replaylake.serve.door.waits import ARRIVALS, ARRIVED, ArrivalCounter
+from replaylake.serve.exchange import RequestRefusedError, error_response
 from replaylake.serve.safety.limits import ConnectionLimits
 
-_LOOK_EVERY_S: Final = 0.5
+_CHECK_INTERVAL_S: Final = 0.5
 # httptools keeps the places of a URL's parts in 16 bits.
-_LONGEST_PATH: Final = 65_535
+_MAX_PATH_BYTES: Final = 65_535
 _REASONS: Final = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -32,11 +32,11 @@ _REASONS: Final = {
 NUM_REFUSED: Final[dict[int, int]] = dict.fromkeys(_REASONS, 0)
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with limits on what a client may hold."""
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
-    _arrivals: ClassVar[Arrivals] = Arrivals()
+    _arrivals: ClassVar[ArrivalCounter] = ArrivalCounter()
     _guarded: ClassVar[WeakSet[Any]] = WeakSet()  # of uvicorn's ServerState, by which it is called
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -51,7 +51,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(503, "connections", f"{len(self.connections) - 1}", "fewer; try again")
         if self.server_state not in self._guarded:
             self._guarded.add(self.server_state)
-            self.loop.call_later(_LOOK_EVERY_S, self._look_after_all)
+            self.loop.call_later(_CHECK_INTERVAL_S, self._look_after_all)
 
     def data_received(self, data: bytes) -> None:
         """Take a packet."""
@@ -100,8 +100,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, and a path and query that are too long to be taken apart."""
         num_bytes = len(self.url or b"")
-        if num_bytes > _LONGEST_PATH:
-            most = f"at most {_LONGEST_PATH} bytes; what is longer goes into the body"
+        if num_bytes > _MAX_PATH_BYTES:
+            most = f"at most {_MAX_PATH_BYTES} bytes; what is longer goes into the body"
             self._refuse(431, "head", f"a path and query of {num_bytes} bytes", most)
             return
         self._refuse(400, "request", "no HTTP/1.1", "a request line, headers and a body")
@@ -110,7 +110,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         NUM_REFUSED[status] += 1
-        answer = error_answer(RequestRefused(status, field, found, expected))
+        answer = error_response(RequestRefusedError(status, field, found, expected))
         head = (
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n" % (status, _REASONS[status], len(answer.body))
@@ -122,7 +122,7 @@ class GuardedProtocol(HttpToolsProtocol):
         idle = [
             (other._idle_since, id(other), other)
             for other in self.connections
-            if isinstance(other, GuardedProtocol)
+            if isinstance(other, LimitedProtocol)
             and other is not self
             and other._idle_since is not None
             and not other.transport.is_closing()
@@ -135,10 +135,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def _look_after_all(self) -> None:
         now = self.loop.time()
         for connection in tuple(self.connections):
-            if isinstance(connection, GuardedProtocol):
+            if isinstance(connection, LimitedProtocol):
                 connection._look_after(now)
         if self.connections:
-            self.loop.call_later(_LOOK_EVERY_S, self._look_after_all)
+            self.loop.call_later(_CHECK_INTERVAL_S, self._look_after_all)
         else:
             self._guarded.discard(self.server_state)
 
@@ -153,10 +153,10 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def guard_connections(limits: ConnectionLimits) -> None:
+def limit_connections(limits: ConnectionLimits) -> None:
     """Let every uvicorn of this process that is not told its protocol take ours."""
-    GuardedProtocol.limits = limits
+    LimitedProtocol.limits = limits
     # Its warnings are of what clients send: a line each would be theirs to fill a disk with.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    path = f"{GuardedProtocol.__module__}:{GuardedProtocol.__qualname__}"
+    path = f"{LimitedProtocol.__module__}:{LimitedProtocol.__qualname__}"
     uvicorn.config.HTTP_PROTOCOLS["auto"] = path

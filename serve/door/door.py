@@ -16,27 +16,27 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from replaylake.datastore.errors import StorageFailed
-from replaylake.serve.door.waits import ARRIVALS, ARRIVED, Wait, Waits
+from replaylake.datastore.errors import StorageError
+from replaylake.serve.door.waits import ARRIVALS, ARRIVED, Deadlines, RequestDeadline
 from replaylake.serve.exchange import (
     JSON,
-    Answer,
     Endpoint,
     Request,
-    RequestRefused,
-    error_answer,
+    RequestRefusedError,
+    Response,
+    error_response,
 )
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.safety.limits import Limits
 from replaylake.serve.safety.tokens import role_of
-from replaylake.serve.serving import Serving
+from replaylake.serve.serving import ServingState
 
 _logger = logging.getLogger(__name__)
 Scope = Mapping[str, Any]
-_CLIENT_GONE: Final = 499  # nobody reads it; it is for the count
+_CLIENT_DISCONNECTED: Final = 499  # nobody reads it; it is for the count
 _BEFORE_START: Final = Limits()
-_LATER: Final = ((b"retry-after", b"1"),)
-_AND_CLOSE: Final = (b"connection", b"close")
+_RETRY_LATER: Final = ((b"retry-after", b"1"),)
+_CLOSE_HEADER: Final = (b"connection", b"close")
 _MAX_ID_BYTES: Final = 128
 _TRACEBACK_EVERY_S: Final = 1.0
 # Probes come by whatever address a machine has, tell nothing and change nothing.
@@ -47,48 +47,48 @@ _OF_OTHER_SITES: Final = frozenset(
 )
 
 
-class Doorkeeper:
+class HandlerState:
     """What the doors of one worker share: what is served, who waits, and what that takes."""
 
-    def __init__(self, serving: Callable[[], Serving | None], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
         self.serving, self.metrics = serving, metrics
-        self.waits = Waits()
+        self.waits = Deadlines()
         self.num_inside = 0  # requests that an endpoint works on
         self.buffered_bytes = 0  # of bodies that come in pieces
 
 
-class Door:
+class RequestHandler:
     """An ASGI app around one endpoint."""
 
-    def __init__(self, route: str, endpoint: Endpoint, keeper: Doorkeeper) -> None:
+    def __init__(self, route: str, endpoint: Endpoint, keeper: HandlerState) -> None:
         self._route, self._endpoint, self._keeper = route, endpoint, keeper
         self._role = role_of(route)
         self._is_of_any_host = route in _OF_ANY_HOST
-        self._complaints = _Complaints(route)
+        self._complaints = _RateLimitedLog(route)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Answer one request."""
         began = scope.get(ARRIVED) or time.perf_counter()
         keeper, serving = self._keeper, self._keeper.serving()
-        visit = _Visit(scope, began, _BEFORE_START if serving is None else serving.limits)
+        visit = _RequestState(scope, began, _BEFORE_START if serving is None else serving.limits)
         arrivals = scope.get(ARRIVALS)
         visit.num_behind = 0 if arrivals is None else arrivals.begin()
         visit.wait = keeper.waits.enter(began + visit.limits.deadline_s)
         try:
             answer = await self._answer(visit, receive, serving)
-        except _ClientGone:
+        except _ClientDisconnectedError:
             answer = None
         finally:
             keeper.waits.leave(visit.wait)
             keeper.buffered_bytes -= visit.buffered_bytes
-        status = _CLIENT_GONE if answer is None else answer.status
+        status = _CLIENT_DISCONNECTED if answer is None else answer.status
         seconds = time.perf_counter() - began
         keeper.metrics.count_request(self._route, status, seconds)
         headers = () if serving is None else self._log(visit, answer, status, seconds, serving)
         if answer is None:
             return
         is_plain = status == 200 and not (headers or answer.headers) and scope["method"] != "HEAD"
-        if is_plain and write_whole(send, answer.content_type, answer.body):
+        if is_plain and write_response(send, answer.content_type, answer.body):
             return
         headers = (
             (b"content-type", answer.content_type.encode()),
@@ -100,22 +100,24 @@ class Door:
         body = b"" if scope["method"] == "HEAD" else answer.body
         await send({"type": "http.response.body", "body": body})
 
-    async def _answer(self, visit: _Visit, receive: Any, serving: Serving | None) -> Answer:
+    async def _answer(
+        self, visit: _RequestState, receive: Any, serving: ServingState | None
+    ) -> Response:
         try:
             return await self._answer_or_refuse(visit, receive, serving)
-        except _ClientGone:
+        except _ClientDisconnectedError:
             raise
         except Exception as error:
             # Whatever we did not foresee is logged here, and the client learns no internals. A
             # refusal that cannot be worded is among it: outside of the app BentoML answers nothing.
             self._complaints.say("unexpected error", error)
-            return error_answer(
-                RequestRefused(500, "server", "an internal error", "an answer; see its log")
+            return error_response(
+                RequestRefusedError(500, "server", "an internal error", "an answer; see its log")
             )
 
     async def _answer_or_refuse(
-        self, visit: _Visit, receive: Any, serving: Serving | None
-    ) -> Answer:
+        self, visit: _RequestState, receive: Any, serving: ServingState | None
+    ) -> Response:
         keeper = self._keeper
         try:
             if serving is not None and not self._is_of_any_host:
@@ -126,31 +128,36 @@ class Door:
                 serving.tokens.check(self._role, visit.authorization)
             body = await _read_body(visit, receive, keeper)
             if time.perf_counter() >= visit.wait.due:
-                raise _overdue(visit)
+                raise _timeout_error(visit)
             if keeper.num_inside >= visit.limits.queue and self._role is not None:
                 found = f"{keeper.num_inside} requests being worked on"
-                raise RequestRefused(503, "server", found, "fewer; try again", _LATER)
+                raise RequestRefusedError(503, "server", found, "fewer; try again", _RETRY_LATER)
             keeper.num_inside += 1
             try:
                 return await self._endpoint(visit.request(self._route, body))
             finally:
                 keeper.num_inside -= 1
-        except RequestRefused as error:
+        except RequestRefusedError as error:
             if (error.status, error.field) in _OF_OTHER_SITES:
                 keeper.metrics.count_refused_header(error.field)
-            return error_answer(error)
+            return error_response(error)
         except asyncio.CancelledError:
             if not visit.wait.is_overdue or visit.wait.task.cancelling() > 1:
                 raise
-            return error_answer(_overdue(visit))
-        except StorageFailed as error:
+            return error_response(_timeout_error(visit))
+        except StorageError as error:
             self._complaints.say(f"decision log: {error}")
             keeper.metrics.count_log_failure()
             refused = ("log", "a disk that refuses", "room to log; try again later")
-            return error_answer(RequestRefused(503, *refused, _LATER))
+            return error_response(RequestRefusedError(503, *refused, _RETRY_LATER))
 
     def _log(
-        self, visit: _Visit, answer: Answer | None, status: int, seconds: float, serving: Serving
+        self,
+        visit: _RequestState,
+        answer: Response | None,
+        status: int,
+        seconds: float,
+        serving: ServingState,
     ) -> tuple[tuple[bytes, bytes], ...]:
         """Write the access log, if there is one; return the header that names its line."""
         if serving.access_log is None:
@@ -171,11 +178,11 @@ class Door:
 _numbers = count(1)
 
 
-class _ClientGone(Exception):
+class _ClientDisconnectedError(Exception):
     """The client hung up before its request was whole."""
 
 
-class _Visit:
+class _RequestState:
     """One request at the door."""
 
     __slots__ = (
@@ -195,7 +202,7 @@ class _Visit:
         "scope",
         "wait",
     )
-    wait: Wait
+    wait: RequestDeadline
     num_behind: int
 
     def __init__(self, scope: Scope, began: float, limits: Limits) -> None:
@@ -237,14 +244,14 @@ class _Visit:
         )
 
 
-async def _read_body(visit: _Visit, receive: Any, keeper: Doorkeeper) -> bytes:
+async def _read_body(visit: _RequestState, receive: Any, keeper: HandlerState) -> bytes:
     """Read the body without ever holding more than the limits.
 
-    Raises: RequestRefused: 413, or 503 where all bodies together are too large; _ClientGone.
+    Raises: RequestRefusedError: 413, or 503 where all bodies together are too large; _ClientGone.
     """
     max_bytes = visit.limits.body_bytes
     if visit.declared_bytes > max_bytes:
-        raise _too_large(f"{visit.declared_bytes} bytes", max_bytes)
+        raise _too_large_error(f"{visit.declared_bytes} bytes", max_bytes)
     wait = visit.wait
     wait.due = min(wait.due, wait.due - visit.limits.deadline_s + visit.limits.body_timeout_s)
     message = await receive()
@@ -252,24 +259,28 @@ async def _read_body(visit: _Visit, receive: Any, keeper: Doorkeeper) -> bytes:
     if message.get("more_body", False):
         body = await _read_pieces(body, visit, receive, keeper)
     elif message["type"] == "http.disconnect":
-        raise _ClientGone
+        raise _ClientDisconnectedError
     elif len(body) > max_bytes:
-        raise _too_large(f"more than {max_bytes} bytes", max_bytes)
+        raise _too_large_error(f"more than {max_bytes} bytes", max_bytes)
     visit.num_bytes = len(body)
     visit.is_read = True
     wait.due = visit.deadline
     return body
 
 
-async def _read_pieces(piece: bytes, visit: _Visit, receive: Any, keeper: Doorkeeper) -> bytes:
+async def _read_pieces(
+    piece: bytes, visit: _RequestState, receive: Any, keeper: HandlerState
+) -> bytes:
     limits, body = visit.limits, bytearray()
     is_last = False
     while True:
         if len(body) + len(piece) > limits.body_bytes:
-            raise _too_large(f"more than {limits.body_bytes} bytes", limits.body_bytes)
+            raise _too_large_error(f"more than {limits.body_bytes} bytes", limits.body_bytes)
         if keeper.buffered_bytes + len(piece) > limits.buffered_bytes:
             found = f"{keeper.buffered_bytes} bytes of other requests"
-            raise RequestRefused(503, "body", found, "fewer; try again", (*_LATER, _AND_CLOSE))
+            raise RequestRefusedError(
+                503, "body", found, "fewer; try again", (*_RETRY_LATER, _CLOSE_HEADER)
+            )
         visit.buffered_bytes += len(piece)
         keeper.buffered_bytes += len(piece)
         body += piece
@@ -277,25 +288,25 @@ async def _read_pieces(piece: bytes, visit: _Visit, receive: Any, keeper: Doorke
             return bytes(body)
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _ClientGone
+            raise _ClientDisconnectedError
         piece, is_last = message.get("body", b""), not message.get("more_body", False)
 
 
-def _too_large(found: str, max_bytes: int) -> RequestRefused:
-    return RequestRefused(413, "body", found, f"at most {max_bytes} bytes")
+def _too_large_error(found: str, max_bytes: int) -> RequestRefusedError:
+    return RequestRefusedError(413, "body", found, f"at most {max_bytes} bytes")
 
 
-def _overdue(visit: _Visit) -> RequestRefused:
+def _timeout_error(visit: _RequestState) -> RequestRefusedError:
     limits = visit.limits
     if not visit.is_read:
         seconds = min(limits.body_timeout_s, limits.deadline_s)
         found = f"no end of it after {seconds:g} s"
-        return RequestRefused(408, "body", found, "it sooner", (_AND_CLOSE,))
+        return RequestRefusedError(408, "body", found, "it sooner", (_CLOSE_HEADER,))
     found = f"no answer after {limits.deadline_s:g} s"
-    return RequestRefused(504, "server", found, "one in time; try again, or ask for less")
+    return RequestRefusedError(504, "server", found, "one in time; try again, or ask for less")
 
 
-class _Complaints:
+class _RateLimitedLog:
     """What a route did not foresee, at most once a second: a flood of requests is none of lines."""
 
     def __init__(self, route: str) -> None:
@@ -313,7 +324,7 @@ class _Complaints:
         _logger.error("%s: %s%s", self._route, text, more, exc_info=error)
 
 
-class _Head:
+class _ResponseHead:
     """The head of an answer that only its length tells from others; written anew with the date."""
 
     def __init__(self) -> None:
@@ -328,10 +339,10 @@ class _Head:
         return self._text + content_type.encode()
 
 
-_head = _Head()
+_head = _ResponseHead()
 
 
-def write_whole(send: Any, content_type: str, body: bytes) -> bool:
+def write_response(send: Any, content_type: str, body: bytes) -> bool:
     """Write an answer of status 200 at once: ASGI's two messages are two system calls.
 
     Returns False, and writes nothing, where that is not to be done: `send` is not uvicorn's own

@@ -13,10 +13,10 @@ from typing import Final
 ARRIVED: Final = "replaylake.arrived"
 # And of how many came with it: an Arrivals, where the server counts them.
 ARRIVALS: Final = "replaylake.arrivals"
-_LOOK_EVERY_S: Final = 0.05
+_CHECK_INTERVAL_S: Final = 0.05
 
 
-class Arrivals:
+class ArrivalCounter:
     """How many requests have come and not begun, of those that the event loop handed out at once.
 
     It reads from all sockets that have something, and then begins the requests: so the first knows
@@ -42,7 +42,7 @@ class Arrivals:
         self._num, self._is_armed = 0, False
 
 
-class Wait:
+class RequestDeadline:
     """One request: the task that answers it, and when (time.perf_counter) that is cut short."""
 
     __slots__ = ("due", "is_overdue", "task")
@@ -51,31 +51,31 @@ class Wait:
         self.task, self.due, self.is_overdue = task, due, False
 
 
-class Waits:
+class Deadlines:
     """All requests of a worker that have not been answered."""
 
     def __init__(self) -> None:
-        self._all: set[Wait] = set()
+        self._all: set[RequestDeadline] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, due: float) -> Wait:
+    def enter(self, due: float) -> RequestDeadline:
         """Begin: at `due` the task is cancelled, and `is_overdue` says by whom."""
         task = asyncio.current_task()
         assert task is not None
-        wait = Wait(task, due)
+        wait = RequestDeadline(task, due)
         self._all.add(wait)
         if self._timer is None:
             self._arm()
         return wait
 
-    def leave(self, wait: Wait) -> None:
+    def leave(self, wait: RequestDeadline) -> None:
         """End; the task is then as if it had not been cancelled by us."""
         self._all.discard(wait)
         if wait.is_overdue:
             wait.task.uncancel()
 
     def _arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_LOOK_EVERY_S, self._look)
+        self._timer = asyncio.get_running_loop().call_later(_CHECK_INTERVAL_S, self._look)
 
     def _look(self) -> None:
         now = time.perf_counter()

@@ -25,7 +25,7 @@ import numpy as np
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.names import new_ulid
 
-NUM_CELLS: Final = 16_384
+NUM_COUNTERS: Final = 16_384
 # The last ones: no block is wider, and what is counted once there is no more room is lost there.
 MAX_WIDTH: Final = 1024
 _BYTES: Final = 8
@@ -33,7 +33,7 @@ Key = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Block:
+class CounterBlock:
     """A worker's numbers of one (family, labels): float64 [width]."""
 
     key: Key
@@ -41,7 +41,7 @@ class Block:
     is_live: bool
 
 
-class Cells:
+class SharedCounters:
     """One worker's blocks of numbers; `values` is float64, to be added to in place.
 
     Several threads may add, and ask for blocks. Nobody reads half of a number.
@@ -56,7 +56,7 @@ class Cells:
         self._lock = threading.Lock()
         self._keys_fd = -1
         self._name = new_ulid()
-        memory: bytearray | mmap.mmap = bytearray(NUM_CELLS * _BYTES)
+        memory: bytearray | mmap.mmap = bytearray(NUM_COUNTERS * _BYTES)
         if folder is not None:
             memory = self._opened(folder)
         self.values = memoryview(memory).cast("d")
@@ -71,8 +71,8 @@ class Cells:
             free = self._free.get(width)
             if free:
                 begin = free.pop()
-            elif self._end + width > NUM_CELLS - MAX_WIDTH:
-                return NUM_CELLS - MAX_WIDTH
+            elif self._end + width > NUM_COUNTERS - MAX_WIDTH:
+                return NUM_COUNTERS - MAX_WIDTH
             else:
                 begin, self._end = self._end, self._end + width
             self._blocks[key] = begin, width
@@ -90,10 +90,10 @@ class Cells:
             self.values[begin : begin + width] = memoryview(bytes(width * _BYTES)).cast("d")
             self._free.setdefault(width, []).append(begin)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[CounterBlock]:
         """Yield the blocks of all workers: this one's, and those of the files in its folder."""
         for key, (begin, width) in list(self._blocks.items()):
-            yield Block(key, self.array[begin : begin + width].copy(), True)
+            yield CounterBlock(key, self.array[begin : begin + width].copy(), True)
         if self.folder is not None:
             for path in sorted(self.folder.glob("*.keys")):
                 if path.stem != self._name:
@@ -102,8 +102,8 @@ class Cells:
     def _opened(self, folder: Path) -> mmap.mmap:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{self._name}.cells").open("xb+") as file:
-            file.truncate(NUM_CELLS * _BYTES)
-            memory = mmap.mmap(file.fileno(), NUM_CELLS * _BYTES)
+            file.truncate(NUM_COUNTERS * _BYTES)
+            memory = mmap.mmap(file.fileno(), NUM_COUNTERS * _BYTES)
         flags = os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_WRONLY
         self._keys_fd = os.open(folder / f"{self._name}.keys", flags, 0o600)
         fcntl.flock(self._keys_fd, fcntl.LOCK_EX)
@@ -114,7 +114,7 @@ class Cells:
             os.write(self._keys_fd, json.dumps([begin, width, key]).encode() + b"\n")
 
 
-def _read(path: Path) -> Iterator[Block]:
+def _read(path: Path) -> Iterator[CounterBlock]:
     """Yield the blocks of another worker's files; of a worker that is just starting maybe none."""
     try:
         with path.open("rb") as file:
@@ -129,7 +129,7 @@ def _read(path: Path) -> Iterator[Block]:
         keys[begin, width] = None if key is None else (key[0], tuple(key[1]))
     for (begin, width), known in keys.items():
         if known is not None:
-            yield Block(known, values[begin : begin + width], is_live)
+            yield CounterBlock(known, values[begin : begin + width], is_live)
 
 
 def _is_locked(fd: int) -> bool:

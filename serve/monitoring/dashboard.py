@@ -38,7 +38,7 @@ from replaylake.serve.monitoring.exported import (
     WEIGHT,
     WORKER_STARTS,
     WORKERS,
-    Family,
+    MetricFamily,
 )
 
 # Prometheus names what it scraped; our own samples do not say where they are from.
@@ -55,11 +55,11 @@ def _quantile(share: float, *by: str) -> str:
     return f"histogram_quantile({share}, sum by ({labels}) (rate({{}}[$__rate_interval])))"
 
 
-def _one(family: Family, legend: str, *, only: str = "", form: str = "{}") -> Query:
+def _one(family: MetricFamily, legend: str, *, only: str = "", form: str = "{}") -> Query:
     return Query(family.sample, legend, only, form)
 
 
-def _stat(family: Family, form: str = "{}") -> Panel:
+def _stat(family: MetricFamily, form: str = "{}") -> Panel:
     text = family.text.rstrip(".")
     title = text if len(text) < 40 else family.name.removeprefix("replaylake_").replace("_", " ")
     return Panel(title, (_one(family, _AT, form=form),), family.text, family.unit, 4, "stat")

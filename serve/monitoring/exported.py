@@ -7,11 +7,11 @@ from typing import Final, Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 # How a gauge of several workers is one: those of workers that are gone do not count.
-Joined = Literal["sum", "mean", "max"]
+MergeMode = Literal["sum", "mean", "max"]
 
 
 @dataclass(frozen=True)
-class Family:
+class MetricFamily:
     """One family of numbers.
 
     name: without the `_total` that Prometheus adds to a counter. unit: Grafana's name of what one
@@ -24,7 +24,7 @@ class Family:
     labels: tuple[str, ...] = ()
     unit: str = "short"
     buckets: tuple[float, ...] = ()
-    joined: Joined = "sum"
+    joined: MergeMode = "sum"
 
     @property
     def sample(self) -> str:
@@ -34,13 +34,13 @@ class Family:
 
 
 _VERSION: Final = ("policy", "version")
-REQUESTS: Final = Family(
+REQUESTS: Final = MetricFamily(
     "replaylake_requests",
     "counter",
     "Requests answered, by route and status.",
     ("route", "status"),
 )
-LATENCY: Final = Family(
+LATENCY: Final = MetricFamily(
     "replaylake_request_seconds",
     "histogram",
     "Time from the request's arrival to its answer, by route.",
@@ -49,37 +49,37 @@ LATENCY: Final = Family(
     # From a tiny policy on a quiet machine to one that is in trouble.
     (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0),
 )
-REFUSED_CONNECTIONS: Final = Family(
+REFUSED_CONNECTIONS: Final = MetricFamily(
     "replaylake_refused_connections",
     "counter",
     "Connections closed before a request could be made out, by the status that they were told.",
     ("status",),
 )
-REFUSED_HEADERS: Final = Family(
+REFUSED_HEADERS: Final = MetricFamily(
     "replaylake_refused_headers",
     "counter",
     "Requests refused as a page of another site may have sent them, by the header that told.",
     ("header",),
 )
-QUEUE: Final = Family(
+QUEUE: Final = MetricFamily(
     "replaylake_queue_requests", "gauge", "Requests that are being worked on, all workers together."
 )
-QUEUE_LIMIT: Final = Family(
+QUEUE_LIMIT: Final = MetricFamily(
     "replaylake_queue_limit", "gauge", "How many may be, before one more is answered 503."
 )
-DECISIONS: Final = Family(
+DECISIONS: Final = MetricFamily(
     "replaylake_decisions",
     "counter",
     "Observations acted on, by policy version and whether the action was the mode.",
     (*_VERSION, "deterministic"),
 )
-POLICY: Final = Family(
+POLICY: Final = MetricFamily(
     "replaylake_policy_info",
     "gauge",
     "Workers that serve this version now, by the name it was asked for.",
     (*_VERSION, "reference"),
 )
-WEIGHT: Final = Family(
+WEIGHT: Final = MetricFamily(
     "replaylake_policy_weight",
     "gauge",
     "Share of the episodes that this version answers.",
@@ -87,40 +87,40 @@ WEIGHT: Final = Family(
     "percentunit",
     joined="mean",
 )
-RELOADS: Final = Family(
+RELOADS: Final = MetricFamily(
     "replaylake_reloads",
     "counter",
     "Versions that an alias moved to: served or refused, by each worker.",
     ("policy", "alias", "result"),
 )
-REFUSED: Final = Family(
+REFUSED: Final = MetricFamily(
     "replaylake_refused_version",
     "gauge",
     "The version that an alias points at and that did not pass; 0 where it did.",
     ("policy", "alias"),
     joined="max",
 )
-UNREACHABLE: Final = Family(
+UNREACHABLE: Final = MetricFamily(
     "replaylake_follow_failing",
     "gauge",
     "Workers that cannot find out where an alias points.",
     ("policy", "alias"),
 )
-EXPLORATION: Final = Family(
+EXPLORATION: Final = MetricFamily(
     "replaylake_exploration_rate",
     "gauge",
     "Share of recent decisions that were not the policy's best action.",
     _VERSION,
     "percentunit",
 )
-LOG_PROB: Final = Family(
+LOG_PROB: Final = MetricFamily(
     "replaylake_log_prob_mean",
     "gauge",
     "Mean log-probability of recent actions, in nats.",
     _VERSION,
     "none",
 )
-DRIFT: Final = Family(
+DRIFT: Final = MetricFamily(
     "replaylake_observation_drift",
     "gauge",
     "How far the mean of recent observations is from that of the training steps, in the latter's "
@@ -128,21 +128,21 @@ DRIFT: Final = Family(
     (*_VERSION, "over"),
     "none",
 )
-SHIFT: Final = Family(
+SHIFT: Final = MetricFamily(
     "replaylake_observation_shift",
     "gauge",
     "The same of each element, with its sign; of observations of at most 64 elements.",
     (*_VERSION, "element"),
     "none",
 )
-RECENT_DECISIONS: Final = Family(
+RECENT_DECISIONS: Final = MetricFamily(
     "replaylake_recent_decisions",
     "gauge",
     "How many decisions the recent means are of, each counting less as it gets older.",
     _VERSION,
 )
-FEEDBACK: Final = Family("replaylake_feedback", "counter", "Rewards accepted.")
-FEEDBACK_LAG: Final = Family(
+FEEDBACK: Final = MetricFamily("replaylake_feedback", "counter", "Rewards accepted.")
+FEEDBACK_LAG: Final = MetricFamily(
     "replaylake_feedback_lag_seconds",
     "histogram",
     "Time from a decision to a reward for it.",
@@ -150,7 +150,7 @@ FEEDBACK_LAG: Final = Family(
     "s",
     (0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0, 604800.0),
 )
-JOINED: Final = Family(
+JOINED: Final = MetricFamily(
     "replaylake_joined_ratio",
     "gauge",
     "Share of all logged decisions that have a reward, as `sessionise` last found it.",
@@ -158,41 +158,41 @@ JOINED: Final = Family(
     "percentunit",
     joined="max",
 )
-ORPHANED: Final = Family(
+ORPHANED: Final = MetricFamily(
     "replaylake_orphaned_rewards",
     "gauge",
     "Rewards without a decision, as `sessionise` last found them.",
     joined="max",
 )
-SET_ASIDE: Final = Family(
+SET_ASIDE: Final = MetricFamily(
     "replaylake_set_aside_decisions",
     "gauge",
     "Decisions and received steps that cannot be steps as they are, as `sessionise` last found.",
     joined="max",
 )
-LOG_FAILURES: Final = Family(
+LOG_FAILURES: Final = MetricFamily(
     "replaylake_log_failures",
     "counter",
     "Requests refused because the decision log could not be written.",
 )
-LOG_LOST: Final = Family(
+LOG_LOST: Final = MetricFamily(
     "replaylake_log_lost",
     "counter",
     "Decisions that were answered though the log could not be written.",
 )
-PENDING: Final = Family(
+PENDING: Final = MetricFamily(
     "replaylake_log_pending_rows",
     "gauge",
     "Rows written to a journal and not yet committed to the lake, by table.",
     ("table",),
 )
-WORKERS: Final = Family("replaylake_workers", "gauge", "Workers that are alive.")
-WORKER_STARTS: Final = Family(
+WORKERS: Final = MetricFamily("replaylake_workers", "gauge", "Workers that are alive.")
+WORKER_STARTS: Final = MetricFamily(
     "replaylake_worker_starts",
     "counter",
     "Workers that were started, those included that took the place of one that ended.",
 )
-EXPORTED: Final = (
+METRIC_FAMILIES: Final = (
     REQUESTS,
     LATENCY,
     REFUSED_CONNECTIONS,

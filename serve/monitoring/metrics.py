@@ -27,13 +27,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from replaylake.datastore.episodes.spaces import Array, Values
-from replaylake.serve.monitoring.cells import Block, Cells
+from replaylake.serve.monitoring.cells import CounterBlock, SharedCounters
 from replaylake.serve.monitoring.drift import training_moments
 from replaylake.serve.monitoring.exported import (
     DECISIONS,
     DRIFT,
     EXPLORATION,
-    EXPORTED,
     FEEDBACK,
     FEEDBACK_LAG,
     JOINED,
@@ -41,6 +40,7 @@ from replaylake.serve.monitoring.exported import (
     LOG_FAILURES,
     LOG_LOST,
     LOG_PROB,
+    METRIC_FAMILIES,
     ORPHANED,
     PENDING,
     POLICY,
@@ -58,17 +58,17 @@ from replaylake.serve.monitoring.exported import (
     WEIGHT,
     WORKER_STARTS,
     WORKERS,
-    Family,
+    MetricFamily,
 )
-from replaylake.serve.monitoring.recent import RECENT, Means, Recent, joined
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.reload import Following
-from replaylake.serve.versions.router import Served
+from replaylake.serve.monitoring.recent import RECENT, RecentMeans, RecentStatistics, merge_sums
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.reload import FollowedAlias
+from replaylake.serve.versions.router import ServedPolicy
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _REFRESH_S: Final = 1.0
 _NUM_BUCKETS: Final = len(LATENCY.buckets) + 1
-_NO_CELLS: Final = memoryview(bytearray(8)).cast("d")
+_NO_COUNTERS: Final = memoryview(bytearray(8)).cast("d")
 
 
 class Metrics:
@@ -80,14 +80,14 @@ class Metrics:
 
     def __init__(self) -> None:
         """Count nothing yet: no file is made before there is something to count."""
-        self._cells: Cells | None = None
-        self._values = _NO_CELLS
+        self._cells: SharedCounters | None = None
+        self._values = _NO_COUNTERS
         self._begins: dict[tuple[str, tuple[str, ...]], int] = {}
         self._answered: dict[tuple[str, int], tuple[int, int]] = {}
         self._decided: dict[tuple[str, int, bool], int] = {}
-        self._recents: dict[tuple[str, int], Recent] = {}
+        self._recents: dict[tuple[str, int], RecentStatistics] = {}
         self._shown: set[tuple[str, ...]] = set()
-        self._serving: Serving | None = None
+        self._serving: ServingState | None = None
         self._num_inside: Callable[[], int] = lambda: 0
         self._refused: Mapping[int, int] = {}
 
@@ -114,7 +114,7 @@ class Metrics:
 
     def observe_acts(
         self,
-        served: Served,
+        served: ServedPolicy,
         observations: Values,
         log_probs: Array | None,
         num: int,
@@ -129,7 +129,7 @@ class Metrics:
         """
         recent = self._recents.get((served.name, served.version))
         if recent is None:
-            recent = Recent(self._opened(), served)
+            recent = RecentStatistics(self._opened(), served)
             self._recents[served.name, served.version] = recent
         if recent.add(observations, log_probs, num, is_drawn, epsilon):
             recent.add_up(time.monotonic())
@@ -171,7 +171,7 @@ class Metrics:
 
     def watch(
         self,
-        serving: Serving,
+        serving: ServingState,
         num_inside: Callable[[], int] = lambda: 0,
         refused: Mapping[int, int] | None = None,
     ) -> None:
@@ -248,7 +248,7 @@ class Metrics:
         for known in [key for key in self._recents if key not in held]:
             self._opened().release(self._recents.pop(known).key)
 
-    def _show_following(self, following: Following) -> None:
+    def _show_following(self, following: FollowedAlias) -> None:
         labels = (following.name, following.alias)
         refused = following.refused
         self._set(REFUSED, labels, 0 if refused is None else refused.version)
@@ -256,15 +256,15 @@ class Metrics:
         self._set(RELOADS, (*labels, "served"), following.num_moves)
         self._set(RELOADS, (*labels, "refused"), following.num_refusals)
 
-    def _add(self, family: Family, labels: tuple[str, ...] = (), num: float = 1) -> None:
+    def _add(self, family: MetricFamily, labels: tuple[str, ...] = (), num: float = 1) -> None:
         begin = self._begin(family, labels)  # first: it may be what makes the cells
         self._values[begin] += num
 
-    def _set(self, family: Family, labels: tuple[str, ...], value: float) -> None:
+    def _set(self, family: MetricFamily, labels: tuple[str, ...], value: float) -> None:
         begin = self._begin(family, labels)
         self._values[begin] = value
 
-    def _begin(self, family: Family, labels: tuple[str, ...] = (), width: int = 1) -> int:
+    def _begin(self, family: MetricFamily, labels: tuple[str, ...] = (), width: int = 1) -> int:
         begin = self._begins.get((family.name, labels))
         if begin is None:
             begin = self._opened().block((family.name, labels), width)
@@ -272,10 +272,10 @@ class Metrics:
             self._values = self._opened().values
         return begin
 
-    def _opened(self) -> Cells:
+    def _opened(self) -> SharedCounters:
         if self._cells is None:
             folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-            self._cells = Cells(Path(folder) if folder else None)
+            self._cells = SharedCounters(Path(folder) if folder else None)
             self._values = self._cells.values
         return self._cells
 
@@ -283,18 +283,20 @@ class Metrics:
 # Each is a time series of every version.
 _MAX_SHIFTS: Final = 64
 # Means of fewer say nothing more.
-_LEAST_DECISIONS: Final = 0.01
+_MIN_DECISIONS: Final = 0.01
 _Labels = tuple[str, ...]
 
 
-def exposition(blocks: Sequence[Block], elements: Mapping[_Labels, _Labels], now_s: float) -> bytes:
+def exposition(
+    blocks: Sequence[CounterBlock], elements: Mapping[_Labels, _Labels], now_s: float
+) -> bytes:
     """Return the text. elements: by (policy, version), what those of its observation are called."""
     registry = CollectorRegistry()
-    registry.register(_Collected(list(_families(blocks, elements, now_s))))
+    registry.register(_BlockCollector(list(_families(blocks, elements, now_s))))
     return generate_latest(registry)
 
 
-class _Collected(Collector):
+class _BlockCollector(Collector):
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
@@ -303,20 +305,20 @@ class _Collected(Collector):
 
 
 def _families(
-    blocks: Sequence[Block], elements: Mapping[_Labels, _Labels], now_s: float
+    blocks: Sequence[CounterBlock], elements: Mapping[_Labels, _Labels], now_s: float
 ) -> Iterator[Metric]:
-    found: dict[str, dict[_Labels, list[Block]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[_Labels, list[CounterBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in blocks:
         name, labels = block.key
         found[name][labels].append(block)
-    means: dict[_Labels, Means] = {}
+    means: dict[_Labels, RecentMeans] = {}
     for labels, some in found.pop(RECENT, {}).items():
         if live := [block.values for block in some if block.is_live]:
             width = max(map(len, live))
-            recent = Means(joined([sums for sums in live if len(sums) == width], now_s))
-            if recent.num >= _LEAST_DECISIONS:
+            recent = RecentMeans(merge_sums([sums for sums in live if len(sums) == width], now_s))
+            if recent.num >= _MIN_DECISIONS:
                 means[labels] = recent
-    for family in EXPORTED:
+    for family in METRIC_FAMILIES:
         if family.kind == "counter":
             yield _counter(family, found[family.name])
         elif family.kind == "histogram":
@@ -327,14 +329,14 @@ def _families(
             yield _gauge(family, found[family.name])
 
 
-def _counter(family: Family, found: Mapping[_Labels, list[Block]]) -> Metric:
+def _counter(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) -> Metric:
     metric = CounterMetricFamily(family.name, family.text, labels=family.labels)
     for labels, blocks in _with_zero(family, found):
         metric.add_metric(labels, float(sum(block.values[0] for block in blocks)))
     return metric
 
 
-def _histogram(family: Family, found: Mapping[_Labels, list[Block]]) -> Metric:
+def _histogram(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) -> Metric:
     metric = HistogramMetricFamily(family.name, family.text, labels=family.labels)
     bounds = [*(f"{bound!r}" for bound in family.buckets), "+Inf"]
     for labels, blocks in _with_zero(family, found):
@@ -346,25 +348,25 @@ def _histogram(family: Family, found: Mapping[_Labels, list[Block]]) -> Metric:
     return metric
 
 
-def _gauge(family: Family, found: Mapping[_Labels, list[Block]]) -> Metric:
+def _gauge(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) -> Metric:
     metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
     for labels, blocks in found.items():
         values = [float(block.values[0]) for block in blocks if block.is_live]
         if family in (POLICY, WEIGHT):
             values = [value for value in values if value]  # no longer served there
         if values:
-            metric.add_metric(labels, _joined(family, values))
+            metric.add_metric(labels, _merge(family, values))
     return metric
 
 
-def _joined(family: Family, values: list[float]) -> float:
+def _merge(family: MetricFamily, values: list[float]) -> float:
     if family.joined == "max":
         return max(values)
     return sum(values) / (len(values) if family.joined == "mean" else 1)
 
 
 def _of_means(
-    family: Family, means: Mapping[_Labels, Means], elements: Mapping[_Labels, _Labels]
+    family: MetricFamily, means: Mapping[_Labels, RecentMeans], elements: Mapping[_Labels, _Labels]
 ) -> Metric:
     metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
     for labels, mean in means.items():
@@ -373,7 +375,9 @@ def _of_means(
     return metric
 
 
-def _values(family: Family, mean: Means, elements: _Labels) -> Iterator[tuple[_Labels, float]]:
+def _values(
+    family: MetricFamily, mean: RecentMeans, elements: _Labels
+) -> Iterator[tuple[_Labels, float]]:
     shifts: Array = mean.shifts
     if family is RECENT_DECISIONS:
         yield (), mean.num
@@ -389,7 +393,7 @@ def _values(family: Family, mean: Means, elements: _Labels) -> Iterator[tuple[_L
 
 
 def _with_zero(
-    family: Family, found: Mapping[_Labels, list[Block]]
-) -> Iterable[tuple[_Labels, list[Block]]]:
+    family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]
+) -> Iterable[tuple[_Labels, list[CounterBlock]]]:
     """Count from 0 what has no labels: a rate needs a number before the first."""
     return found.items() if found or family.labels else [((), [])]

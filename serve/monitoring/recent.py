@@ -22,13 +22,13 @@ from replaylake.datastore.episodes.spaces import (
     num_values,
     take,
 )
-from replaylake.serve.monitoring.cells import Cells
+from replaylake.serve.monitoring.cells import SharedCounters
 from replaylake.serve.monitoring.drift import MAX_ELEMENTS, TrainingMoments, training_moments
-from replaylake.serve.versions.router import Served
+from replaylake.serve.versions.router import ServedPolicy
 
 RECENT: Final = "recent"
 TIME_CONSTANT_S: Final = 300.0
-_ENOUGH: Final = 64
+_MAX_PENDING: Final = 64
 _MAX_ROWS: Final = 256  # of one batch: more tell hardly more
 _LOG_HALF: Final = math.log(0.5)
 # Of a block: when the sums were last made older, then the sums.
@@ -36,10 +36,10 @@ _TIME, _NUM, _OTHER, _NUM_LIKELY, _LIKELY, _NUM_SEEN = range(6)
 _FIXED: Final = 6
 
 
-class Recent:
+class RecentStatistics:
     """How one version acted on one worker."""
 
-    def __init__(self, cells: Cells, served: Served) -> None:
+    def __init__(self, cells: SharedCounters, served: ServedPolicy) -> None:
         """Add up in a block of `cells`."""
         spec = served.policy.spec
         self.key = (RECENT, (served.name, str(served.version)))
@@ -73,7 +73,7 @@ class Recent:
         """Remember one request of `num` observations [num, *obs]; return whether to add up now."""
         moments, shifts = self.moments, None
         if moments is not None and not (num == 1 and self._is_narrow):
-            shifts = moments.standardised(_some(observations))
+            shifts = moments.standardised(_sample_rows(observations))
         # A best action has a probability of at least 1 - epsilon, any other of epsilon / 2.
         tells = is_drawn and (self._has_two or 0 < epsilon <= 0.5)
         with self._lock:
@@ -86,7 +86,7 @@ class Recent:
             elif moments is not None:
                 self._single.append(observations)
             self._num += num
-            return self._num >= _ENOUGH
+            return self._num >= _MAX_PENDING
 
     def add_up(self, now_s: float) -> None:
         """Add what is remembered to the sums; now_s: time.monotonic(), which workers share."""
@@ -123,7 +123,7 @@ class Recent:
         self._single, self._shifts = [], []
 
 
-def joined(blocks: Sequence[Array], now_s: float) -> Array:
+def merge_sums(blocks: Sequence[Array], now_s: float) -> Array:
     """Return the sums of several workers together, each grown older until now."""
     total = np.zeros_like(blocks[0])
     for sums in blocks:
@@ -131,7 +131,7 @@ def joined(blocks: Sequence[Array], now_s: float) -> Array:
     return total
 
 
-class Means:
+class RecentMeans:
     """What sums of a version say."""
 
     def __init__(self, sums: Array) -> None:
@@ -143,7 +143,7 @@ class Means:
         self.shifts: Array = sums[_FIXED:] / num_seen if num_seen else np.zeros(0)
 
 
-def _some(observations: Values) -> Values:
+def _sample_rows(observations: Values) -> Values:
     num = num_values(observations)
     if num <= _MAX_ROWS:
         return observations

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from replaylake.datastore.errors import AlreadyExists, NotFound, ServeFailed, StorageFailed
+from replaylake.datastore.errors import AlreadyExistsError, NotFoundError, ServeError, StorageError
 from replaylake.datastore.lake.policies.package import check_package
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.version import VERSION
@@ -42,11 +42,11 @@ os.environ["REPLAYLAKE_SERVE_POLICY"] = "{policy}"
 os.environ["REPLAYLAKE_SERVE_VERSION"] = "{version}"
 os.environ.setdefault("BENTOML_DO_NOT_TRACK", "True")
 
-from replaylake.serve.package.listening import checked_address  # noqa: E402
+from replaylake.serve.package.listening import resolve_address  # noqa: E402
 from replaylake.serve.service import PolicyService  # noqa: E402
 
 # Of itself BentoML would listen on every address.
-address = checked_address(os.environ)
+address = resolve_address(os.environ)
 port = int(os.environ.get("REPLAYLAKE_SERVE_PORT", "3000"))
 PolicyService.config["http"] = {{"host": address, "port": port}}
 
@@ -104,14 +104,15 @@ def package_bento(policy: PolicyRef, output: Path) -> BentoReceipt:
 
     It holds the policy package, ReplayLake's wheel, the lock of what is installed here and serving
     needs, a Dockerfile and a README. It runs with neither the lake nor this checkout. Takes about 3
-    seconds. Raises: PackageInvalid if the package is not whole, SpaceUnsupported if it cannot be
-    served, AlreadyExists if `output` exists, NotFound if its parent does not, ExtraMissing or
-    ServeFailed if what is installed here cannot be locked, ServeFailed if BentoML refuses.
+    seconds. Raises: PackageInvalidError if the package is not whole, SpaceUnsupportedError if it
+    cannot be served, AlreadyExistsError if `output` exists, NotFoundError if its parent does not,
+    ExtraMissingError or ServeError if what is installed here cannot be locked, ServeError if
+    BentoML refuses.
     """
     output = Path(output).absolute()
     manifest = check_package(policy.path, policy.manifest_sha256)
     check_servable(ServeConfig(policy.path, policy.name, policy.version))
-    _check_free(output)
+    _check_output_absent(output)
     # With obstore, for lakes on object stores, where it is installed.
     pins = lock(("serve", "remote") if find_spec("obstore") else ("serve",))
     tag = f"{policy.name}:{policy.version}"
@@ -134,7 +135,7 @@ def package_bento(policy: PolicyRef, output: Path) -> BentoReceipt:
             "bentofile.yaml": _BUILD.format(**words),
             "README.md": readme(tag),
             # BentoML adds its own line, and pip takes no line twice.
-            "requirements.txt": _without(required, "bentoml"),
+            "requirements.txt": _drop_requirement(required, "bentoml"),
         }
         for name, text in files.items():
             (source / name).write_text(text, encoding="utf-8")
@@ -149,19 +150,19 @@ def package_bento(policy: PolicyRef, output: Path) -> BentoReceipt:
     return _receipt(policy, output, manifest.sha256, wheel, pins)
 
 
-def _check_free(output: Path) -> None:
+def _check_output_absent(output: Path) -> None:
     if output.exists():
-        raise AlreadyExists(
+        raise AlreadyExistsError(
             f"{output}: found a file or folder of that name, expected a free one for the Bento. "
             "Remove it, or choose another --output."
         )
     if not output.parent.is_dir():
-        raise NotFound(
+        raise NotFoundError(
             f"{output.parent}: found no such folder, expected one to build the Bento in."
         )
 
 
-def _without(requirements: str, name: str) -> str:
+def _drop_requirement(requirements: str, name: str) -> str:
     lines = requirements.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith(f"{name}=="))
 
@@ -229,14 +230,14 @@ def _run_build(source: Path, home: Path, version: str, tag: str) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ServeFailed(
+        raise ServeError(
             f"package {tag}: found BentoML still building after {_BUILD_TIMEOUT_S} s, expected a "
             "few seconds. Try again."
         ) from error
     if done.returncode != 0:
         # Of several lines after this, the cause is not the last.
         said = (done.stderr + done.stdout).rpartition("Error: ")[2]
-        raise ServeFailed(
+        raise ServeError(
             f"package {tag}: BentoML did not build it: {' '.join(said.split()) or 'no message'}. "
             "Check that replaylake[serve] is installed whole."
         )
@@ -253,6 +254,6 @@ def _move(built: Path, output: Path) -> None:
         partial.rename(output)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise StorageFailed(
+        raise StorageError(
             f"{output}: {error.strerror or error} while the Bento was written. Nothing was kept."
         ) from error

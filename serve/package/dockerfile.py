@@ -123,15 +123,15 @@ Decisions are written down only where both a lake and a dataset to log to are se
 
 def dockerfile(tag: str) -> str:
     """Return the Dockerfile of a Bento called `policy:version`."""
-    return _DOCKERFILE.format(**_words(tag, "#   {0}"), health=_HEALTH)
+    return _DOCKERFILE.format(**_template_values(tag, "#   {0}"), health=_HEALTH)
 
 
 def readme(tag: str) -> str:
     """Return the Bento's README.md."""
-    return _README.format(**_words(tag, "- `{0}`: {1}"))
+    return _README.format(**_template_values(tag, "- `{0}`: {1}"))
 
 
-def _words(tag: str, line: str) -> dict[str, str]:
+def _template_values(tag: str, line: str) -> dict[str, str]:
     return {
         "tag": tag,
         "product": VERSION,

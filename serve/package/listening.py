@@ -14,10 +14,10 @@ from typing import Any
 import click
 
 from replaylake.serve.processes.server import resolve_host
-from replaylake.serve.safety.limits import Safety, check_open_to_others
+from replaylake.serve.safety.limits import Safety, check_exposure
 
 
-def checked_address(environment: Mapping[str, str]) -> str:
+def resolve_address(environment: Mapping[str, str]) -> str:
     """Return the address to listen on where BentoML is told of no other.
 
     Called as the Bento's module is imported. In the process that starts the workers it checks what
@@ -25,11 +25,13 @@ def checked_address(environment: Mapping[str, str]) -> str:
     configuration is found out, which is read after the import. BentoML then starts workers again
     and again, and none of them answers.
 
-    Raises: ConfigInvalid if other machines could reach it without a token, ServeFailed if its host
-    has no address.
+    Raises: ConfigInvalidError if other machines could reach it without a token, ServeError if its
+    host has no address.
     """
     address = resolve_host(environment.get("REPLAYLAKE_SERVE_HOST") or "127.0.0.1")
-    check_open_to_others(_told(_command_options()) or address, Safety.from_environment(environment))
+    check_exposure(
+        _command_address(_command_options()) or address, Safety.from_environment(environment)
+    )
     return address
 
 
@@ -39,7 +41,7 @@ def _command_options() -> Mapping[str, Any]:
     return {} if context is None else context.params
 
 
-def _told(options: Mapping[str, Any]) -> str | None:
+def _command_address(options: Mapping[str, Any]) -> str | None:
     if options.get("fd") is not None:
         # A copy, because the socket object closes its own when it goes.
         with socket.socket(fileno=os.dup(options["fd"])) as listener:

@@ -18,7 +18,7 @@ from typing import Final
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from replaylake.datastore.errors import ExtraMissing, ServeFailed
+from replaylake.datastore.errors import ExtraMissingError, ServeError
 from replaylake.serve.package.wheel import NAME, code_folder, own_distribution
 
 # What training needs and serving must not bring along: torch alone is 200 MB to several GB.
@@ -45,8 +45,8 @@ class Pin:
 def lock(extras: Sequence[str]) -> tuple[Pin, ...]:
     """Return the libraries that ReplayLake with these extras needs, itself left out, by name.
 
-    Markers are evaluated for this interpreter and machine. Raises: ExtraMissing if one of them is
-    not installed, ServeFailed if one is of a version that another cannot take or belongs to
+    Markers are evaluated for this interpreter and machine. Raises: ExtraMissingError if one of them
+    is not installed, ServeError if one is of a version that another cannot take or belongs to
     training, or if a checkout asks for other libraries than when it was installed.
     """
     own = own_distribution()
@@ -65,13 +65,13 @@ def lock(extras: Sequence[str]) -> tuple[Pin, ...]:
                 continue
             key = canonicalize_name(needed.name)
             if key not in found:
-                found[key] = _installed(needed, name)
+                found[key] = _find_distribution(needed, name)
             _check_version(needed, found[key], name)
             waiting.extend((key, canonicalize_name(extra)) for extra in ("", *needed.extras))
     del found[NAME]
     pins = tuple(_pin(name, found[name]) for name in sorted(found))
     if heavy := [str(pin) for pin in pins if pin.name in NOT_SERVED]:
-        raise ServeFailed(
+        raise ServeError(
             f"package: found {', '.join(heavy)} among what serving needs, expected none of "
             f"{', '.join(NOT_SERVED)}. Some library here asks for it: `pip show` says which."
         )
@@ -101,19 +101,21 @@ def _check_current(own: metadata.Distribution, code: Path, extras: Sequence[str]
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     if project["name"] != NAME:
         return  # somebody's own, around a virtual environment
-    declared = _asked(project["dependencies"])
+    declared = _select_requirements(project["dependencies"])
     for extra in extras:
-        declared |= _asked(project["optional-dependencies"][extra])
-    installed = set[str]().union(*(_asked(own.requires or (), extra) for extra in ("", *extras)))
+        declared |= _select_requirements(project["optional-dependencies"][extra])
+    installed = set[str]().union(
+        *(_select_requirements(own.requires or (), extra) for extra in ("", *extras))
+    )
     if declared != installed:
-        raise ServeFailed(
+        raise ServeError(
             f"package: found {', '.join(sorted(declared ^ installed))} in only one of {pyproject} "
             "and what was installed from it, expected the same requirements. Install it again: "
             "pip install -e '.[serve]'."
         )
 
 
-def _asked(requirements: Iterable[str], extra: str = "") -> set[str]:
+def _select_requirements(requirements: Iterable[str], extra: str = "") -> set[str]:
     """Return what is asked for with an extra, its markers taken off."""
     asked = set()
     for requirement in map(Requirement, requirements):
@@ -124,11 +126,11 @@ def _asked(requirements: Iterable[str], extra: str = "") -> set[str]:
     return asked
 
 
-def _installed(needed: Requirement, by: str) -> metadata.Distribution:
+def _find_distribution(needed: Requirement, by: str) -> metadata.Distribution:
     try:
         return metadata.distribution(needed.name)
     except metadata.PackageNotFoundError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             f"package: found no {needed.name}, expected {needed} as {by} asks. Install "
             "replaylake[serve] whole: the lock says what is installed here."
         ) from error
@@ -136,7 +138,7 @@ def _installed(needed: Requirement, by: str) -> metadata.Distribution:
 
 def _check_version(needed: Requirement, found: metadata.Distribution, by: str) -> None:
     if not needed.specifier.contains(found.version, prereleases=True):
-        raise ServeFailed(
+        raise ServeError(
             f"package: found {needed.name} {found.version}, expected {needed} as {by} asks: no "
             "other place would install this. `pip check` lists all such; mend them first."
         )

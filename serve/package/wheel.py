@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.errors import ServeFailed
+from replaylake.datastore.errors import ServeError
 from replaylake.datastore.version import VERSION
 
 NAME: Final = "replaylake"
@@ -49,7 +49,7 @@ class Wheel:
 def write_wheel(folder: Path) -> Wheel:
     """Write the wheel of the ReplayLake that is running into a folder.
 
-    Raises: ServeFailed if its installed metadata is absent or of another version.
+    Raises: ServeError if its installed metadata is absent or of another version.
     """
     files = {**dict(_modules()), **_metadata(own_distribution()), f"{_INFO}/WHEEL": _WHEEL.encode()}
     record = f"{_INFO}/RECORD"
@@ -71,28 +71,28 @@ def write_wheel(folder: Path) -> Wheel:
 
 
 def own_distribution() -> metadata.Distribution:
-    """Return ReplayLake's installed metadata. Raises: ServeFailed."""
+    """Return ReplayLake's installed metadata. Raises: ServeError."""
     # A checkout on the path may have an egg-info of its own, which no wheel can be made of.
     for found in metadata.distributions(name=NAME):
         if found.read_text("METADATA") is None:
             continue
         if found.version != VERSION:
-            raise ServeFailed(
+            raise ServeError(
                 f"package: found installed metadata of {NAME} {found.version} around the code of "
                 f"{VERSION}, expected the same. Install it again: pip install -e . in a checkout."
             )
         return found
-    raise ServeFailed(
+    raise ServeError(
         f"package: found no installed {NAME}, only its code, expected both: the wheel's "
         "requirements come from there. Run pip install -e '.[serve]' in the checkout."
     )
 
 
 def code_folder() -> Path:
-    """Return the folder that the running ReplayLake is imported from. Raises: ServeFailed."""
+    """Return the folder that the running ReplayLake is imported from. Raises: ServeError."""
     spec = importlib.util.find_spec(NAME)
     if spec is None or not spec.submodule_search_locations:
-        raise ServeFailed(f"package: found no folder of the module {NAME}, expected one.")
+        raise ServeError(f"package: found no folder of the module {NAME}, expected one.")
     return Path(spec.submodule_search_locations[0])
 
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episodes.compatibility import compatible, encoding_difference
+from replaylake.datastore.episodes.compatibility import find_encoding_mismatch, is_compatible
 from replaylake.datastore.episodes.spaces import describe, take
-from replaylake.datastore.errors import ReplayLakeError, SchemaMismatch
+from replaylake.datastore.errors import ReplayLakeError, SchemaMismatchError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import parse_exploration
 from replaylake.datastore.lake.policies.package import check_package, load_policy
@@ -19,18 +19,18 @@ from replaylake.datastore.storage.locations import check_shareable
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_exploration, load_registered
 from replaylake.serve.monitoring.drift import training_moments
-from replaylake.serve.processes.server import check_installed, listener_on, resolve_host
-from replaylake.serve.safety.limits import check_open_to_others
+from replaylake.serve.processes.server import check_installed, open_listener, resolve_host
+from replaylake.serve.safety.limits import check_exposure
 from replaylake.serve.safety.tokens import ROLES
-from replaylake.serve.versions.reload import followed_alias
+from replaylake.serve.versions.reload import parse_alias
 from replaylake.serve.versions.router import parse_canaries
-from replaylake.serve.versions.trial import sample_values, try_policy
+from replaylake.serve.versions.trial import sample_values, smoke_test
 
 _NUM_TIMED: Final = 50
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """One thing that was looked at: whether it is as it has to be, and what was found."""
 
     what: str
@@ -42,7 +42,7 @@ class Checked:
         return asdict(self)
 
 
-def check_server(config: ServeConfig) -> list[Checked]:
+def check_server(config: ServeConfig) -> list[CheckResult]:
     """Look at all that `serve` with this config needs; raises nothing of what it finds.
 
     Writes nothing: a dataset that is absent stays so. Cost: as a worker's start, under a second
@@ -61,14 +61,14 @@ def check_server(config: ServeConfig) -> list[Checked]:
         ("server", _server),
         ("port", _port),
     ]
-    return [_checked(what, check, config) for what, check in checks]
+    return [_run_check(what, check, config) for what, check in checks]
 
 
-def _checked(what: str, check: Callable[[ServeConfig], str], config: ServeConfig) -> Checked:
+def _run_check(what: str, check: Callable[[ServeConfig], str], config: ServeConfig) -> CheckResult:
     try:
-        return Checked(what, True, check(config))
+        return CheckResult(what, True, check(config))
     except ReplayLakeError as error:
-        return Checked(what, False, str(error))
+        return CheckResult(what, False, str(error))
 
 
 def _package(config: ServeConfig) -> str:
@@ -78,7 +78,7 @@ def _package(config: ServeConfig) -> str:
 
 def _policy(config: ServeConfig) -> str:
     policy = load_policy(config.package, config.manifest_sha256)
-    num = try_policy(policy, parse_exploration(None), f"policy {config.policy}:{config.version}")
+    num = smoke_test(policy, parse_exploration(None), f"policy {config.policy}:{config.version}")
     spec = policy.spec
     return (
         f"{spec.head}, {describe(spec.observation_space)} to {describe(spec.action_space)}; acts "
@@ -90,7 +90,7 @@ def _exploration(config: ServeConfig) -> str:
     exploration = parse_exploration(config.explore)
     policy = load_policy(config.package, config.manifest_sha256)
     check_exploration(exploration, policy.spec)
-    try_policy(policy, exploration, f"policy {config.policy}:{config.version}")
+    smoke_test(policy, exploration, f"policy {config.policy}:{config.version}")
     if exploration.is_on:
         return f"{config.explore}, with its log-probability"
     if config.log_to is not None:
@@ -118,7 +118,7 @@ def _drift(config: ServeConfig) -> str:
 
 
 def _versions(config: ServeConfig) -> str:
-    alias = followed_alias(config.reference)
+    alias = parse_alias(config.reference)
     if alias is None or config.lake is None or not config.follow_s:
         return f"version {config.version} for good"
     version = open_lake(config.lake).registry.alias_version(*alias)
@@ -150,14 +150,14 @@ def _log(config: ServeConfig) -> str:
         return f"{config.log_to} is not there yet: it is made when the server starts"
     theirs, ours = dataset.spec, check_package(config.package, config.manifest_sha256).spec
     for what in ("observation_space", "action_space"):
-        if not compatible(getattr(theirs, what), getattr(ours, what)):
-            raise SchemaMismatch(
+        if not is_compatible(getattr(theirs, what), getattr(ours, what)):
+            raise SchemaMismatchError(
                 f"dataset {config.log_to}: found the {what.replace('_', ' ')} "
                 f"{describe(getattr(theirs, what))}, expected the policy's "
                 f"{describe(getattr(ours, what))}. Log to another dataset."
             )
-    if (difference := encoding_difference(theirs.encoding, ours.encoding)) is not None:
-        raise SchemaMismatch(
+    if (difference := find_encoding_mismatch(theirs.encoding, ours.encoding)) is not None:
+        raise SchemaMismatchError(
             f"dataset {config.log_to}: found that of it and of the policy {difference}, expected "
             "one encoding. Log to another dataset."
         )
@@ -165,7 +165,7 @@ def _log(config: ServeConfig) -> str:
 
 
 def _tokens(config: ServeConfig) -> str:
-    check_open_to_others(resolve_host(config.host), config.safety)
+    check_exposure(resolve_host(config.host), config.safety)
     tokens = config.safety.tokens()
     if tokens.is_empty:
         return "none: whoever reaches it may do everything"
@@ -182,7 +182,7 @@ def _server(config: ServeConfig) -> str:
 
 def _port(config: ServeConfig) -> str:
     address = resolve_host(config.host)
-    with listener_on(address, config.port) as listener:
+    with open_listener(address, config.port) as listener:
         port = listener.getsockname()[1]
     free = "any free one" if config.port == 0 else f"{port} is free"
     return f"{free}, on {address}"

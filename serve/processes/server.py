@@ -22,13 +22,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.errors import ExtraMissing, ServeFailed
+from replaylake.datastore.errors import ExtraMissingError, ServeError
 from replaylake.datastore.storage.remote.shard_cache import is_copy
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable
 from replaylake.serve.processes.launch import BACKLOG, STOP_TIMEOUT_S
-from replaylake.serve.processes.supervisor import Supervisor, heard_signals
-from replaylake.serve.safety.limits import check_open_to_others
+from replaylake.serve.processes.supervisor import Supervisor, signal_wakeup
+from replaylake.serve.safety.limits import check_exposure
 
 __all__ = ["ServeConfig", "serve"]
 
@@ -45,21 +45,21 @@ def serve(config: ServeConfig, on_ready: Callable[[ServeConfig], None] | None = 
 
     One line on stderr says when it is ready, and where; `on_ready` is then called, in a thread of
     its own, with the config and the port that it listens on. A worker that ends is started again.
-    Raises: ServeFailed if the port is in use or no worker became ready; before anything is
-    started, ConfigInvalid if other machines could reach it without a token, and whatever
+    Raises: ServeError if the port is in use or no worker became ready; before anything is
+    started, ConfigInvalidError if other machines could reach it without a token, and whatever
     `check_servable` finds.
     """
     began = time.monotonic()
     address = resolve_host(config.host)
-    check_open_to_others(address, config.safety)
-    with listener_on(address, config.port) as listener:
+    check_exposure(address, config.safety)
+    with open_listener(address, config.port) as listener:
         config = replace(config, port=listener.getsockname()[1])
         # Last: it creates the tables that are logged to, and a port in use changes nothing.
         check_servable(config)
         check_installed(config.server)
         # BentoML keeps files in its home, so each server gets one of its own; and an empty folder
         # to work in, because Python puts that first on sys.path.
-        with own_home() as home:
+        with make_runtime_dir() as home:
             for name in ("work", "metrics"):
                 (home.path / name).mkdir()
             if is_copy(config.package):
@@ -74,11 +74,11 @@ def _run(
     config: ServeConfig,
     address: str,
     listener: socket.socket,
-    home: Home,
+    home: RuntimeDir,
     began: float,
     on_ready: Callable[[ServeConfig], None],
 ) -> None:
-    watch = _ReadyWatch(config, address, began, on_ready)
+    watch = _ReadinessWatch(config, address, began, on_ready)
     descriptor = listener.fileno()
     supervisor = Supervisor(
         lambda number: _command(config, descriptor, number),
@@ -89,13 +89,13 @@ def _run(
         is_ready=lambda: watch.was_ready,
     )
     try:
-        with heard_signals() as signals:
+        with signal_wakeup() as signals:
             watch.start()
             supervisor.run(signals)
     finally:
         watch.stop()
     if watch.failure is not None:
-        raise ServeFailed(watch.failure)
+        raise ServeError(watch.failure)
 
 
 def _variables(config: ServeConfig, home: Path) -> dict[str, str]:
@@ -127,15 +127,18 @@ def _command(config: ServeConfig, descriptor: int, number: int) -> list[str]:
 
 
 def check_installed(server: str) -> None:
-    """Refuse a server whose modules are absent, before anything starts. Raises: ExtraMissing."""
+    """Refuse a server whose modules are absent, before anything starts.
+
+    Raises: ExtraMissingError.
+    """
     for module in ("uvicorn", "starlette", *(("bentoml",) if server == "bentoml" else ())):
         if find_spec(module) is None:
-            raise ExtraMissing(
+            raise ExtraMissingError(
                 f"serve: found no module {module}, expected {server}. Install replaylake[serve]."
             )
 
 
-class _ReadyWatch(threading.Thread):
+class _ReadinessWatch(threading.Thread):
     """Says when the server is ready, or stops it when it does not become so."""
 
     def __init__(
@@ -197,7 +200,7 @@ class _ReadyWatch(threading.Thread):
 
 
 def resolve_host(host: str) -> str:
-    """Return the address of a host name. Raises: ServeFailed."""
+    """Return the address of a host name. Raises: ServeError."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -205,14 +208,14 @@ def resolve_host(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise ServeFailed(
+        raise ServeError(
             f"serve: host {host!r} has no address ({error}), expected one of this machine. "
             "Try --host 127.0.0.1."
         ) from error
 
 
-def listener_on(address: str, port: int) -> socket.socket:
-    """Return a listening socket, on any free port if that is 0. Raises: ServeFailed."""
+def open_listener(address: str, port: int) -> socket.socket:
+    """Return a listening socket, on any free port if that is 0. Raises: ServeError."""
     deadline = time.monotonic() + _PORT_WAIT_S
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     while True:
@@ -229,7 +232,7 @@ def listener_on(address: str, port: int) -> socket.socket:
                 time.sleep(_POLL_S)
                 continue
             found = "in use" if is_in_use else error.strerror
-            raise ServeFailed(
+            raise ServeError(
                 f"serve: port {port} on {address}: found it {found}, expected a free one. "
                 "Stop what listens there, or choose another with --port."
             ) from error
@@ -238,11 +241,11 @@ def listener_on(address: str, port: int) -> socket.socket:
 
 _PREFIX: Final = "replaylake-server-"
 # A younger one may not have its lock yet.
-_YOUNG_S: Final = 60.0
+_MIN_AGE_S: Final = 60.0
 
 
 @dataclass(frozen=True)
-class Home:
+class RuntimeDir:
     """A server's folder, and the descriptor that its workers are to inherit."""
 
     path: Path
@@ -250,32 +253,32 @@ class Home:
 
 
 @contextmanager
-def own_home() -> Iterator[Home]:
+def make_runtime_dir() -> Iterator[RuntimeDir]:
     """Make a folder for the time of the block, and remove those that killed servers left."""
-    _remove_left()
+    _remove_stale_dirs()
     path = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
         lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX)
-            yield Home(path, lock_fd)
+            yield RuntimeDir(path, lock_fd)
         finally:
             os.close(lock_fd)
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove_left() -> None:
+def _remove_stale_dirs() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # in use, somebody else's, or gone
-            _remove_if_left(path)
+            _remove_if_stale(path)
 
 
-def _remove_if_left(path: Path) -> None:
+def _remove_if_stale(path: Path) -> None:
     lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         found = os.fstat(lock_fd)
-        if found.st_uid == os.getuid() and time.time() - found.st_mtime > _YOUNG_S:
+        if found.st_uid == os.getuid() and time.time() - found.st_mtime > _MIN_AGE_S:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path)
     finally:

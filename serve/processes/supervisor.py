@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.errors import ServeFailed
+from replaylake.datastore.errors import ServeError
 from replaylake.serve.processes.launch import STOP_TIMEOUT_S, SUPERVISOR
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
@@ -47,7 +47,7 @@ class Signals:
 
 
 @contextmanager
-def heard_signals() -> Iterator[Signals]:
+def signal_wakeup() -> Iterator[Signals]:
     """Hear of SIGCHLD and of what is to stop us; under nohup SIGHUP stays ignored, as it came.
 
     In the main thread alone, as Python has it.
@@ -70,7 +70,7 @@ def heard_signals() -> Iterator[Signals]:
 
 
 @dataclass
-class _Worker:
+class _WorkerProcess:
     number: int
     process: subprocess.Popen[bytes]
     began: float
@@ -97,11 +97,11 @@ class Supervisor:
         self._command, self._num, self._folder = command, num, folder
         self._inherited, self._is_ready = inherited, is_ready
         self._environment = {**environment, SUPERVISOR: str(os.getpid())}
-        self._workers: list[_Worker] = []
+        self._workers: list[_WorkerProcess] = []
         self._due: list[tuple[float, int, int]] = []  # when, number, short lives before
 
     def run(self, signals: Signals) -> None:
-        """Run until a signal says stop. Raises: ServeFailed if a worker cannot begin."""
+        """Run until a signal says stop. Raises: ServeError if a worker cannot begin."""
         self._due = [(0.0, number, 0) for number in range(1, self._num + 1)]
         try:
             while not signals.is_stopping:
@@ -126,7 +126,7 @@ class Supervisor:
                 # Ctrl-C in a terminal goes to us alone: a worker is told once, and finishes.
                 start_new_session=True,
             )
-            self._workers.append(_Worker(number, process, now, num_short_lives))
+            self._workers.append(_WorkerProcess(number, process, now, num_short_lives))
 
     def _bury(self) -> None:
         """Find the workers that ended, and plan to start them again: the first time at once."""
@@ -138,7 +138,7 @@ class Supervisor:
             self._workers.remove(worker)
             how = f"signal {-status}" if status < 0 else f"status {status}"
             if status > 0 and not self._is_ready():
-                raise ServeFailed(
+                raise ServeError(
                     f"serve: worker {worker.number} ended with {how} before it was ready, expected "
                     "it to run. The lines above say why."
                 )

@@ -12,11 +12,11 @@ import uvicorn
 
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
-from replaylake.serve.door.connections import guard_connections
+from replaylake.serve.door.connections import limit_connections
 from replaylake.serve.loading import load_serving
 from replaylake.serve.processes.launch import BACKLOG, STOP_TIMEOUT_S
 from replaylake.serve.safety.access_log import AccessLog
-from replaylake.serve.serving import Serving
+from replaylake.serve.serving import ServingState
 
 # How long the thread that commits the journal may hold up the event loop (Python's default is 5
 # ms): p99 at 16 connections 2.3 ms in place of 3.8, as many requests/s (2 cores, 2026-11).
@@ -25,8 +25,8 @@ _SWITCH_S: Final = 0.0005
 _LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [worker %(process)d] %(message)s"
 
 
-def load() -> Serving:
-    """Load what this worker's environment names. Raises: as load_serving, ConfigInvalid."""
+def load() -> ServingState:
+    """Load what this worker's environment names. Raises: as load_serving, ConfigInvalidError."""
     config = ServeConfig.from_environment(os.environ)
     sys.setswitchinterval(_SWITCH_S)
     tokens = config.safety.tokens()
@@ -42,7 +42,7 @@ def main() -> None:
     """Serve with uvicorn on the listening socket whose descriptor is the argument."""
     logging.basicConfig(format=_LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S%z")
     config = ServeConfig.from_environment(os.environ)
-    guard_connections(config.safety.connection_limits)
+    limit_connections(config.safety.connection_limits)
     settings = uvicorn.Config(
         create_app(load),
         loop="uvloop",

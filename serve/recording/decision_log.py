@@ -12,7 +12,7 @@ from typing import Any, Final
 import orjson
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.decision_id import DecisionId
 from replaylake.datastore.feedback.decisions import (
     DEFAULT_WINDOW_S,
@@ -30,12 +30,12 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 REFUSE: Final = "refuse"
 SERVE: Final = "serve"
 ON_LOG_FAILURE: Final = (REFUSE, SERVE)
-_SAY_EVERY_S: Final = 1.0
+_LOG_INTERVAL_S: Final = 1.0
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)  # not frozen: that would cost 2 us
-class Decided:
+class DecisionBatch:
     """B decisions of one version as they were taken, ready to be logged: one element a row.
 
     observations: as JSON has them, or an array [B, *obs]. masks: None where none was given.
@@ -71,14 +71,14 @@ class DecisionLog:
     ) -> None:
         """Create what is absent, commit what killed servers left, and open this worker's journals.
 
-        Raises: SchemaMismatch if the dataset's spaces are not the policy's.
+        Raises: SchemaMismatchError if the dataset's spaces are not the policy's.
         """
         ensure_feedback_tables(dataset, spec.observation_space, spec.action_space, spec.encoding)
         self.dataset = dataset
         self.window_s = window_s
         self.on_failure = on_failure
         self.num_lost = 0  # decisions that were answered and not logged
-        self._said_s, self._lost_lock = -_SAY_EVERY_S, threading.Lock()
+        self._said_s, self._lost_lock = -_LOG_INTERVAL_S, threading.Lock()
         self.takes_masks = dataset.spec.mask_size is not None
         self.recovered: Recovered = recover_feedback(dataset)
         self.decisions = Journal(
@@ -98,25 +98,25 @@ class DecisionLog:
         """Whether no observation is acted on any more, as nothing can be logged."""
         return self.on_failure == REFUSE and self.failure is not None
 
-    def write_decisions(self, decided: Sequence[Decided]) -> bool:
+    def write_decisions(self, decided: Sequence[DecisionBatch]) -> bool:
         """Write decisions; on return a killed process does not lose them.
 
-        Returns whether they were. Raises: StorageFailed, unless failures are to be served through.
+        Returns whether they were. Raises: StorageError, unless failures are to be served through.
         """
         try:
             self.decisions.append([record for one in decided for record in _records(one)])
-        except StorageFailed as error:
+        except StorageError as error:
             if self.on_failure == REFUSE:
                 raise
             self._count_lost(sum(len(one.ids) for one in decided), error)
             return False
         return True
 
-    def _count_lost(self, num: int, error: StorageFailed) -> None:
+    def _count_lost(self, num: int, error: StorageError) -> None:
         with self._lost_lock:
             self.num_lost += num
             now_s = time.monotonic()
-            is_said = now_s - self._said_s < _SAY_EVERY_S
+            is_said = now_s - self._said_s < _LOG_INTERVAL_S
             self._said_s = self._said_s if is_said else now_s
         if not is_said:
             _logger.error(
@@ -126,7 +126,7 @@ class DecisionLog:
             )
 
     def write_rewards(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write reports, all or none. Raises: StorageFailed, whatever `on_failure` says.
+        """Write reports, all or none. Raises: StorageError, whatever `on_failure` says.
 
         Who reports can send it again; a client that acts cannot wait.
         """
@@ -158,7 +158,7 @@ class Clock:
         return self._last
 
 
-def _records(decided: Decided) -> list[bytes]:
+def _records(decided: DecisionBatch) -> list[bytes]:
     """Return a JSON object for each decision; what all have in common is written out once."""
     common = orjson.dumps(
         {

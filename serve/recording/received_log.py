@@ -10,17 +10,17 @@ from typing import Final
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
 from replaylake.datastore.feedback.received import (
     ReceivedPiece,
+    encode_received,
     ensure_received_table,
-    received_encoder,
     recover_received,
 )
 from replaylake.datastore.lake.dataset import Dataset
 
 # Steps that a worker remembers, to tell a contradiction at once: about 15 MB.
-_HELD_STEPS: Final = 131_072
+_MAX_REMEMBERED_STEPS: Final = 131_072
 
 
-class Contradiction(Exception):
+class ContradictionError(Exception):
     """A piece, by its place, that says otherwise than what this worker holds."""
 
     def __init__(self, piece: int, found: str, expected: str) -> None:
@@ -36,8 +36,8 @@ class ReceivedLog:
         ensure_received_table(dataset)
         recover_received(dataset)
         self.dataset = dataset
-        self._journal = Journal(dataset.received, received_encoder, worker=worker, config=config)
-        self._held: OrderedDict[tuple[str, str], _Held] = OrderedDict()
+        self._journal = Journal(dataset.received, encode_received, worker=worker, config=config)
+        self._held: OrderedDict[tuple[str, str], _EpisodeSteps] = OrderedDict()
         self._num_held = 0
         self._lock = threading.Lock()
 
@@ -54,16 +54,16 @@ class ReceivedLog:
     def write(self, pieces: Sequence[ReceivedPiece]) -> None:
         """Write pieces of episodes, all or none; what this worker holds already is left out.
 
-        On return a killed process does not lose them. Raises: Contradiction, StorageFailed.
+        On return a killed process does not lose them. Raises: Contradiction, StorageError.
         """
         with self._lock:
-            fresh: dict[tuple[str, str], _Held] = {}
+            fresh: dict[tuple[str, str], _EpisodeSteps] = {}
             new = []
             for number, piece in enumerate(pieces):
                 key = piece.key
                 if key not in fresh:
                     held = self._held.get(key)
-                    fresh[key] = _Held() if held is None else held.copy()
+                    fresh[key] = _EpisodeSteps() if held is None else held.copy()
                 if fresh[key].add(piece, number):
                     new.append(piece)
             if new:
@@ -75,26 +75,26 @@ class ReceivedLog:
         """Commit everything. Raises: ReplayLakeError; the next start then commits what is left."""
         self._journal.close()
 
-    def _remember(self, fresh: dict[tuple[str, str], _Held]) -> None:
+    def _remember(self, fresh: dict[tuple[str, str], _EpisodeSteps]) -> None:
         for key, held in fresh.items():
             before = self._held.get(key)
             self._num_held += len(held.contents) - (0 if before is None else len(before.contents))
             self._held[key] = held
             self._held.move_to_end(key)
-        while self._num_held > _HELD_STEPS and self._held:
+        while self._num_held > _MAX_REMEMBERED_STEPS and self._held:
             _, gone = self._held.popitem(last=False)
             self._num_held -= len(gone.contents)
 
 
-class _Held:
+class _EpisodeSteps:
     """What is known of an episode's steps: what each says, and which one ended it."""
 
     def __init__(self) -> None:
         self.contents: dict[int, int] = {}
         self.end: int | None = None
 
-    def copy(self) -> _Held:
-        same = _Held()
+    def copy(self) -> _EpisodeSteps:
+        same = _EpisodeSteps()
         same.contents, same.end = dict(self.contents), self.end
         return same
 
@@ -107,10 +107,10 @@ class _Held:
                 is_new = True
             elif self.contents[last] != content:
                 expected = "what it was when it was sent before, or another episode_id"
-                raise Contradiction(number, f"step {last} with other values", expected)
+                raise ContradictionError(number, f"step {last} with other values", expected)
         if piece.ends:
             self.end = last if self.end is None else min(last, self.end)
         if self.end is not None and (highest := max(self.contents)) > self.end:
             found = f"step {highest} after the end at step {self.end}"
-            raise Contradiction(number, found, "no step after the one that ended the episode")
+            raise ContradictionError(number, found, "no step after the one that ended the episode")
         return is_new

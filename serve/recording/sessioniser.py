@@ -21,25 +21,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.feedback.rounds import Rounds, sessionise_every
+from replaylake.datastore.feedback.rounds import FeedbackJoiner, join_every
 from replaylake.datastore.feedback.segments import journal_folder
-from replaylake.datastore.feedback.sessionise import SessionReceipt
+from replaylake.datastore.feedback.sessionise import JoinReceipt
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.storage.locations import absolute_lake
 
-_LOOK_S: Final = 1.0
+_POLL_S: Final = 1.0
 _STOP_TIMEOUT_S: Final = 2.0
 _NICE: Final = 10
 _logger = logging.getLogger(__name__)
 
 
-class Sessioniser:
+class FeedbackJoinProcess:
     """Keeps the process going, if this worker is the one that has it."""
 
     def __init__(self, dataset: Dataset, lake: str | Path, every_s: float, window_s: float) -> None:
         """Begin nothing yet. `on_round` is told of each: decisions, joined, orphaned, set aside."""
-        self.on_round: Callable[[int, int, int, int], None] = _tell_nobody
+        self.on_round: Callable[[int, int, int, int], None] = _ignore_counts
         self._lock_path = journal_folder(dataset.decisions) / "sessionise.lock"
         self._arguments = [absolute_lake(lake), dataset.name, repr(every_s), repr(window_s)]
         self._stopping = threading.Event()
@@ -68,7 +68,7 @@ class Sessioniser:
                 self._look()
             except OSError as error:
                 _logger.error("sessionise: %s; trying again", error)
-            if self._stopping.wait(_LOOK_S):
+            if self._stopping.wait(_POLL_S):
                 return
 
     def _look(self) -> None:
@@ -107,7 +107,7 @@ class Sessioniser:
         return True
 
 
-def _tell_nobody(decisions: int, joined: int, orphaned: int, set_aside: int) -> None:
+def _ignore_counts(decisions: int, joined: int, orphaned: int, set_aside: int) -> None:
     pass
 
 
@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> None:
         sys.stderr.write(f"sessionise {text}\n")
         sys.stderr.flush()
 
-    def on_round(receipt: SessionReceipt) -> None:
+    def on_round(receipt: JoinReceipt) -> None:
         set_aside = receipt.set_aside + receipt.received.set_aside
         counts = [receipt.decisions, receipt.joined, receipt.orphaned, set_aside]
         print(json.dumps(counts), flush=True)
@@ -148,8 +148,8 @@ def main(arguments: list[str]) -> None:
             say(receipt.line())
 
     threading.Thread(target=wait_for_the_end, name="stdin", daemon=True).start()
-    rounds = Rounds(open_lake(lake), dataset, window_s=float(window_s))
-    sessionise_every(
+    rounds = FeedbackJoiner(open_lake(lake), dataset, window_s=float(window_s))
+    join_every(
         rounds,
         float(every_s),
         stop=stop,

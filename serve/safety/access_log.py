@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import orjson
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 
 _logger = logging.getLogger(__name__)
 STDOUT: Final = "-"
@@ -28,7 +28,10 @@ class AccessLog:
     """
 
     def __init__(self, target: str) -> None:
-        """Open the file, or stdout for "-". Raises: ConfigInvalid if it cannot be written to."""
+        """Open the file, or stdout for "-".
+
+        Raises: ConfigInvalidError if it cannot be written to.
+        """
         self._fd = sys.stdout.fileno() if target == STDOUT else _open(Path(target))
         self._is_ours = target != STDOUT
         self._lines: list[bytes] = []
@@ -76,7 +79,7 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
     except OSError as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"serve: --access-log {path}: {error.strerror}, expected a file that can be appended "
             "to, or - for stdout."
         ) from error

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.serve.exchange import RequestRefused
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.serve.exchange import RequestRefusedError
 
 ANY: Final = "*"
 # RFC 9110, section 7.2: a name or an address, those of IPv6 in brackets, and perhaps a port.
@@ -28,7 +28,7 @@ class AllowedHosts:
     """The names and addresses that one server answers to, whatever the port."""
 
     def __init__(self, given: Iterable[str] = ()) -> None:
-        """Allow those beside loopback. Raises: ConfigInvalid where one is no host."""
+        """Allow those beside loopback. Raises: ConfigInvalidError where one is no host."""
         self._hosts = frozenset(_parse_host(host) for host in given)
         # Each request asks, and nearly all with the same few values.
         self._is_allowed = lru_cache(maxsize=_CACHED)(self._look_up)
@@ -36,7 +36,7 @@ class AllowedHosts:
     def check(self, host: bytes | None, origin: bytes | None, address: str | None) -> None:
         """Let a request in by its headers; address is the one that it came to, where known.
 
-        Raises: RequestRefused: 400 without one valid Host, 421 of another's (RFC 9110, section
+        Raises: RequestRefusedError: 400 without one valid Host, 421 of another's (RFC 9110, section
         15.5.20), 403 where a page of another host sent it. Cost: 0.2 us where it was seen before.
         """
         if host is None or not self._is_allowed(host, address):
@@ -46,7 +46,7 @@ class AllowedHosts:
             _, scheme, authority = origin.partition(b"://")
             if ANY not in self._hosts and not (scheme and self._is_allowed(authority, address)):
                 expected = "a page of a host that this server answers to; see --allowed-host"
-                raise RequestRefused(403, "origin", _shown(origin), expected)
+                raise RequestRefusedError(403, "origin", _shown(origin), expected)
 
     def _look_up(self, authority: bytes, address: str | None) -> bool:
         name = _name_in(authority)
@@ -62,7 +62,7 @@ class AllowedHosts:
 
 
 def check_host(host: str) -> None:
-    """Refuse what is neither a name, an address nor `*`. Raises: ConfigInvalid."""
+    """Refuse what is neither a name, an address nor `*`. Raises: ConfigInvalidError."""
     _parse_host(host)
 
 
@@ -73,7 +73,7 @@ def _parse_host(host: str) -> str:
     bare = given if b":" not in given or given.startswith(b"[") else b"[%b]" % given
     name = None if bare.rpartition(b"]")[2].count(b":") else _name_in(bare)
     if name is None:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"serve: found allowed_hosts {host!r}, expected a name or an address without scheme "
             "and port, such as policy.example.com, or * for any.",
         )
@@ -104,12 +104,12 @@ def _plain(name: str) -> str:
     return str(mapped or number)
 
 
-def _refuse_host(host: bytes | None) -> RequestRefused:
+def _refuse_host(host: bytes | None) -> RequestRefusedError:
     if host is None or _name_in(host) is None:
         found = "nothing" if not host else _shown(host)
-        return RequestRefused(400, "host", found, "one Host header, with a name or an address")
+        return RequestRefusedError(400, "host", found, "one Host header, with a name or an address")
     expected = "one that this server answers to: localhost, its address, or an --allowed-host"
-    return RequestRefused(421, "host", _shown(host), expected)
+    return RequestRefusedError(421, "host", _shown(host), expected)
 
 
 def _shown(value: bytes) -> str:

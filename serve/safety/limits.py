@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.serve.safety.access_log import STDOUT
 from replaylake.serve.safety.hosts import check_host
 from replaylake.serve.safety.tokens import Tokens, read_tokens, variable_of
@@ -85,9 +85,9 @@ class Safety:
         for name in ("body_bytes", "body_timeout_s", "deadline_s", "queue", "connections"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
-                raise ConfigInvalid(f"serve: found {name} {value}, expected a number above 0.")
+                raise ConfigInvalidError(f"serve: found {name} {value}, expected a number above 0.")
         if not 1 <= self.idle_timeout_s < math.inf:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"serve: found idle_timeout_s {self.idle_timeout_s}, expected 1 second or more."
             )
 
@@ -113,7 +113,7 @@ class Safety:
         )
 
     def tokens(self) -> Tokens:
-        """Read the tokens. Raises: ConfigInvalid."""
+        """Read the tokens. Raises: ConfigInvalidError."""
         files = {
             "act": self.act_token_file,
             "feedback": self.feedback_token_file,
@@ -139,7 +139,7 @@ class Safety:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Safety:
-        """Read a worker's variables. Raises: ConfigInvalid, ValueError if a number is none."""
+        """Read a worker's variables. Raises: ConfigInvalidError, ValueError if a number is none."""
         given: dict[str, Any] = {}
         for field in fields(cls):
             text = environment.get(_PREFIX + field.name.upper())
@@ -158,12 +158,15 @@ def _read(name: str, text: str, default: Any) -> Any:
     return Path(text) if name.endswith("_file") else text
 
 
-def check_open_to_others(address: str, safety: Safety) -> Tokens:
-    """Read the tokens, and refuse to serve other machines without any. Raises: ConfigInvalid."""
+def check_exposure(address: str, safety: Safety) -> Tokens:
+    """Read the tokens, and refuse to serve other machines without any.
+
+    Raises: ConfigInvalidError.
+    """
     tokens = safety.tokens()
     is_loopback = ipaddress.ip_address(address).is_loopback
     if tokens.is_empty and not is_loopback and not safety.insecure:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"serve: found host {address}, which other machines reach, and no tokens, expected "
             f"tokens for it. Set {variable_of('act')} or --act-token-file (and the same for "
             "feedback and admin), listen on 127.0.0.1, or say --insecure."

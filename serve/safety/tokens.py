@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.serve.exchange import RequestRefused
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.serve.exchange import RequestRefusedError
 
 ROLES: Final = ("act", "feedback", "admin")
 _MIN_CHARS: Final = 16
@@ -62,14 +62,14 @@ class Tokens:
         """Let a request in by its Authorization header, or not.
 
         Each token is compared with, and each comparison takes the same time whatever is presented.
-        Raises: RequestRefused: 401 without a token of ours, 403 with one of another role.
+        Raises: RequestRefusedError: 401 without a token of ours, 403 with one of another role.
         """
         if not self.pairs:
             return
         scheme, _, presented = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer":
             found = "none" if authorization is None else "another scheme"
-            raise _unauthorised(found, role)
+            raise _unauthorized_error(found, role)
         presented = presented.strip()
         is_known = is_allowed = False
         for token, its_role in self.pairs:
@@ -77,14 +77,16 @@ class Tokens:
                 is_known = True
                 is_allowed |= its_role == role
         if not is_known:
-            raise _unauthorised("one that is not ours", role)
+            raise _unauthorized_error("one that is not ours", role)
         if not is_allowed:
-            raise RequestRefused(403, "token", "one of another role", f"one for {role}")
+            raise RequestRefusedError(403, "token", "one of another role", f"one for {role}")
 
 
-def _unauthorised(found: str, role: str) -> RequestRefused:
+def _unauthorized_error(found: str, role: str) -> RequestRefusedError:
     challenge = (b"www-authenticate", b'Bearer realm="replaylake"')
-    return RequestRefused(401, "token", found, f"Authorization: Bearer, for {role}", (challenge,))
+    return RequestRefusedError(
+        401, "token", found, f"Authorization: Bearer, for {role}", (challenge,)
+    )
 
 
 def read_tokens(
@@ -92,7 +94,7 @@ def read_tokens(
 ) -> Tokens:
     """Return the tokens of each role's file and variable (REPLAYLAKE_ACT_TOKEN and its kin).
 
-    Raises: ConfigInvalid, naming the file or variable and never what is in it.
+    Raises: ConfigInvalidError, naming the file or variable and never what is in it.
     """
     pairs: list[tuple[bytes, str]] = []
     for role in ROLES:
@@ -110,12 +112,12 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"serve: token file {path}: {error.strerror}, expected a file that can be read, one "
             "token a line."
         ) from error
     if len(content) > _MAX_FILE_BYTES:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"serve: token file {path}: found more than {_MAX_FILE_BYTES} bytes, expected a few "
             "tokens, one a line."
         )
@@ -126,10 +128,10 @@ def _parse(text: str, source: str) -> list[bytes]:
     lines = [line.strip() for line in text.splitlines()]
     tokens = [line for line in lines if line and not line.startswith("#")]
     if not tokens:
-        raise ConfigInvalid(f"serve: {source}: found no token, expected one a line.")
+        raise ConfigInvalidError(f"serve: {source}: found no token, expected one a line.")
     for number, token in enumerate(tokens, 1):
         if len(token) < _MIN_CHARS or _TOKEN.fullmatch(token) is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"serve: {source}: token {number} has {len(token)} characters, expected at least "
                 f"{_MIN_CHARS} of A-Z a-z 0-9 . _ ~ + / - (then =). "
                 "`python -c 'import secrets; print(secrets.token_urlsafe(32))'` makes one."

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from replaylake.datastore.errors import ReplayLakeError, StorageFailed
+from replaylake.datastore.errors import ReplayLakeError, StorageError
 from replaylake.datastore.lake.policies.registry import CHAMPION
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 _logger = logging.getLogger(__name__)
 _STOP_TIMEOUT_S: Final = 5.0
@@ -31,7 +31,7 @@ class AliasReader(Protocol):
 
 
 @dataclass(frozen=True)
-class Moved:
+class VersionChange:
     """A version that took another's place. seconds: from its being seen to its answering."""
 
     from_version: int
@@ -41,7 +41,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Refused:
+class VersionRefusal:
     """A version that did not pass, and why."""
 
     version: int
@@ -50,7 +50,7 @@ class Refused:
 
 
 @dataclass
-class Following:
+class FollowedAlias:
     """One reference that is followed: which arm of the router it is, and how that went."""
 
     arm: int
@@ -58,16 +58,16 @@ class Following:
     alias: str
     num_moves: int = 0
     num_refusals: int = 0
-    moved: Moved | None = None
-    refused: Refused | None = None
+    moved: VersionChange | None = None
+    refused: VersionRefusal | None = None
     unreachable: str | None = None
 
 
-Load = Callable[[str, int, str], Served]
+Load = Callable[[str, int, str], ServedPolicy]
 """From (name, version, reference) to a policy that has passed every check."""
 
 
-class Follower:
+class AliasFollower:
     """Keeps a router where the aliases are."""
 
     def __init__(
@@ -75,13 +75,13 @@ class Follower:
         aliases: AliasReader,
         router: Router,
         load: Load,
-        followed: Sequence[Following],
+        followed: Sequence[FollowedAlias],
         interval_s: float,
     ) -> None:
         """Follow what `followed` names, once `start` is called."""
         self.followed = tuple(followed)
         self.interval_s = interval_s
-        self.on_look: Callable[[Following], None] = lambda following: None
+        self.on_look: Callable[[FollowedAlias], None] = lambda following: None
         self._aliases, self._router, self._load = aliases, router, load
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follow-aliases", daemon=True)
@@ -103,7 +103,7 @@ class Follower:
             try:
                 self._look_at(following)
                 following.unreachable = None
-            except StorageFailed as error:
+            except StorageError as error:
                 # The next look may find it: a lake far away comes and goes.
                 if following.unreachable is None:
                     _logger.warning("%s: %s", _reference(following), error)
@@ -120,7 +120,7 @@ class Follower:
         while not self._stopping.wait(self.interval_s):
             self.look()
 
-    def _look_at(self, following: Following) -> None:
+    def _look_at(self, following: FollowedAlias) -> None:
         served = self._router.arms[following.arm].served
         version = self._aliases.alias_version(following.name, following.alias)
         if version is None:
@@ -133,7 +133,7 @@ class Follower:
         began = time.monotonic()
         try:
             found = self._load(following.name, version, served.reference)
-        except StorageFailed:
+        except StorageError:
             raise
         except ReplayLakeError as error:
             self._refuse(following, version, served, str(error))
@@ -144,7 +144,7 @@ class Follower:
             return
         self._router.replace(following.arm, found)
         took_s = time.monotonic() - began
-        following.moved = Moved(served.version, version, _now_ms(), took_s)
+        following.moved = VersionChange(served.version, version, _now_ms(), took_s)
         following.refused = None
         following.num_moves += 1
         _logger.warning(
@@ -155,8 +155,10 @@ class Follower:
             took_s,
         )
 
-    def _refuse(self, following: Following, version: int, served: Served, reason: str) -> None:
-        following.refused = Refused(version, _now_ms(), reason)
+    def _refuse(
+        self, following: FollowedAlias, version: int, served: ServedPolicy, reason: str
+    ) -> None:
+        following.refused = VersionRefusal(version, _now_ms(), reason)
         following.num_refusals += 1
         _logger.error(
             "%s: version %d is refused, version %d goes on: %s",
@@ -167,7 +169,7 @@ class Follower:
         )
 
 
-def followed_alias(reference: str | None) -> tuple[str, str] | None:
+def parse_alias(reference: str | None) -> tuple[str, str] | None:
     """Return the (policy, alias) that a reference names; None if it names one version for good.
 
     A policy's name alone means its champion.
@@ -178,7 +180,7 @@ def followed_alias(reference: str | None) -> tuple[str, str] | None:
     return name, alias or CHAMPION
 
 
-def _reference(following: Following) -> str:
+def _reference(following: FollowedAlias) -> str:
     return f"{following.name}@{following.alias}"
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import fsum
 from typing import Any, Final
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import Policy
 
 # Versions that an arm answered with before: a client's state goes on with the one that made it.
@@ -23,7 +23,7 @@ _HASHES: Final = float(1 << 8 * _HASH_BYTES)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedPolicy:
     """A policy as it is served: under which name and version, and what /policy says of it.
 
     reference: what was asked for, such as `clone@champion`, of which the version is what it meant.
@@ -44,7 +44,7 @@ class Served:
 class Arm:
     """What answers a share `weight` of the episodes, in (0, 1]."""
 
-    served: Served
+    served: ServedPolicy
     weight: float
 
 
@@ -62,25 +62,27 @@ class Router:
     Any thread may replace an arm; whoever has been handed a policy goes on with it.
     """
 
-    def __init__(self, one: Served, canaries: Sequence[tuple[Served, float]] = ()) -> None:
+    def __init__(
+        self, one: ServedPolicy, canaries: Sequence[tuple[ServedPolicy, float]] = ()
+    ) -> None:
         """Serve `one`, but the canaries (policy, weight) to their share of the episodes."""
         self.one = one
         self.on_change: Callable[[], None] = lambda: None
         main = 1.0 - fsum(weight for _, weight in canaries)
         self.arms = (Arm(one, main), *(Arm(served, weight) for served, weight in canaries))
-        self._before: list[tuple[Served, ...]] = [()] * len(self.arms)
+        self._before: list[tuple[ServedPolicy, ...]] = [()] * len(self.arms)
         self._key = hashlib.blake2b(one.name.encode(), digest_size=32).digest()
-        self._known: dict[tuple[str, int], Served] = {}
+        self._known: dict[tuple[str, int], ServedPolicy] = {}
         self._index()
 
     @property
-    def held(self) -> tuple[Served, ...]:
+    def held(self) -> tuple[ServedPolicy, ...]:
         """What `by_version` finds."""
         return tuple(self._known.values())
 
     def for_rows(
         self, episode_ids: Sequence[str | None], seed: int | None = None
-    ) -> list[tuple[Served, Sequence[int]]]:
+    ) -> list[tuple[ServedPolicy, Sequence[int]]]:
         """Return which policy acts for which rows of a request; a row without an id is drawn.
 
         seed: where there is one, the same rows are drawn the same way again.
@@ -99,11 +101,11 @@ class Router:
             rows.setdefault(self._arm_of(episode_id, arms, draw), []).append(row)
         return [(arms[number].served, chosen) for number, chosen in rows.items()]
 
-    def by_version(self, policy: str, version: int) -> Served | None:
+    def by_version(self, policy: str, version: int) -> ServedPolicy | None:
         """Return a policy that is still held, or None."""
         return self._known.get((policy, version))
 
-    def replace(self, number: int, served: Served) -> None:
+    def replace(self, number: int, served: ServedPolicy) -> None:
         """Serve another policy in an arm, 0 being the main one; the one before is held a while."""
         arm = self.arms[number]
         # Back and forth between two versions does not push out what was there before them.
@@ -142,17 +144,17 @@ class Router:
         self._known = {_version(one): one for one in served}
 
 
-def _version(served: Served) -> tuple[str, int]:
+def _version(served: ServedPolicy) -> tuple[str, int]:
     return served.name, served.version
 
 
 def parse_canaries(texts: Sequence[str]) -> tuple[Canary, ...]:
-    """Read `clone@challenger=0.1`. Raises: ConfigInvalid, also where nothing is left of 1."""
+    """Read `clone@challenger=0.1`. Raises: ConfigInvalidError, also where nothing is left of 1."""
     canaries = tuple(map(_parse_canary, texts))
     total = fsum(canary.weight for canary in canaries)
     names = [canary.reference for canary in canaries]
     if total >= 1 or len(set(names)) < len(names):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--canary: found {', '.join(texts)}, expected different policies whose weights add "
             f"up to less than 1, not {total:g}: the policy itself has the rest."
         )
@@ -166,7 +168,7 @@ def _parse_canary(text: str) -> Canary:
     except ValueError:
         weight = 0.0
     if not reference or "," in text or not 0 < weight < 1:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--canary: found {text!r}, expected POLICY=WEIGHT with a weight between 0 and 1, such "
             "as clone@challenger=0.1."
         )

@@ -63,7 +63,7 @@ class StateSigner:
             raw = binascii.a2b_base64(encoded + b"=" * (-len(encoded) % 4), strict_mode=True)
             signed, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
             if hmac.compare_digest(self._sign(signed), mac):
-                return _parsed(signed)
+                return _parse_state(signed)
         return None
 
     def _signed(self, raw: bytes) -> str:
@@ -76,7 +76,7 @@ class StateSigner:
         return mac.digest()
 
 
-def _parsed(raw: bytes) -> State | None:
+def _parse_state(raw: bytes) -> State | None:
     """Read signed bytes; None where a later format has the same key."""
     known, version, num_name_bytes = _HEAD.unpack_from(raw)
     if known != _FORMAT:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episodes.compatibility import compatible, encoding_difference
+from replaylake.datastore.episodes.compatibility import find_encoding_mismatch, is_compatible
 from replaylake.datastore.episodes.spaces import (
     Array,
     Box,
@@ -27,7 +27,11 @@ from replaylake.datastore.episodes.spaces import (
     value_dtype,
     value_shape,
 )
-from replaylake.datastore.errors import EpisodeInvalid, PackageInvalid, SchemaMismatch
+from replaylake.datastore.errors import (
+    EpisodeInvalidError,
+    PackageInvalidError,
+    SchemaMismatchError,
+)
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import Act, Policy, PolicySpec
 
@@ -35,11 +39,11 @@ from replaylake.datastore.lake.policies.policy import Act, Policy, PolicySpec
 _NUM_SAMPLES: Final = 8
 
 
-def try_policy(policy: Policy, exploration: Exploration, what: str) -> int:
+def smoke_test(policy: Policy, exploration: Exploration, what: str) -> int:
     """Act on samples of the observation space; return on how many. The graph is warm then.
 
     Alone and all at once, the mode and with what is explored: every action and log-probability has
-    to be finite. Raises: PackageInvalid naming what came out, SpaceUnsupported.
+    to be finite. Raises: PackageInvalidError naming what came out, SpaceUnsupportedError.
     """
     rng = np.random.default_rng(0)
     observations = sample_values(policy.spec.observation_space, _NUM_SAMPLES, rng)
@@ -53,8 +57,8 @@ def try_policy(policy: Policy, exploration: Exploration, what: str) -> int:
         for how in hows:
             try:
                 act = policy.act(batch, policy.initial_state(num), rng=rng, **how)
-            except EpisodeInvalid as error:
-                raise PackageInvalid(
+            except EpisodeInvalidError as error:
+                raise PackageInvalidError(
                     f"{what}: does not act on samples of its own observation space: {error} "
                     "Train or package it again."
                 ) from error
@@ -62,21 +66,21 @@ def try_policy(policy: Policy, exploration: Exploration, what: str) -> int:
     return _NUM_SAMPLES
 
 
-def check_same_door(found: PolicySpec, served: PolicySpec, what: str) -> None:
+def check_same_spaces(found: PolicySpec, served: PolicySpec, what: str) -> None:
     """Refuse a policy that takes or gives other values than one served beside it or before it.
 
     Clients, and the tables that are logged to, know one form of them; bounds may differ, dtypes may
-    not: a request is read before it is known who answers it. Raises: SchemaMismatch.
+    not: a request is read before it is known who answers it. Raises: SchemaMismatchError.
     """
     for name in ("observation_space", "action_space"):
         theirs, ours = getattr(found, name), getattr(served, name)
-        if not compatible(theirs, ours) or _dtypes(theirs) != _dtypes(ours):
-            raise SchemaMismatch(
+        if not is_compatible(theirs, ours) or _dtypes(theirs) != _dtypes(ours):
+            raise SchemaMismatchError(
                 f"{what}: found the {name.replace('_', ' ')} {describe(theirs)}, expected "
                 f"{describe(ours)} as what is served has it. Serve it by itself."
             )
-    if (difference := encoding_difference(found.encoding, served.encoding)) is not None:
-        raise SchemaMismatch(
+    if (difference := find_encoding_mismatch(found.encoding, served.encoding)) is not None:
+        raise SchemaMismatchError(
             f"{what}: found that of it and of what is served {difference}, expected the same: the "
             "same fields would be other numbers. Serve it by itself."
         )
@@ -143,7 +147,7 @@ def _check_finite(act: Act, what: str) -> None:
     for name, array in _arrays(act):
         wrong = array[~np.isfinite(array)]
         if wrong.size:
-            raise PackageInvalid(
+            raise PackageInvalidError(
                 f"{what}: found {name} {wrong.reshape(-1)[0]} for a sample of its observation "
                 "space, expected finite numbers. Train or package it again."
             )

@@ -45,6 +45,7 @@ __all__ = [
     "export",
     "fsck",
     "ingest",
+    "join_feedback",
     "load_policy",
     "maintain",
     "mixture",
@@ -53,7 +54,6 @@ __all__ = [
     "purge",
     "record",
     "resume",
-    "sessionise",
     "set_retention",
     "to_ray",
     "to_torch",
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
         Tuple,
     )
     from replaylake.datastore.errors import ReplayLakeError
-    from replaylake.datastore.feedback.sessionise import sessionise
+    from replaylake.datastore.feedback.sessionise import join_feedback
     from replaylake.datastore.interchange.export.export import export
     from replaylake.datastore.interchange.ingest.ingest import ingest
     from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from replaylake.online.ray_data import to_ray
 
 # Where each public name lives: (module, name there).
-_HOMES = {
+_LOCATIONS = {
     "Batch": ("datastore.episodes.batch", "Batch"),
     "Box": ("datastore.episodes.spaces", "Box"),
     "Dataset": ("datastore.lake.dataset", "Dataset"),
@@ -154,7 +154,7 @@ _HOMES = {
     "purge": ("datastore.maintenance.purge.purge", "purge"),
     "record": ("offline.environments.recorder", "record"),
     "resume": ("offline.running.train", "resume"),
-    "sessionise": ("datastore.feedback.sessionise", "sessionise"),
+    "join_feedback": ("datastore.feedback.sessionise", "join_feedback"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),
     "to_ray": ("online.ray_data", "to_ray"),
     "to_torch": ("datastore.replay.to_torch", "to_torch"),
@@ -167,9 +167,9 @@ _HOMES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        if name not in _HOMES:
+        if name not in _LOCATIONS:
             raise AttributeError(f"module 'replaylake' has no attribute {name!r}")
-        module, attribute = _HOMES[name]
+        module, attribute = _LOCATIONS[name]
         value = getattr(import_module(f"replaylake.{module}"), attribute)
         globals()[name] = value
         return value

@@ -9,7 +9,7 @@ import typer
 
 from replaylake.cli.config import parse_literal, read_options
 from replaylake.cli.options import parse_pairs
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_set_wins_over_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"none\.toml: could not be read"):
+    with pytest.raises(NotFoundError, match=r"none\.toml: could not be read"):
         read_options(tmp_path / "none.toml", [])
     file = tmp_path / "bad.toml"
     file.write_text("updates: 3\n")
-    with pytest.raises(ConfigInvalid, match=r"bad\.toml: not TOML .*line 1"):
+    with pytest.raises(ConfigInvalidError, match=r"bad\.toml: not TOML .*line 1"):
         read_options(file, [])
 
 

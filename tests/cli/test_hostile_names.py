@@ -11,7 +11,12 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import NameRefused, NotFound, QueryFailed, QueryRefused
+from replaylake.datastore.errors import (
+    InvalidNameError,
+    NotFoundError,
+    QueryError,
+    QueryRefusedError,
+)
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.manifest import GRAPH, MANIFEST, manifest_bytes
 from replaylake.datastore.lake.policies.policy import PolicySpec
@@ -134,9 +139,9 @@ def filled(lake: Path, tmp_path: Path) -> Lake:
 def test_the_library_refuses(filled: Lake, tree, name: str) -> None:
     before = tree()
     for use in USES:
-        with pytest.raises(NameRefused):
+        with pytest.raises(InvalidNameError):
             use(filled, name)
-    with pytest.raises((NameRefused, NotFound, QueryFailed, QueryRefused)):
+    with pytest.raises((InvalidNameError, NotFoundError, QueryError, QueryRefusedError)):
         filled.sql('SELECT * FROM "{}".steps'.format(name.replace('"', '""')))
     assert tree() == before
 
@@ -155,7 +160,7 @@ def test_the_commands_refuse(filled: Lake, tree, run, log: Path, name: str) -> N
 @pytest.mark.parametrize("name", KEYWORDS)
 def test_a_dataset_is_no_word_of_sql(filled: Lake, run, log: Path, name: str) -> None:
     for use in (of_dataset, of_snapshot, of_tagged_dataset):
-        with pytest.raises(NameRefused, match="no SQL keyword"):
+        with pytest.raises(InvalidNameError, match="no SQL keyword"):
             use(filled, name)
     run("ingest", log, "--dataset", name).failed("no SQL keyword")
 
@@ -213,12 +218,12 @@ def test_a_part_of_a_dataset_linked_from_outside_is_refused(
     lake = open_lake(filled.path)
     episode = Episode("e2", [[0.0]], [0], [1.0], terminated=True)
     if part == "_decisions":
-        with pytest.raises(NameRefused, match="inside of the lake"):
+        with pytest.raises(InvalidNameError, match="inside of the lake"):
             lake.dataset("d").decisions.exists()
     else:
-        with pytest.raises(NameRefused, match="inside of the lake"):
+        with pytest.raises(InvalidNameError, match="inside of the lake"):
             lake.sql("SELECT * FROM d.steps")
-        with pytest.raises(NameRefused, match="inside of the lake"):
+        with pytest.raises(InvalidNameError, match="inside of the lake"):
             lake.dataset("d").append([episode])
     assert files_of(outside) == before
 
@@ -232,7 +237,7 @@ def test_a_file_linked_from_outside_is_neither_read_nor_written(
     shard.unlink()
     shard.symlink_to(theirs)
     before = files_of(outside)
-    with pytest.raises(NameRefused, match="inside of the lake"):
+    with pytest.raises(InvalidNameError, match="inside of the lake"):
         open_lake(filled.path).sql("SELECT * FROM d.steps")
     storage = LocalStorage(filled.path)
     for attempt in (
@@ -240,7 +245,7 @@ def test_a_file_linked_from_outside_is_neither_read_nor_written(
         lambda: storage.put(f"d/{entry.path}", b""),
         lambda: storage.delete([f"d/{entry.path}"]),
     ):
-        with pytest.raises(NameRefused, match="inside of the lake"):
+        with pytest.raises(InvalidNameError, match="inside of the lake"):
             attempt()
     assert files_of(outside) == before
 

@@ -17,7 +17,7 @@ import typer
 
 import replaylake.cli.commands.datasets
 from replaylake.cli.main import GROUPS, app, main
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.version import VERSION
 
 DOCS = (Path(__file__).parents[2] / "docs" / "CLI.md").read_text(encoding="utf-8")
@@ -312,7 +312,7 @@ def test_a_lake_is_named_by_option_before_environment(run: Any, lake: Path) -> N
 
 def test_a_message_of_several_lines_becomes_one(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(as_json: bool) -> None:
-        raise NotFound("first line\n   second line\n")
+        raise NotFoundError("first line\n   second line\n")
 
     monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", fail)
     ran = run("list")

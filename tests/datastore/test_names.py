@@ -6,7 +6,7 @@ import time
 import duckdb
 import pytest
 
-from replaylake.datastore.errors import NameRefused
+from replaylake.datastore.errors import InvalidNameError
 from replaylake.datastore.names import (
     check_alias,
     check_dataset_name,
@@ -35,7 +35,7 @@ def test_dataset_names_that_sql_says_unquoted(name: str) -> None:
     ],
 )
 def test_other_dataset_names_are_refused_by_name(name: str) -> None:
-    with pytest.raises(NameRefused, match="dataset name: found"):
+    with pytest.raises(InvalidNameError, match="dataset name: found"):
         check_dataset_name(name)
 
 
@@ -45,20 +45,20 @@ def test_every_word_that_duckdb_reserves_is_refused() -> None:
     ).fetchall()
     assert len(words) > 50
     for (word,) in words:
-        with pytest.raises(NameRefused):
+        with pytest.raises(InvalidNameError):
             check_dataset_name(word)
 
 
 def test_policies_may_have_a_dash_but_not_a_reserved_word() -> None:
     assert check_policy_name("cql-small") == "cql-small"
     for name in [*OUTSIDE, "run", "random", "Champion"]:
-        with pytest.raises(NameRefused):
+        with pytest.raises(InvalidNameError):
             check_policy_name(name)
 
 
 @pytest.mark.parametrize("alias", [*OUTSIDE, "A"])
 def test_aliases_outside_the_pattern_are_refused(alias: str) -> None:
-    with pytest.raises(NameRefused):
+    with pytest.raises(InvalidNameError):
         check_alias(alias)
 
 

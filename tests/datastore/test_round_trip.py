@@ -30,7 +30,7 @@ from replaylake.datastore.episodes.spaces import (
     children,
     take,
 )
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.lake import Lake, open_lake
 
 _T = 4  # steps, and one value more for the final observation
@@ -214,7 +214,7 @@ def test_what_is_not_finite_is_refused_by_name(lake: Lake, value: float, where: 
         arrays["reward"],
         final_observation=arrays["final_observation"],
     )
-    with pytest.raises(EpisodeInvalid, match=f"episode e: {where}"):
+    with pytest.raises(EpisodeInvalidError, match=f"episode e: {where}"):
         lake.dataset("d").append([episode])
     assert not lake.dataset("d").exists()
 
@@ -267,9 +267,12 @@ def test_what_drifts_is_refused_with_its_name(lake: Lake, fields: Any, message: 
     dataset = lake.dataset("d")
     dataset.append([_plain("a")])
     for write in (dataset.append, dataset.write):
-        with pytest.raises((EpisodeInvalid, SchemaMismatch), match=message):
+        with pytest.raises((EpisodeInvalidError, SchemaMismatchError), match=message):
             write([_plain("b"), _plain("c", **fields)])
-    with dataset.writer() as writer, pytest.raises((EpisodeInvalid, SchemaMismatch), match=message):
+    with (
+        dataset.writer() as writer,
+        pytest.raises((EpisodeInvalidError, SchemaMismatchError), match=message),
+    ):
         writer.write(_plain("c", **fields))
     assert dataset.snapshot().num_steps == 2
 

@@ -15,10 +15,10 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EpisodeInvalid,
-    SchemaMismatch,
-    SourceInvalid,
+    ConfigInvalidError,
+    EpisodeInvalidError,
+    SchemaMismatchError,
+    SourceInvalidError,
 )
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
@@ -29,7 +29,7 @@ from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.labels.annotate import annotate
-from replaylake.datastore.query.summaries import coverage, refresh
+from replaylake.datastore.query.summaries import read_coverage, refresh
 from replaylake.datastore.replay.view import concatenate
 from replaylake.offline.running.train import TrainConfig, train
 
@@ -77,12 +77,14 @@ def test_other_engines_see_nulls(dataset: Dataset) -> None:
 def test_datasets_made_without_saying_so_refuse_them(lake: Lake, make_episode: Make) -> None:
     unknown = make_episode("b", rewards=UNKNOWN)
     plain = lake.dataset("plain")
-    with pytest.raises(EpisodeInvalid, match="b: reward at step 1: found nan, expected finite"):
+    with pytest.raises(
+        EpisodeInvalidError, match="b: reward at step 1: found nan, expected finite"
+    ):
         plain.append([unknown])
     plain.append([make_episode("a")])
-    with pytest.raises(EpisodeInvalid, match="found nan, expected finite"):
+    with pytest.raises(EpisodeInvalidError, match="found nan, expected finite"):
         plain.append([unknown, make_episode("c")])
-    with plain.writer() as writer, pytest.raises(EpisodeInvalid, match="found nan"):
+    with plain.writer() as writer, pytest.raises(EpisodeInvalidError, match="found nan"):
         writer.write(unknown)
     assert not plain.spec.rewards_optional
     assert not plain.snapshot().table.schema.field("reward").nullable
@@ -90,7 +92,7 @@ def test_datasets_made_without_saying_so_refuse_them(lake: Lake, make_episode: M
 
 
 def test_infinity_is_refused_all_the_same(dataset: Dataset, make_episode: Make) -> None:
-    with pytest.raises(EpisodeInvalid, match="reward at step 2: found inf"):
+    with pytest.raises(EpisodeInvalidError, match="reward at step 2: found inf"):
         dataset.append([make_episode("x", rewards=np.array([1.0, np.nan, np.inf]))])
 
 
@@ -141,7 +143,7 @@ def test_a_return_of_pieces_is_unknown_if_one_piece_is(lake: Lake, make_episode:
     # Made of the pieces that are known already, instead of from the steps.
     assert refresh(handle.snapshot().table)
     assert handle.snapshot().sql(query).to_pylist() == expected
-    known = coverage(handle.snapshot().table)
+    known = read_coverage(handle.snapshot().table)
     assert known is not None
     assert known.rest == ()
 
@@ -177,13 +179,13 @@ def test_views_of_both_kinds_join(lake: Lake, dataset: Dataset, make_episode: Ma
 
 def test_a_reward_in_sql_has_to_say_what_they_count_as(dataset: Dataset) -> None:
     snapshot = dataset.snapshot()
-    with pytest.raises(SchemaMismatch, match="found NULL or NaN in 4 of 9"):
+    with pytest.raises(SchemaMismatchError, match="found NULL or NaN in 4 of 9"):
         snapshot.replay(reward="reward * 2")
     assert snapshot.replay(reward="coalesce(reward, 0)").num_unknown_rewards == 0
 
 
 def test_learning_from_rewards_is_refused_and_cloning_is_not(lake: Lake, dataset: Dataset) -> None:
-    with pytest.raises(ConfigInvalid, match="cql: 4 of 9 steps have no reward") as refused:
+    with pytest.raises(ConfigInvalidError, match="cql: 4 of 9 steps have no reward") as refused:
         train(lake, ["d"], replace(QUICK, algorithm="cql", options={}), policy_name="p")
     for way in ("with bc", "replaylake annotate", "coalesce(reward, 0)"):
         assert way in str(refused.value)
@@ -226,7 +228,7 @@ def test_a_copy_does_not_bring_them_where_all_are_known(
     lake: Lake, dataset: Dataset, make_episode: Make
 ) -> None:
     lake.dataset("known").append([make_episode("k")])
-    with pytest.raises(SchemaMismatch, match="rewards may be unknown in d"):
+    with pytest.raises(SchemaMismatchError, match="rewards may be unknown in d"):
         copy(lake, "d", lake, as_name="known")
     copy(lake, "known", lake, as_name="d")
     assert rewards_in(dataset)["k"] == [1, 2, 3]
@@ -247,7 +249,7 @@ MAP = {"observation": "x"}
 
 def test_a_log_without_rewards_is_refused_unless_said(lake: Lake, tmp_path: Path) -> None:
     log = a_log(tmp_path / "log.csv")
-    with pytest.raises(SourceInvalid, match=r"is the reward\. .*--no-reward"):
+    with pytest.raises(SourceInvalidError, match=r"is the reward\. .*--no-reward"):
         ingest(lake, [log], "d", options=ReadOptions(mapping=MAP))
     ingest(lake, [log], "d", options=ReadOptions(mapping=MAP, reward_unknown=True))
     (found,) = rewards_in(lake.dataset("d")).values()
@@ -260,7 +262,7 @@ def test_a_log_without_rewards_is_refused_unless_said(lake: Lake, tmp_path: Path
 
 def test_empty_cells_are_unknown_if_said(lake: Lake, tmp_path: Path) -> None:
     log = a_log(tmp_path / "log.csv", "reward,", "1.5,", ",")
-    with pytest.raises(EpisodeInvalid, match=r"column 'reward': found no value"):
+    with pytest.raises(EpisodeInvalidError, match=r"column 'reward': found no value"):
         ingest(lake, [log], "d", options=ReadOptions(mapping=MAP), on_invalid="abort")
     ingest(lake, [log], "d", options=ReadOptions(mapping=MAP, reward_unknown=True))
     (found,) = rewards_in(lake.dataset("d")).values()
@@ -271,5 +273,5 @@ def test_an_existing_dataset_of_known_rewards_refuses_them(lake: Lake, tmp_path:
     ingest(lake, [a_log(tmp_path / "k.csv", "reward,", "1,", "2,")], "d", options=ReadOptions(MAP))
     log = a_log(tmp_path / "log.csv")
     options = ReadOptions(mapping=MAP, reward_unknown=True)
-    with pytest.raises(EpisodeInvalid, match="reward at step 0: found nan"):
+    with pytest.raises(EpisodeInvalidError, match="reward at step 0: found nan"):
         ingest(lake, [log], "d", options=options, on_invalid="abort")

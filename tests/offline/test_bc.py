@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.offline.algorithms.bc import BCConfig, bc
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy, run_graph
 
@@ -85,7 +85,7 @@ def test_continuous_cloning_learns_means_in_the_environments_units(batch, head, 
         return batch(seed=seed, size=128, actions=linear_actions(observations, noise))
 
     space = Box((2,), "float32", low, high)
-    algorithm = bc(Box((4,)), space, BCConfig(head=head, **SMALL), DatasetFacts(logged))
+    algorithm = bc(Box((4,)), space, BCConfig(head=head, **SMALL), DatasetStatistics(logged))
     learner, _ = learned(algorithm, batches, updates=500)
     observations = batch(seed=9_999, size=500).observations
     actions = TorchPolicy(learner.policy()).act(observations).actions
@@ -137,11 +137,13 @@ def test_dict_observations_are_cloned(batch):
 
 
 def test_other_actions_are_refused():
-    with pytest.raises(SpaceUnsupported, match="found action space Text, expected Discrete, Multi"):
+    with pytest.raises(
+        SpaceUnsupportedError, match="found action space Text, expected Discrete, Multi"
+    ):
         bc(Box((4,)), Text(), BCConfig())
 
 
 @pytest.mark.parametrize("options", [{"learning_rate": 0.0}, {"hidden_sizes": (0,)}])
 def test_options_out_of_range_are_refused(options):
-    with pytest.raises(ConfigInvalid, match=next(iter(options))):
+    with pytest.raises(ConfigInvalidError, match=next(iter(options))):
         BCConfig(**options)

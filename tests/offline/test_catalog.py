@@ -7,7 +7,7 @@ import pytest
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete, Text
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError, SpaceUnsupportedError
 from replaylake.offline.algorithms.catalog import algorithms, check_algorithm, make_learner
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.learning.learner import GradientLearner
@@ -80,41 +80,45 @@ def test_discrete_or_continuous_follows_from_the_space():
 
 @pytest.mark.parametrize("name", ["cqq", "d3rlpy:cqq"])
 def test_an_unknown_algorithm_gets_near_matches_and_the_list(name):
-    with pytest.raises(NotFound, match=rf"'{name}'.*cql.*There are: awac, bc"):
+    with pytest.raises(NotFoundError, match=rf"'{name}'.*cql.*There are: awac, bc"):
         check_algorithm(name, Discrete(2))
 
 
 def test_an_algorithm_like_none_gets_the_list_once():
-    with pytest.raises(NotFound, match="expected one of awac, bc, bcq") as caught:
+    with pytest.raises(NotFoundError, match="expected one of awac, bc, bcq") as caught:
         check_algorithm("zzzz", Discrete(2))
     assert str(caught.value).count("awac") == 1
 
 
 def test_ours_alone_is_unknown_to_d3rlpy():
-    with pytest.raises(NotFound, match="bcx"):
+    with pytest.raises(NotFoundError, match="bcx"):
         check_algorithm("bcx", Discrete(2))
 
 
 def test_a_space_it_cannot_take_names_those_that_can():
-    with pytest.raises(SpaceUnsupported, match=r"iql.*Discrete\(2\).*float Box.*bc, bcq, cql, d"):
+    with pytest.raises(
+        SpaceUnsupportedError, match=r"iql.*Discrete\(2\).*float Box.*bc, bcq, cql, d"
+    ):
         check_algorithm("iql", Discrete(2))
-    with pytest.raises(SpaceUnsupported, match=r"dqn.*Box.*expected Discrete.*awac, bc, bcq, bear"):
+    with pytest.raises(
+        SpaceUnsupportedError, match=r"dqn.*Box.*expected Discrete.*awac, bc, bcq, bear"
+    ):
         check_algorithm("dqn", Box((1,)))
 
 
 def test_a_space_that_none_can_take_says_so():
-    with pytest.raises(SpaceUnsupported, match="take it: none"):
+    with pytest.raises(SpaceUnsupportedError, match="take it: none"):
         check_algorithm("bc", Text())
 
 
 def test_unknown_options_get_near_matches():
-    with pytest.raises(ConfigInvalid, match="algorithm bc: found option 'learning_rat'"):
+    with pytest.raises(ConfigInvalidError, match="algorithm bc: found option 'learning_rat'"):
         make("bc", learning_rat=1e-3)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "fpga"])
 def test_a_device_that_is_not_there_is_refused(device):
-    with pytest.raises(ConfigInvalid, match=f"device: found '{device}'"):
+    with pytest.raises(ConfigInvalidError, match=f"device: found '{device}'"):
         make_learner("bc", OBSERVATION, Discrete(2), options={}, seed=0, device=device)
 
 

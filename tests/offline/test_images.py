@@ -11,8 +11,8 @@ from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array, Box, Dict, Discrete, MultiDiscrete, Space
 from replaylake.datastore.lake.policies.graph_policy import graph_inputs
 from replaylake.datastore.lake.policies.package import GraphSession
-from replaylake.offline.algorithms.table import OURS, OurAlgorithm
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.algorithms.table import BUILTIN, BuiltinAlgorithm
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import run_graph
@@ -73,11 +73,11 @@ def as_sequences(batch: Batch[Array]) -> Batch[Array]:
 
 
 @pytest.mark.parametrize("kind", OBSERVATIONS)
-@pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row.name}-{row.actions}")
-def test_every_algorithm_learns_from_frames(row: OurAlgorithm, kind: str) -> None:
+@pytest.mark.parametrize("row", BUILTIN, ids=lambda row: f"{row.name}-{row.actions}")
+def test_every_algorithm_learns_from_frames(row: BuiltinAlgorithm, kind: str) -> None:
     observation_space, action_space = OBSERVATIONS[kind], ACTIONS[row.actions]
     config = row.config_class(hidden_sizes=(16,))
-    algorithm = row.function(observation_space, action_space, config, DatasetFacts())
+    algorithm = row.function(observation_space, action_space, config, DatasetStatistics())
     learner = GradientLearner(algorithm, seed=0)
     rows = make_batch(observation_space, action_space)
     batch = rows if learner.on_policy is None else as_sequences(rows)

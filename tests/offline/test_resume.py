@@ -11,11 +11,11 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, MultiDiscrete
 from replaylake.datastore.errors import (
-    CommitConflict,
-    NotFound,
-    SchemaMismatch,
-    StorageFailed,
-    TrainingFailed,
+    CommitConflictError,
+    NotFoundError,
+    SchemaMismatchError,
+    StorageError,
+    TrainingError,
 )
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
@@ -255,7 +255,7 @@ def test_a_run_that_is_done_stays_as_it_is(lake):
 
 def test_a_run_that_is_not_there(lake):
     result = train(lake, ["line"], quick(), policy_name="p")
-    with pytest.raises(NotFound, match=rf"run '01x'.*{result.run_id} \(done\)"):
+    with pytest.raises(NotFoundError, match=rf"run '01x'.*{result.run_id} \(done\)"):
         resume(lake, "01x")
 
 
@@ -263,7 +263,7 @@ def test_a_run_that_is_alive_is_left_alone(lake):
     run_id = ended_at(lake, 5, killed)
     with (
         RunLease(lake.storage, run_id),
-        pytest.raises(CommitConflict, match="at work on it"),
+        pytest.raises(CommitConflictError, match="at work on it"),
     ):
         resume(lake, run_id)
     assert resume(lake, run_id).update == 12
@@ -275,7 +275,7 @@ def test_a_run_that_was_taken_over_registers_nothing(lake):
         body = json.loads(lake.storage.get(path))
         lake.storage.put(path, json.dumps({**body, "owner": "another", "host": "far"}).encode())
 
-    with pytest.raises(CommitConflict, match="goes on with it"):
+    with pytest.raises(CommitConflictError, match="goes on with it"):
         train(lake, ["line"], quick(), policy_name="p", on_metrics=stop_at(5, taken_over))
     assert lake.registry.list() == []
     # Nor does it say how the run ended: the other may have read its record, and replaces that.
@@ -289,7 +289,7 @@ def test_a_run_whose_record_another_changed_registers_nothing(lake):
         run = the_run(lake)
         lake.registry.record_run(run.pop("run_id"), {**run, "resumed": [{"update": 3}]})
 
-    with pytest.raises(CommitConflict, match=r"another process has changed its record"):
+    with pytest.raises(CommitConflictError, match=r"another process has changed its record"):
         train(lake, ["line"], quick(), policy_name="p", on_metrics=stop_at(12, changed))
     assert lake.registry.list() == []
     assert the_run(lake)["resumed"] == [{"update": 3}]
@@ -300,7 +300,7 @@ def test_other_numbers_to_normalise_by_are_refused(lake):
     run = the_run(lake, run_id)
     run["normalisation"]["observations"][""]["mean"][0] += 0.5
     lake.registry.record_run(run_id, {k: v for k, v in run.items() if k != "run_id"})
-    with pytest.raises(SchemaMismatch, match="other numbers to normalise by"):
+    with pytest.raises(SchemaMismatchError, match="other numbers to normalise by"):
         resume(lake, run_id)
 
 
@@ -309,7 +309,9 @@ def test_other_steps_are_refused(lake):
     run = the_run(lake, run_id)
     run["datasets"][0]["content_hash"] = "0" * 64
     lake.registry.record_run(run_id, {k: v for k, v in run.items() if k != "run_id"})
-    with pytest.raises(SchemaMismatch, match=r"line@1: found content hash .*expected 000000000000"):
+    with pytest.raises(
+        SchemaMismatchError, match=r"line@1: found content hash .*expected 000000000000"
+    ):
         resume(lake, run_id)
     assert lake.registry.list() == []
 
@@ -361,11 +363,11 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(lake, monkeypatch):
 
     def full(self, path, data):
         if path.endswith(".safetensors") and "checkpoints" in path:
-            raise StorageFailed(f"{path}: No space left on device")
+            raise StorageError(f"{path}: No space left on device")
         put(self, path, data)
 
     monkeypatch.setattr(type(lake.storage), "put", full)
-    with pytest.raises(StorageFailed, match="No space left"):
+    with pytest.raises(StorageError, match="No space left"):
         train(lake, ["line"], quick(), policy_name="p")
     run = the_run(lake)
     assert (run["status"], run["error"].split(":")[0]) == ("failed", "StorageFailed")
@@ -376,9 +378,9 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(lake, monkeypatch):
 
 def test_what_is_not_finite_fails_again_when_it_is_resumed(lake):
     config = quick(updates=200, options={**SMALL, "learning_rate": 1e30})
-    with pytest.raises(TrainingFailed, match="at update 2"):
+    with pytest.raises(TrainingError, match="at update 2"):
         train(lake, ["line"], config, policy_name="p")
-    with pytest.raises(TrainingFailed, match="at update 2"):
+    with pytest.raises(TrainingError, match="at update 2"):
         resume(lake, the_run(lake)["run_id"])
     assert the_run(lake)["status"] == "failed"
     assert lake.registry.list() == []

@@ -8,7 +8,7 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
-from replaylake.datastore.errors import ExtraMissing, NotFound, QueryRefused
+from replaylake.datastore.errors import ExtraMissingError, NotFoundError, QueryRefusedError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.shard_rows import episode_keys, shard_rows
 from replaylake.offline.running.local_ray import import_ray
@@ -105,15 +105,15 @@ def test_shard_rows_of_some_episodes(filled):
 
 
 def test_what_cannot_be_read(filled):
-    with pytest.raises(NotFound, match="nothing"):
+    with pytest.raises(NotFoundError, match="nothing"):
         shard_rows(filled.snapshot("d"), ["nothing"])
-    with pytest.raises(QueryRefused, match="random"):
+    with pytest.raises(QueryRefusedError, match="random"):
         episode_keys(filled.snapshot("d"), "random() < 0.5")
 
 
 def test_without_ray(filled, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ExtraMissing, match=r"replaylake\[online\]"):
+    with pytest.raises(ExtraMissingError, match=r"replaylake\[online\]"):
         to_ray(filled.snapshot("d"))
 
 

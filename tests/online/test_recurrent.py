@@ -2,7 +2,7 @@
 
 import pytest
 
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.rollout import rollout
 from replaylake.online.train import train_online
@@ -48,6 +48,6 @@ def test_one_is_learned_into_a_dataset_of_those_that_remember_nothing(lake):
 def test_one_that_remembers_more_than_the_dataset_keeps_is_refused(lake):
     train_online(lake, request("ppo"))
     version = lake.dataset("pole").snapshot().version
-    with pytest.raises(SchemaMismatch, match="policy_state"):
+    with pytest.raises(SchemaMismatchError, match="policy_state"):
         train_online(lake, request("ppo", hidden_sizes=[16]))
     assert lake.dataset("pole").snapshot().version == version

@@ -12,14 +12,14 @@ import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    NameRefused,
-    NotFound,
+    ConfigInvalidError,
+    InvalidNameError,
+    NotFoundError,
     ReplayLakeError,
-    RolloutFailed,
-    SchemaMismatch,
+    RolloutError,
+    SchemaMismatchError,
 )
-from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.acting import BehaviorPolicy
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 from replaylake.online.rollout import fresh_seed, rollout
 
@@ -37,7 +37,7 @@ def _steps(lake, query=_STEPS):
 def test_the_lake_holds_exactly_what_the_worker_returns(lake, toys):
     config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=3, seed=4, flush_steps=9)
     receipt = rollout(lake, "toys", "random", config, num_episodes=10)
-    worker = RolloutWorker(config, iter(range(10)), Acting(), producer="test")
+    worker = RolloutWorker(config, iter(range(10)), BehaviorPolicy(), producer="test")
     worker.advance(10**9, math.inf)
     episodes = worker.taken(with_open=False)
     expected = [
@@ -119,7 +119,7 @@ def test_a_second_run_appends(lake, toys):
 
 def test_a_failure_leaves_whole_episodes_and_says_how_many(lake, toys):
     config = RolloutConfig(f"{toys}:Broken-v0", num_envs=1, flush_steps=2)
-    with pytest.raises(RolloutFailed) as caught:
+    with pytest.raises(RolloutError) as caught:
         rollout(lake, "toys", "random", config, num_episodes=20)
     message = str(caught.value)
     assert "ValueError: the gripper" in message
@@ -137,13 +137,13 @@ def test_what_cannot_work_changes_nothing(lake, toys, loaded_die):
     toy = RolloutConfig(f"{toys}:Countdown-v0")
     lake.registry.register("die", loaded_die, run_id="test", lineage={})
     refused = [
-        (NotFound, "toys", "random", RolloutConfig("CartPol-v1"), 1),
-        (NotFound, "toys", "nobody", toy, 1),
-        (NotFound, "toys", "die:9", toy, 1),
-        (NameRefused, "Toys", "random", toy, 1),
-        (ConfigInvalid, "toys", "random", toy, 0),
-        (SchemaMismatch, "toys", "die", RolloutConfig("CartPole-v1"), 1),
-        (RolloutFailed, "toys", "random", RolloutConfig(f"{toys}:BrokenAtOnce-v0"), 1),
+        (NotFoundError, "toys", "random", RolloutConfig("CartPol-v1"), 1),
+        (NotFoundError, "toys", "nobody", toy, 1),
+        (NotFoundError, "toys", "die:9", toy, 1),
+        (InvalidNameError, "Toys", "random", toy, 1),
+        (ConfigInvalidError, "toys", "random", toy, 0),
+        (SchemaMismatchError, "toys", "die", RolloutConfig("CartPole-v1"), 1),
+        (RolloutError, "toys", "random", RolloutConfig(f"{toys}:BrokenAtOnce-v0"), 1),
     ]
     for kind, dataset, policy, config, num_episodes in refused:
         with pytest.raises(kind):
@@ -156,7 +156,9 @@ def test_what_cannot_work_changes_nothing(lake, toys, loaded_die):
 def test_a_dataset_with_other_spaces_is_left_alone(lake, toys):
     dataset = lake.dataset("toys")
     dataset.create(Box((4,)), Discrete(3))
-    with pytest.raises(SchemaMismatch, match=r"^dataset toys: .* Box float32\[2\].* new dataset"):
+    with pytest.raises(
+        SchemaMismatchError, match=r"^dataset toys: .* Box float32\[2\].* new dataset"
+    ):
         rollout(lake, "toys", "random", RolloutConfig(f"{toys}:Countdown-v0"), num_episodes=1)
     assert dataset.snapshot().version == 0
 
@@ -164,7 +166,7 @@ def test_a_dataset_with_other_spaces_is_left_alone(lake, toys):
 def test_a_dataset_without_masks_refuses_an_environment_with_them(lake, toys):
     rollout(lake, "toys", "random", RolloutConfig(f"{toys}:Countdown-v0"), num_episodes=1)
     masked = RolloutConfig(f"{toys}:Masked-v0")
-    with pytest.raises(SchemaMismatch, match=r"masks of width 3 .* expected none"):
+    with pytest.raises(SchemaMismatchError, match=r"masks of width 3 .* expected none"):
         rollout(lake, "toys", "random", masked, num_episodes=1)
     rollout(lake, "masked", "random", masked, num_episodes=2)
     assert lake.dataset("masked").spec.mask_size == 3
@@ -215,7 +217,7 @@ def test_a_local_rollout_imports_neither_ray_nor_torch(tmp_path):
     program = f"""
 import sys
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.acting import BehaviorPolicy
 from replaylake.online.rollout import rollout
 from replaylake.online.collecting.worker import RolloutConfig
 lake = open_lake({str(tmp_path / "lake")!r}, create=True)
@@ -249,7 +251,7 @@ def test_two_ray_workers_collect_what_one_process_does(lake, toys, loaded_die):
 )
 def test_a_ray_worker_that_fails_gives_one_error(lake, toys, name, expected):
     config = RolloutConfig(f"{toys}:{name}-v0", num_envs=1, flush_steps=1)
-    with pytest.raises(RolloutFailed, match=f"(?s){expected}.*Committed to 'toys'") as caught:
+    with pytest.raises(RolloutError, match=f"(?s){expected}.*Committed to 'toys'") as caught:
         rollout(lake, "toys", "random", config, num_episodes=20, num_workers=2)
     assert "Traceback" not in str(caught.value)
     (run,) = lake.registry.runs()
@@ -284,7 +286,7 @@ def _children():
 @pytest.mark.parametrize("cpus", [0, 1.5])
 def test_cpus_that_ray_does_not_give_are_refused(lake, toys, cpus):
     config = RolloutConfig(f"{toys}:Countdown-v0")
-    with pytest.raises(ConfigInvalid, match="--worker-cpus"):
+    with pytest.raises(ConfigInvalidError, match="--worker-cpus"):
         rollout(lake, "toys", "random", config, num_episodes=2, num_workers=1, worker_cpus=cpus)
     assert "replaylake-record" not in [thread.name for thread in threading.enumerate()]
     assert lake.registry.runs()[0]["status"] == "failed"

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from replaylake.cli.main import main
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.policies.package import save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.online.collecting.worker import RolloutConfig
@@ -109,16 +109,16 @@ def test_agents_have_policies_of_their_own(lake, games, coin):
         {"agent_id": "ann", "policy": "random", "policy_version": 0},
         {"agent_id": "bob", "policy": "coin", "policy_version": 1},
     ]
-    with pytest.raises(ConfigInvalid, match="zoe"):
+    with pytest.raises(ConfigInvalidError, match="zoe"):
         rollout(lake, "pings", "random", config, num_episodes=1, agent_policies={"zoe": "coin"})
     alone = RolloutConfig("CartPole-v1")
-    with pytest.raises(ConfigInvalid, match="environment of one agent"):
+    with pytest.raises(ConfigInvalidError, match="environment of one agent"):
         rollout(lake, "poles", "random", alone, num_episodes=1, agent_policies={"bob": "coin"})
 
 
 def test_agents_that_differ_are_refused_before_anything_is_written(lake, games):
     config = RolloutConfig(f"{games}:Race", env_args={"wide": "bob"})
-    with pytest.raises(SchemaMismatch, match="Pad them to one"):
+    with pytest.raises(SchemaMismatchError, match="Pad them to one"):
         rollout(lake, "races", "random", config, num_episodes=1)
     assert lake.datasets() == []
 

@@ -5,7 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound, PackageInvalid, SpaceUnsupported
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    NotFoundError,
+    PackageInvalidError,
+    SpaceUnsupportedError,
+)
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.maintenance.lineage import lineage
 from replaylake.offline.running.training.interruption import RunInterrupted
@@ -78,7 +83,7 @@ def test_lineage_says_what_a_run_collected_and_not_what_was_there_before(lake):
     result = train_online(lake, request(steps=500))
     files = set(lake.snapshot("live").files) - set(before.files)
     digest = hashlib.sha256("".join(sorted(one.sha256 for one in files)).encode()).hexdigest()
-    (own,) = lineage.of_policy(lake, str(result.policy))["datasets"]
+    (own,) = lineage.trace_policy(lake, str(result.policy))["datasets"]
     assert (own["num_steps"], own["content_hash"]) == (500, digest)
     (run,) = [run for run in lake.registry.runs() if run["run_id"] == result.run_id]
     assert run["datasets"][0]["since"] == before.version
@@ -216,22 +221,22 @@ def test_a_run_starts_from_a_policy(lake):
     assert again.policy.version == first.policy.version + 1
     config = replace(SMALL, algorithm="sac", start_from="learned")
     asked = OnlineRequest("Pendulum-v1", "other", "learned", config)
-    with pytest.raises(PackageInvalid, match="of algorithm dqn, expected sac"):
+    with pytest.raises(PackageInvalidError, match="of algorithm dqn, expected sac"):
         train_online(lake, asked)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"algorithm": "dqm"}, NotFound, "dqn"),
-        ({"algorithm": "bc"}, ConfigInvalid, "clones"),
-        ({"algorithm": "sac", "options": {"lrr": 1}}, ConfigInvalid, "lrr"),
-        ({"algorithm": "td3"}, SpaceUnsupported, "Discrete"),
-        ({"mix": {"absent": 0.5}}, NotFound, "absent"),
-        ({"start_from": "none"}, NotFound, "none"),
-        ({"device": "cuda:7"}, ConfigInvalid, "cuda"),
-        ({"steps": 200}, ConfigInvalid, "found 200, expected 201 or more"),
-        ({"steps": 99, "algorithm": "ppo"}, ConfigInvalid, "num_sequences"),
+        ({"algorithm": "dqm"}, NotFoundError, "dqn"),
+        ({"algorithm": "bc"}, ConfigInvalidError, "clones"),
+        ({"algorithm": "sac", "options": {"lrr": 1}}, ConfigInvalidError, "lrr"),
+        ({"algorithm": "td3"}, SpaceUnsupportedError, "Discrete"),
+        ({"mix": {"absent": 0.5}}, NotFoundError, "absent"),
+        ({"start_from": "none"}, NotFoundError, "none"),
+        ({"device": "cuda:7"}, ConfigInvalidError, "cuda"),
+        ({"steps": 200}, ConfigInvalidError, "found 200, expected 201 or more"),
+        ({"steps": 99, "algorithm": "ppo"}, ConfigInvalidError, "num_sequences"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_there(lake, changes, error, says):
@@ -243,7 +248,9 @@ def test_what_cannot_work_is_refused_before_anything_is_there(lake, changes, err
 @pytest.mark.parametrize("name", ["until_return", "samples_per_insert", "flush_interval_s"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_nothing_reaches_is_refused(name, value):
-    with pytest.raises(ConfigInvalid, match=f"online: {name}: found {value}, expected a finite"):
+    with pytest.raises(
+        ConfigInvalidError, match=f"online: {name}: found {value}, expected a finite"
+    ):
         replace(SMALL, **{name: value})
 
 

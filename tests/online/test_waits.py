@@ -21,16 +21,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylake.datastore.errors import ConfigInvalid, RolloutFailed, StorageFailed
+from replaylake.datastore.errors import ConfigInvalidError, RolloutError, StorageError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.offline.running.local_ray import running_ray
-from replaylake.online.collecting.acting import Acting
-from replaylake.online.collecting.shipment import Endless, Order
+from replaylake.offline.running.local_ray import open_ray
+from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.shipment import EpisodeNumbers, WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.pools.pool import WorkerLost
 from replaylake.online.pools.ray_pool import RayPool
-from replaylake.online.recording.recorder import Recorder
+from replaylake.online.recording.recorder import EpisodeCommitter
 from replaylake.online.train import train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
@@ -232,7 +232,7 @@ def test_more_gpus_than_this_machine_has_are_refused_at_once(lake):
     request = OnlineRequest(
         "CartPole-v1", "live", "learned", OnlineConfig("dqn", learner_gpus=asked)
     )
-    with pytest.raises(ConfigInvalid, match=f"learner_gpus: found {asked} asked for and "):
+    with pytest.raises(ConfigInvalidError, match=f"learner_gpus: found {asked} asked for and "):
         train_online(lake, request)
 
 
@@ -241,7 +241,7 @@ def ray() -> Iterator[object]:
     """One Ray of two CPUs for the tests of the pool."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(_ENVIRONMENTS))
-        with running_ray("tests", 2) as ray:
+        with open_ray("tests", 2) as ray:
             yield ray
 
 
@@ -256,7 +256,9 @@ def walk_orders(lake, num, **env_args):
         lake.dataset("walk").create(*spaces)
     config = RolloutConfig("replaylake_faults:Walk", num_envs=1, env_args=env_args)
     return [
-        Order(lake.url, "walk", "p", worker, Endless(worker, num), Acting(), config)
+        WorkerSpec(
+            lake.url, "walk", "p", worker, EpisodeNumbers(worker, num), BehaviorPolicy(), config
+        )
         for worker in range(num)
     ]
 
@@ -278,7 +280,7 @@ def test_a_worker_that_hangs_is_replaced_and_in_the_end_ends_the_run(lake, toys,
             assert isinstance(lost, WorkerLost)
             assert "no answer in 2 s (answer_timeout_s)" in lost.reason
         pool.ask(0, 10)
-        with pytest.raises(RolloutFailed, match=r"worker 0: .* no answer in 2 s"):
+        with pytest.raises(RolloutError, match=r"worker 0: .* no answer in 2 s"):
             receive(pool)
 
 
@@ -299,7 +301,7 @@ def test_a_worker_that_finds_no_cpu_ends_the_run_and_a_replacement_shares_one(la
         first = receive(pool)
         # Only now, as this machine may take long to start the first.
         pool._start_timeout_s = 1.0
-        with pytest.raises(RolloutFailed, match=r"found no process in 1 s; it needs 1 CPUs, of"):
+        with pytest.raises(RolloutError, match=r"found no process in 1 s; it needs 1 CPUs, of"):
             receive(pool)
     # As after a node was lost: another takes the CPU while its worker starts again.
     with closing(RayPool(orders[:1], interval_s=0.1)) as pool:
@@ -326,13 +328,13 @@ def test_a_worker_that_finds_no_cpu_ends_the_run_and_a_replacement_shares_one(la
 _CONNECT = """
 import signal, sys
 from replaylake.datastore.errors import ReplayLakeError
-from replaylake.offline.running.local_ray import running_ray
-from replaylake.offline.running.training.interruption import interrupted_at_once
+from replaylake.offline.running.local_ray import open_ray
+from replaylake.offline.running.training.interruption import interrupt_on_sigterm
 print("connecting", flush=True)
 try:
     with (
-        interrupted_at_once(),
-        running_ray("a test", 1, address=sys.argv[1], start_timeout_s=float(sys.argv[2])),
+        interrupt_on_sigterm(),
+        open_ray("a test", 1, address=sys.argv[1], start_timeout_s=float(sys.argv[2])),
     ):
         print("connected")
 except ReplayLakeError as error:
@@ -371,15 +373,15 @@ def test_a_store_that_hangs_is_not_waited_for(lake, monkeypatch):
 
     def commit(*parts, **options):
         gone_on.wait(_PATIENCE_S)
-        raise StorageFailed("it hung")
+        raise StorageError("it hung")
 
     monkeypatch.setattr(dataset, "account", commit)
-    recorder = Recorder(dataset, "p", interval_s=0.01, answer_timeout_s=0.3)
+    recorder = EpisodeCommitter(dataset, "p", interval_s=0.01, answer_timeout_s=0.3)
     try:
         recorder.abandon(["e"])
-        with pytest.raises(StorageFailed, match=r"found no answer of the store .* in 0.3 s"):
+        with pytest.raises(StorageError, match=r"found no answer of the store .* in 0.3 s"):
             recorder.flush()
-        with pytest.raises(StorageFailed, match="raise answer_timeout_s"):
+        with pytest.raises(StorageError, match="raise answer_timeout_s"):
             assert recorder.is_behind
         recorder.close()
     finally:

@@ -12,16 +12,16 @@ from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.serving import Limits, Serving
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.serving import Limits, ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 
 
 def serving(policy, *, log=None, exploration=None, limits=None, signer=None):
     signer = signer or DecisionSigner(b"k" * 32, "d")
-    return Serving(
-        Router(Served("p", 2, policy, "p@champion", {"algorithm": "by_hand"})),
+    return ServingState(
+        Router(ServedPolicy("p", 2, policy, "p@champion", {"algorithm": "by_hand"})),
         signer,
         log,
         exploration or Exploration(),

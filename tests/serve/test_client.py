@@ -14,8 +14,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.client import Action, Client, RequestFailed, ServerUnreachable
@@ -47,7 +47,7 @@ def joined(lake, num_steps, timeout_s=20.0):
     """Join until so many steps are there: rows get into the tables within a second."""
     until = time.monotonic() + timeout_s
     while True:
-        receipt = sessionise(lake, "d")
+        receipt = join_feedback(lake, "d")
         steps = lake.sql("select * from d.steps").to_pylist()
         if len(steps) >= num_steps:
             return receipt, steps
@@ -155,7 +155,7 @@ def test_episodes(client, lake):
     until = time.monotonic() + 20
     while not (rows := _of(lake, "robot")):
         assert time.monotonic() < until
-        sessionise(lake, "d")
+        join_feedback(lake, "d")
     assert [row["behavior_log_prob"] for row in rows] == [-0.5, None, -0.25]
 
 
@@ -204,7 +204,7 @@ def test_threads_share_a_client(server):
 
 
 def test_a_wrong_url_and_nobody_there():
-    with pytest.raises(ConfigInvalid, match="found the URL 'localhost:3000'"):
+    with pytest.raises(ConfigInvalidError, match="found the URL 'localhost:3000'"):
         Client("localhost:3000")
     client = Client("http://127.0.0.1:9", retry_s=0.2)
     assert not client.ready()
@@ -308,7 +308,7 @@ def test_a_server_that_is_killed_and_comes_back_loses_nothing(kit, package, tmp_
         player.join(60)
         assert len(acted) == 60
         running.stop()
-    receipt = sessionise(lake, "d")
+    receipt = join_feedback(lake, "d")
     rows = lake.sql("select step, reward from d.steps order by step").to_pylist()
     assert [row["reward"] for row in rows] == [float(i) for i in range(60)], receipt
 

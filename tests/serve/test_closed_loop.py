@@ -4,12 +4,12 @@ import gymnasium
 import numpy as np
 import pytest
 
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
-from replaylake.offline.evaluation.ope.question import Question
+from replaylake.offline.evaluation.ope.question import EvaluationRequest
 from replaylake.offline.running.train import TrainConfig, train
 from replaylake.serve.client import Client
 
@@ -131,11 +131,13 @@ def test_what_is_served_is_learned_from(kit, tmp_path):
         for first in range(0, EPISODES, TOGETHER):
             player.play(first)
             if first == EPISODES // 2 // TOGETHER * TOGETHER:
-                sessionise(lake, "live")  # beside the server
-        kit.wait_until(lambda: sessionise(lake, "live").decisions == sum(player.returns.values()))
+                join_feedback(lake, "live")  # beside the server
+        kit.wait_until(
+            lambda: join_feedback(lake, "live").decisions == sum(player.returns.values())
+        )
         player.report_the_rest()
     running.stop()
-    receipt = sessionise(lake, "live")
+    receipt = join_feedback(lake, "live")
     assert (receipt.waiting, receipt.orphaned, receipt.unrewarded) == (0, 0, 0), receipt
 
     # SQL finds every episode, every step once, with its log-probability.
@@ -156,7 +158,7 @@ def test_what_is_served_is_learned_from(kit, tmp_path):
     assert counts["highest"] < 0
 
     # What the log says of another policy is what that policy does.
-    question = Question(
+    question = EvaluationRequest(
         "live",
         "sharper",
         exploration=Exploration(temperature=1.0),

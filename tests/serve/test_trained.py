@@ -13,7 +13,7 @@ from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_learner_weights
 from replaylake.offline.algorithms.catalog import make_learner
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.learner import torch_threads
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.train import TrainConfig, train
@@ -36,7 +36,7 @@ def test_logged_observations_get_over_http_the_actions_of_the_learner(kit, tmp_p
         seed=config.seed + 1,  # other weights until the trained ones are loaded
         discount=config.discount,
         device="cpu",
-        facts=DatasetFacts(),
+        facts=DatasetStatistics(),
     )
     observations = np.asarray(
         lake.sql("select observation from cartpole.steps order by episode_id, step limit 1000")

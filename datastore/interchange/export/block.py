@@ -16,7 +16,7 @@ from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec, to_numpy
 from replaylake.datastore.episodes.spaces import Array, Space, Values, take
-from replaylake.datastore.storage.arrow_values import numbers, whole
+from replaylake.datastore.storage.arrow_values import combine_chunks, numbers
 
 # Hidden columns: the row's number in the snapshot, and whether it is to be written. The NUL keeps
 # them apart from any name that a dataset could have.
@@ -29,7 +29,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Sparse:
+class SparseColumn:
     """A column that rows may lack: `values` are those of the rows where `known`, in order."""
 
     known: Mask
@@ -49,7 +49,7 @@ class Sparse:
         return take(self.values, slice(first, first + end - start))
 
 
-class Block:
+class RowBlock:
     """Rows of one batch, those of an episode and agent side by side in the order of their steps."""
 
     def __init__(self, table: pa.Table, spec: DatasetSpec) -> None:
@@ -142,7 +142,7 @@ class Block:
         return None
 
     def _column(self, name: str) -> pa.Array:
-        return whole(self.table.column(name))
+        return combine_chunks(self.table.column(name))
 
     @cached_property
     def _groups(self) -> Array:
@@ -194,16 +194,16 @@ class Block:
             return None
         return self._sparse(schema.ACTION_MASK).some(start, end)
 
-    def _sparse(self, name: str) -> Sparse:
+    def _sparse(self, name: str) -> SparseColumn:
         if name not in self._decoded:
             self._decoded[name] = self._decode_sparse(name)
         return self._decoded[name]
 
     @cached_property
-    def _decoded(self) -> dict[str, Sparse]:
+    def _decoded(self) -> dict[str, SparseColumn]:
         return {}
 
-    def _decode_sparse(self, name: str) -> Sparse:
+    def _decode_sparse(self, name: str) -> SparseColumn:
         column = self._column(name)
         known = np.asarray(numbers(column.is_valid()), bool)
         there = column.filter(column.is_valid()) if column.null_count else column
@@ -214,7 +214,7 @@ class Block:
             values = numbers(there.flatten()).reshape(len(there), -1)
         else:
             values = numbers(there.cast(pa.int64()))
-        return Sparse(known, values, np.cumsum(known) - known)
+        return SparseColumn(known, values, np.cumsum(known) - known)
 
     @cached_property
     def _further(self) -> dict[str, pa.Array]:

@@ -11,15 +11,15 @@ from typing import Any, Final
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    ConfigInvalid,
-    EmptyReplay,
-    NotFound,
+    AlreadyExistsError,
+    ConfigInvalidError,
+    EmptyReplayError,
+    NotFoundError,
     ReplayLakeError,
-    StorageFailed,
+    StorageError,
 )
-from replaylake.datastore.interchange.export.selection import Selection, select
-from replaylake.datastore.interchange.export.stored_episodes import stored_episodes
+from replaylake.datastore.interchange.export.selection import ExportSelection, select_for_export
+from replaylake.datastore.interchange.export.stored_episodes import iter_stored_episodes
 from replaylake.datastore.interchange.formats.catalog import FORMATS
 from replaylake.datastore.interchange.formats.format import WritableFormat
 from replaylake.datastore.interchange.sources.source import find_source
@@ -27,7 +27,7 @@ from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.storage import fsync_folder
-from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.presence import check_shards_present
 
 # Formats that keep the dataset's spaces and encoding in their metadata, and those of text.
 _WITH_SPACES: Final = ("arrow", "parquet", "rllib")
@@ -91,25 +91,26 @@ def export(
 
     Cost: memory stays below 1 GiB whatever the size; what episodes that are written in turns need
     beyond it is put beside `path` meanwhile.
-    Raises: NotFound, NameRefused; ConfigInvalid for another format; AlreadyExists; QueryRefused,
-    QueryFailed for a condition; EmptyReplay if it selects nothing; SpaceUnsupported where the
-    format has no place for the observations or actions; ShardCorrupt; StorageFailed.
+    Raises: NotFoundError, InvalidNameError; ConfigInvalidError for another format;
+    AlreadyExistsError; QueryRefusedError, QueryError for a condition; EmptyReplayError if it
+    selects nothing; SpaceUnsupportedError where the format has no place for the observations or
+    actions; ShardCorruptError; StorageError.
     """
     known = writable_format(format)
     snapshot = lake.snapshot(name)
     target = Path(os.path.abspath(path))
     _check_target(target, known, force)
-    check_present(snapshot.table)
-    selection = select(snapshot, where, where_steps)
+    check_shards_present(snapshot.table)
+    selection = select_for_export(snapshot, where, where_steps)
     job = _Export(snapshot, selection, known, target, on_progress)
     return job.run(force)
 
 
 def writable_format(name: str) -> WritableFormat:
-    """Return the format that is called so. Raises: ConfigInvalid where none can be written."""
+    """Return the format that is called so. Raises: ConfigInvalidError where none can be written."""
     writable = {known.name: known for known in FORMATS if isinstance(known, WritableFormat)}
     if name not in writable:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"export: found format {name!r}, expected one that can be written: "
             f"{', '.join(sorted(writable))}."
         )
@@ -122,7 +123,7 @@ class _Export:
     def __init__(
         self,
         snapshot: Snapshot,
-        selection: Selection,
+        selection: ExportSelection,
         known: WritableFormat,
         target: Path,
         on_progress: OnProgress | None,
@@ -148,9 +149,9 @@ class _Export:
             written = self._format.write(self._episodes(beside), self._snapshot.spec, made)
             self._check_some()
             num_bytes = _make_durable(made)
-            _put(made, target, force)
+            _publish(made, target, force)
         except OSError as error:
-            raise StorageFailed(
+            raise StorageError(
                 f"{target}: {error.strerror or error}, expected to write there. Nothing was; make "
                 "room or choose another path."
             ) from error
@@ -171,7 +172,7 @@ class _Export:
         )
 
     def _episodes(self, scratch: Path) -> Iterator[Episode]:
-        for episode in stored_episodes(self._snapshot, self._selection, scratch, self._tell):
+        for episode in iter_stored_episodes(self._snapshot, self._selection, scratch, self._tell):
             self._num_pieces += 1
             self._num_steps += len(episode)
             key = (episode.episode_id, episode.agent_id)
@@ -186,7 +187,7 @@ class _Export:
 
     def _check_some(self) -> None:
         if not self._num_steps:
-            raise EmptyReplay(
+            raise EmptyReplayError(
                 f"{self._snapshot.dataset}@{self._snapshot.version}: found no step that the "
                 "selection leaves, expected one or more. Nothing was written; widen --where."
             )
@@ -213,16 +214,16 @@ class _Export:
 
 def _check_target(target: Path, known: WritableFormat, force: bool) -> None:
     if not target.parent.is_dir():
-        raise NotFound(f"{target.parent}: found no such folder, expected one to write into.")
+        raise NotFoundError(f"{target.parent}: found no such folder, expected one to write into.")
     if not os.path.lexists(target):
         return
     if not force:
-        raise AlreadyExists(
+        raise AlreadyExistsError(
             f"{target}: found something there, expected a free name. Choose another, or replace "
             "it with --force."
         )
     if target.is_dir() and not target.is_symlink() and not _is_of_format(target, known):
-        raise AlreadyExists(
+        raise AlreadyExistsError(
             f"{target}: found a folder that holds no {known.name}, expected an earlier export. "
             "Remove it yourself, or choose another name."
         )
@@ -248,12 +249,12 @@ def _make_durable(path: Path) -> int:
         return os.fstat(stream.fileno()).st_size
 
 
-def _put(made: Path, target: Path, force: bool) -> None:
-    """Give what was made its name. Raises: AlreadyExists if that was taken meanwhile."""
+def _publish(made: Path, target: Path, force: bool) -> None:
+    """Give what was made its name. Raises: AlreadyExistsError if that was taken meanwhile."""
     if not os.path.lexists(target):
         os.rename(made, target)
     elif not force:
-        raise AlreadyExists(
+        raise AlreadyExistsError(
             f"{target}: found something that came there meanwhile, expected a free name. Choose "
             "another, or replace it with --force."
         )

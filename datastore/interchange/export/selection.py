@@ -15,13 +15,13 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.expressions import (
     canonical_expression,
-    selected_episodes,
-    selected_steps,
+    select_episode_keys,
+    select_steps,
 )
 
 
 @dataclass(frozen=True)
-class Selection:
+class ExportSelection:
     """Episodes and steps of one version; None stands for all of them.
 
     episodes: `ID NUL AGENT`, sorted. steps: bool, by row of the snapshot. shared_ids: source ids
@@ -53,24 +53,28 @@ class Selection:
         return source_episode_id
 
 
-def select(snapshot: Snapshot, where: str | None, where_steps: str | None) -> Selection:
+def select_for_export(
+    snapshot: Snapshot, where: str | None, where_steps: str | None
+) -> ExportSelection:
     """Find what two SQL conditions select, over `episodes` and over `steps`.
 
     Memory: the ids of the selected episodes, and a byte a row with `where_steps`. Raises:
-    QueryRefused where a condition cannot be reproduced, QueryFailed.
+    QueryRefusedError where a condition cannot be reproduced, QueryError.
     """
     by_episode = None if where is None else canonical_expression(where)
     by_step = None if where_steps is None else canonical_expression(where_steps)
     episodes = None
     if by_episode is not None:
-        found = selected_episodes(snapshot.table, by_episode)
+        found = select_episode_keys(snapshot.table, by_episode)
         ids, agents = (found[name].cast(pa.string()) for name in ("episode_id", "agent_id"))
         episodes = pc.binary_join_element_wise(ids, agents, "\0").combine_chunks()
-    steps = None if by_step is None else selected_steps(snapshot.table, by_step)
-    return Selection(by_episode, by_step, episodes, steps, _shared_ids(snapshot, by_episode))
+    steps = None if by_step is None else select_steps(snapshot.table, by_step)
+    return ExportSelection(
+        by_episode, by_step, episodes, steps, _find_shared_ids(snapshot, by_episode)
+    )
 
 
-def _shared_ids(snapshot: Snapshot, where: str | None) -> frozenset[str]:
+def _find_shared_ids(snapshot: Snapshot, where: str | None) -> frozenset[str]:
     source = schema.SOURCE_EPISODE_ID
     rows = snapshot.sql(
         f"SELECT {source} FROM episodes WHERE {source} IS NOT NULL AND ({where or 'true'}) "

@@ -23,18 +23,18 @@ from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import StorageFailed
-from replaylake.datastore.interchange.export.block import ROW, SELECTED, Block, Mask
-from replaylake.datastore.interchange.export.selection import Selection
+from replaylake.datastore.errors import StorageError
+from replaylake.datastore.interchange.export.block import ROW, SELECTED, Mask, RowBlock
+from replaylake.datastore.interchange.export.selection import ExportSelection
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.storage.arrow_values import numbers, whole
+from replaylake.datastore.storage.arrow_values import combine_chunks, numbers
 from replaylake.datastore.storage.table.shard import row_group_batches
 from replaylake.datastore.storage.table.table_schema import conform
 from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
 
 _BATCH_BYTES: Final = 16 << 20
-_MOST_ROWS: Final = 65_536
+_MAX_ROWS: Final = 65_536
 _KEY: Final = (schema.EPISODE_ID, schema.AGENT_ID)
 _NAMES: Final = (*_KEY, schema.POLICY, schema.SOURCE_EPISODE_ID)
 
@@ -42,9 +42,9 @@ _NAMES: Final = (*_KEY, schema.POLICY, schema.SOURCE_EPISODE_ID)
 OnRows = Callable[[int], None]
 
 
-def stored_episodes(
+def iter_stored_episodes(
     snapshot: Snapshot,
-    selection: Selection,
+    selection: ExportSelection,
     scratch: Path,
     on_rows: OnRows | None = None,
     *,
@@ -63,31 +63,31 @@ def stored_episodes(
         batch_bytes: decoded at a time, about.
 
     Cost: the ids and flags of all rows are read once, then all columns once.
-    Raises: ShardCorrupt, before any row of a shard whose sha256 is another; StorageFailed.
+    Raises: ShardCorruptError, before any row of a shard whose sha256 is another; StorageError.
     """
     last_rows = _last_rows(snapshot.table, selection)
-    held = OpenEpisodes(snapshot.spec, scratch)
+    held = PendingEpisodes(snapshot.spec, scratch)
     num_read = 0
     for table in _batches(snapshot.table, batch_bytes):
         rows = np.arange(num_read, num_read + table.num_rows)
         num_read += table.num_rows
-        block, spans = _grouped(table, rows, selection, snapshot)
+        block, spans = _group_rows(table, rows, selection, snapshot)
         touched = []
         for span in spans:
             key = (span.episode_id, span.agent_id)
             touched.append(held.of(*key, last_rows.get(key)))
-            touched[-1].add(Piece(block, span.start, span.end), span.last_row)
+            touched[-1].add(StoredPiece(block, span.start, span.end), span.last_row)
         for episode in held.take_whole():
-            yield from _assembled(episode, snapshot)
+            yield from _assemble(episode, snapshot)
         held.keep(block, touched)
         if on_rows is not None:
             on_rows(num_read)
     for episode in held.take_all():
-        yield from _assembled(episode, snapshot)
+        yield from _assemble(episode, snapshot)
 
 
 @dataclass(frozen=True)
-class _Span:
+class _RowSpan:
     """Rows start..end of a block, of one episode and agent."""
 
     episode_id: str
@@ -97,13 +97,13 @@ class _Span:
     last_row: int
 
 
-def _assembled(episode: OpenEpisode, snapshot: Snapshot) -> Iterator[Episode]:
+def _assemble(episode: PendingEpisode, snapshot: Snapshot) -> Iterator[Episode]:
     """Yield the runs of consecutive selected steps: nearly always one."""
     pieces = episode.pieces
     if len(pieces) == 1:
         block, start, end = pieces[0].block, pieces[0].start, pieces[0].end
     else:
-        block = merged(pieces, snapshot.spec)
+        block = merge_pieces(pieces, snapshot.spec)
         start, end = 0, len(block)
     cuts = np.flatnonzero(block.breaks[start + 1 : end]) + start + 1
     for first, last in zip([start, *cuts.tolist()], [*cuts.tolist(), end], strict=True):
@@ -111,9 +111,9 @@ def _assembled(episode: OpenEpisode, snapshot: Snapshot) -> Iterator[Episode]:
             yield block.episode(episode.episode_id, episode.agent_id, first, last)
 
 
-def _grouped(
-    table: pa.Table, rows: Array, selection: Selection, snapshot: Snapshot
-) -> tuple[Block, list[_Span]]:
+def _group_rows(
+    table: pa.Table, rows: Array, selection: ExportSelection, snapshot: Snapshot
+) -> tuple[RowBlock, list[_RowSpan]]:
     """Bring the rows of each episode together, in the order of their steps."""
     chosen = selection.steps_at(rows)
     table = table.append_column(ROW, pa.array(rows)).append_column(SELECTED, pa.array(chosen))
@@ -121,12 +121,12 @@ def _grouped(
     if (wanted := selection.episodes_of(labels)) is not None:
         of_wanted = wanted[codes]
         table, codes = table.filter(pa.array(of_wanted)), codes[of_wanted]
-    steps = numbers(whole(table.column(schema.STEP)))
+    steps = numbers(combine_chunks(table.column(schema.STEP)))
     jumps = np.diff(codes)
     if ((jumps < 0) | ((jumps == 0) & (np.diff(steps) < 0))).any():
         order = np.lexsort((steps, codes))
         table, codes = table.take(pa.array(order)), codes[order]
-    numbered = numbers(whole(table.column(ROW)))
+    numbered = numbers(combine_chunks(table.column(ROW)))
     starts = np.flatnonzero(np.diff(codes, prepend=-1))
     ends = np.append(starts[1:], len(codes))[: len(starts)]
     spans = []
@@ -136,11 +136,11 @@ def _grouped(
         for g in np.argsort(firsts).tolist():
             start = int(starts[g])
             names = labels[int(codes[start])]
-            spans.append(_Span(*names, start, int(ends[g]), int(lasts[g])))
-    return Block(table, snapshot.spec), spans
+            spans.append(_RowSpan(*names, start, int(ends[g]), int(lasts[g])))
+    return RowBlock(table, snapshot.spec), spans
 
 
-def _last_rows(table: TableSnapshot, selection: Selection) -> dict[tuple[str, str], int]:
+def _last_rows(table: TableSnapshot, selection: ExportSelection) -> dict[tuple[str, str], int]:
     """Return the last row of each episode that no single shard has from step 0 to its end."""
     names = [*_KEY, schema.STEP, schema.TERMINATED, schema.TRUNCATED]
     found: dict[tuple[str, str], int] = {}
@@ -171,7 +171,7 @@ def _codes(rows: pa.Table) -> tuple[Array, list[tuple[str, str]]]:
     """Number the episodes and agents of some rows; return the numbers [n] and who they are."""
     parts = []
     for name in _KEY:
-        column = whole(rows.column(name))
+        column = combine_chunks(rows.column(name))
         coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
         parts.append((coded.indices.to_numpy().astype(np.int64), coded.dictionary.to_pylist()))
     (episodes, ids), (agents, who) = parts
@@ -196,33 +196,33 @@ def _batches(table: TableSnapshot, batch_bytes: int) -> Iterator[pa.Table]:
         for group in range(metadata.num_row_groups):
             info = metadata.row_group(group)
             width = max(1, info.total_byte_size // max(1, info.num_rows))
-            num_rows = int(np.clip(batch_bytes // width, 1, _MOST_ROWS))
+            num_rows = int(np.clip(batch_bytes // width, 1, _MAX_ROWS))
             batches = row_group_batches(path, group, fields.names, num_rows, as_dictionaries=_NAMES)
             for batch in batches:
-                yield _in_one_piece(conform(batch, fields))
+                yield _combine_chunks(conform(batch, fields))
 
 
-def _in_one_piece(table: pa.Table) -> pa.Table:
+def _combine_chunks(table: pa.Table) -> pa.Table:
     """Join the chunks of each column, whose dictionaries may differ."""
     if all(column.num_chunks == 1 for column in table.columns):
         return table
     return table.unify_dictionaries().combine_chunks()
 
 
-_KEPT_BYTES: Final = 128 << 20
+_MAX_MEMORY_BYTES: Final = 128 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """Rows start..end of a block, all of one episode and agent."""
 
-    block: Block
+    block: RowBlock
     start: int
     end: int
 
 
 @dataclass
-class OpenEpisode:
+class PendingEpisode:
     """What has come of one episode and agent. `last_row` is where the snapshot has its last one.
 
     Without it the episode is whole once it has every step from 0 to an end.
@@ -231,12 +231,12 @@ class OpenEpisode:
     episode_id: str
     agent_id: str
     last_row: int | None
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StoredPiece] = field(default_factory=list)
     num_rows: int = 0
     seen_row: int = -1
     end_step: int = -1
 
-    def add(self, piece: Piece, last_row: int) -> None:
+    def add(self, piece: StoredPiece, last_row: int) -> None:
         """Take further rows, of which the last is number `last_row` of the snapshot."""
         self.pieces.append(piece)
         self.num_rows += piece.end - piece.start
@@ -253,30 +253,32 @@ class OpenEpisode:
         return self.end_step + 1 == self.num_rows
 
 
-class OpenEpisodes:
+class PendingEpisodes:
     """Episodes in the order of their first rows; beyond 128 MiB their rows go to disk.
 
     `folder` is where: the files there have no name any more once they are written, so that a
     process that is killed leaves none.
     """
 
-    def __init__(self, spec: DatasetSpec, folder: Path, kept_bytes: int = _KEPT_BYTES) -> None:
+    def __init__(
+        self, spec: DatasetSpec, folder: Path, kept_bytes: int = _MAX_MEMORY_BYTES
+    ) -> None:
         self._spec = spec
         self._folder = folder
         self._kept_bytes = kept_bytes
-        self._open: dict[tuple[str, str], OpenEpisode] = {}
-        self._in_memory: list[Block] = []
+        self._open: dict[tuple[str, str], PendingEpisode] = {}
+        self._in_memory: list[RowBlock] = []
         self._num_bytes = 0
         self.num_spilled_bytes = 0
 
-    def of(self, episode_id: str, agent_id: str, last_row: int | None) -> OpenEpisode:
+    def of(self, episode_id: str, agent_id: str, last_row: int | None) -> PendingEpisode:
         """Return what is there of an episode, which may be nothing yet."""
         key = (episode_id, agent_id)
         if (found := self._open.get(key)) is None:
-            found = self._open[key] = OpenEpisode(episode_id, agent_id, last_row)
+            found = self._open[key] = PendingEpisode(episode_id, agent_id, last_row)
         return found
 
-    def take_whole(self) -> Iterator[OpenEpisode]:
+    def take_whole(self) -> Iterator[PendingEpisode]:
         """Take those that are whole, as far as none before them is not."""
         while self._open:
             key = next(iter(self._open))
@@ -284,22 +286,22 @@ class OpenEpisodes:
                 return
             yield self._open.pop(key)
 
-    def take_all(self) -> Iterator[OpenEpisode]:
+    def take_all(self) -> Iterator[PendingEpisode]:
         """Take what is left."""
         while self._open:
             yield self._open.pop(next(iter(self._open)))
 
-    def keep(self, block: Block, episodes: Iterable[OpenEpisode]) -> None:
+    def keep(self, block: RowBlock, episodes: Iterable[PendingEpisode]) -> None:
         """Copy what these episodes have of a block where they still wait, so that it can go."""
         waiting = [e for e in episodes if (e.episode_id, e.agent_id) in self._open]
         if not waiting:
             return
         spans = [(e.pieces[-1].start, e.pieces[-1].end) for e in waiting]
         rows = np.concatenate([np.arange(start, end) for start, end in spans])
-        kept = Block(block.table.take(pa.array(rows)), self._spec)
+        kept = RowBlock(block.table.take(pa.array(rows)), self._spec)
         start = 0
         for episode, (first, end) in zip(waiting, spans, strict=True):
-            episode.pieces[-1] = Piece(kept, start, start + end - first)
+            episode.pieces[-1] = StoredPiece(kept, start, start + end - first)
             start += end - first
         self._in_memory.append(kept)
         self._num_bytes += kept.table.nbytes
@@ -317,7 +319,7 @@ class OpenEpisodes:
         try:
             self._write(path)
         except OSError as error:
-            raise StorageFailed(
+            raise StorageError(
                 f"{path}: {error.strerror or error}, expected room for rows of episodes that are "
                 "not whole yet. Make room beside the target, or export to another disk."
             ) from error
@@ -355,7 +357,7 @@ class _Handle:
         return pa.ipc.open_stream(data).read_all()
 
 
-def merged(pieces: list[Piece], spec: DatasetSpec) -> Block:
+def merge_pieces(pieces: list[StoredPiece], spec: DatasetSpec) -> RowBlock:
     """Return all rows of one episode in the order of their steps."""
     table = pa.concat_tables(
         piece.block.rows(piece.start, piece.end) for piece in pieces
@@ -363,4 +365,4 @@ def merged(pieces: list[Piece], spec: DatasetSpec) -> Block:
     steps = table.column(schema.STEP).to_numpy()
     if (np.diff(steps) < 0).any():
         table = table.take(pa.array(np.argsort(steps, kind="stable")))
-    return Block(table.combine_chunks(), spec)
+    return RowBlock(table.combine_chunks(), spec)

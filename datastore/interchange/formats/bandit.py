@@ -13,8 +13,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
 from replaylake.datastore.interchange.formats.generic.csv import (
     CsvTables,
     numeric_columns,
@@ -27,8 +27,8 @@ from replaylake.datastore.interchange.formats.generic.parquet import (
     parquet_columns,
 )
 from replaylake.datastore.interchange.formats.tabular.fields import ALIASES
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Kept, Tables
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import CachedTables, TableSource
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.storage.arrow_values import is_list
 
@@ -40,9 +40,9 @@ _CONTEXT: Final = ("user_feature_*", "position")
 _ITEM_FEATURE: Final = "item_feature_"
 # What other logs of this kind call theirs; mapped where `--format bandit` says that it is one.
 _CONTEXTS: Final = ("context", "context_*", "position")
-_CHANCES: Final = ("propensity", "prob", "probability")
+_PROPENSITY_NAMES: Final = ("propensity", "prob", "probability")
 # Files that are asked whether they are of this kind: an item table may come first.
-_LOOKED_AT: Final = 16
+_NUM_PROBED: Final = 16
 # Several rows of one of these are several actions of one decision.
 _SLATE_COLUMNS: Final = ("impression_id", "slate_id", "request_id")
 
@@ -55,13 +55,13 @@ class BanditFormat:
     is_folder = False
 
     def recognises(self, files: Sequence[SourceFile]) -> bool:
-        return any(_is_open_bandit(_columns(file)) for file in files[:_LOOKED_AT])
+        return any(_is_open_bandit(_columns(file)) for file in files[:_NUM_PROBED])
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         items = [file for file in files if _is_item_table(_columns(file))]
         decisions = [file for file in files if file not in items]
         if not decisions:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{items[0].name}: found a table of items and their features, expected one with a "
                 "row a decision. Ingest the log of decisions that it belongs to."
             )
@@ -73,10 +73,10 @@ class BanditFormat:
         is_open_bandit = _is_open_bandit(names)
         fields = _open_bandit_fields(names) if is_open_bandit else _common_fields(names)
         mapping = {**fields, **options.mapping}
-        tables = Kept(_tables(decisions, mapping))
+        tables = CachedTables(_tables(decisions, mapping))
         _refuse_slates(tables, names, options, mapping.get("action", "action"))
-        declared = Declared(fields=fields, one_step=True, notes=notes)
-        return TabularReading(tables, options, decisions[0].name, declared)
+        declared = Declaration(fields=fields, one_step=True, notes=notes)
+        return TabularReader(tables, options, decisions[0].name, declared)
 
 
 def _is_open_bandit(names: Sequence[str]) -> bool:
@@ -104,7 +104,7 @@ def _common_fields(names: Sequence[str]) -> dict[str, str]:
     context = [part for part in _CONTEXTS if any(fnmatchcase(name, part) for name in names)]
     if context and context != ["position"] and not {*ALIASES["observation"]} & {*names}:
         fields["observation"] = ",".join(context)
-    chance = next((name for name in _CHANCES if name in names), None)
+    chance = next((name for name in _PROPENSITY_NAMES if name in names), None)
     known = {*ALIASES["behavior_prob"], *ALIASES["behavior_log_prob"]}
     if chance is not None and not known & {*names}:
         fields["behavior_prob"] = chance
@@ -125,7 +125,7 @@ def _columns(file: SourceFile) -> list[str]:
     return []
 
 
-def _tables(files: Sequence[SourceFile], mapping: Mapping[str, str]) -> Tables:
+def _tables(files: Sequence[SourceFile], mapping: Mapping[str, str]) -> TableSource:
     if is_parquet(files[0]):
         return ParquetTables(files)
     if first_object(files[0]) is not None:
@@ -133,20 +133,26 @@ def _tables(files: Sequence[SourceFile], mapping: Mapping[str, str]) -> Tables:
     return CsvTables(files, text_columns(mapping), numeric_columns(mapping))
 
 
-def _refuse_slates(tables: Kept, names: Sequence[str], options: ReadOptions, action: str) -> None:
+def _refuse_slates(
+    tables: CachedTables, names: Sequence[str], options: ReadOptions, action: str
+) -> None:
     """Refuse several actions of one decision: a list in one row, or rows of one impression."""
     kinds = {field.name: field.type for part in tables.schemas() for field in part.schema}
     kind = kinds.get(action)
     if kind is not None and _is_slate(kind):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"column {action!r}: found {kind}, expected one action a row: a list of actions is a "
             "slate, and slates are not supported. Write one row for each position, with the "
             "position in the context and the propensity of the item at that position."
         )
     kept = {*options.mapping.values()}  # kept under another name: the caller knows what it is
     for name in _SLATE_COLUMNS:
-        if name in names and name not in kept and (example := _repeated(tables, name)) is not None:
-            raise SourceInvalid(
+        if (
+            name in names
+            and name not in kept
+            and (example := _find_repeated(tables, name)) is not None
+        ):
+            raise SourceInvalidError(
                 f"column {name!r}: found {example!r} in several rows, expected one row a decision: "
                 "several are a slate, and slates are not supported. Keep one row of each, or, if "
                 "each row was decided by itself (as at a position of its own, which is in the "
@@ -161,7 +167,7 @@ def _is_slate(kind: pa.DataType) -> bool:
     return False
 
 
-def _repeated(tables: Kept, name: str) -> Any:
+def _find_repeated(tables: CachedTables, name: str) -> Any:
     """Return a value that stands in two rows, or None."""
     seen: set[Any] = set()
     for chunk in tables.chunks([name]):

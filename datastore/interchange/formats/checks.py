@@ -83,7 +83,7 @@ class Check:
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class RowLocations:
     """Where an episode's rows lie: `rows` int64 [T] are numbers in the whole source.
 
     `locate` gives, for such numbers, the names of files and the rows' numbers in them.

@@ -18,28 +18,28 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Discrete, Tuple, Values, as_batch
 from replaylake.datastore.episodes.spaces import describe as describe_space
-from replaylake.datastore.errors import SourceInvalid, SpaceUnsupported
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.hdf5.files import Hdf5File, is_hdf5
-from replaylake.datastore.interchange.formats.hdf5.own_columns import label_columns, with_own_names
+from replaylake.datastore.interchange.formats.hdf5.own_columns import label_columns, restore_names
 from replaylake.datastore.interchange.formats.hdf5.row_tables import TIMEOUTS, RowTables
 from replaylake.datastore.interchange.formats.hdf5.writer import Hdf5Writer
 from replaylake.datastore.interchange.formats.tabular.episode_rows import (
     EpisodeRows,
-    chunks_of,
-    evened,
+    iter_chunks,
     leaf_lengths,
+    truncate_to_shortest,
 )
 from replaylake.datastore.interchange.formats.tabular.infos import (
     INFOS,
-    declared_fields,
-    infos_of,
-    known_rewards,
+    collect_infos,
+    find_declared_fields,
+    require_rewards,
     with_times,
 )
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Tables
-from replaylake.datastore.interchange.sources.refusal import listed
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
+from replaylake.datastore.interchange.sources.refusal import format_names
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 _VERSION: Final = "2.1"
@@ -53,7 +53,7 @@ _DATASETS: Final = re.compile(
 _ENDS: Final = "episode_terminals"
 
 
-class EpisodeTables(Tables):
+class D3rlpyEpisodeTables(TableSource):
     """Chunks of files with datasets per episode (`observations_0`, `actions_0`, ...)."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
@@ -66,15 +66,15 @@ class EpisodeTables(Tables):
                 names = {*opened.names()}
                 num = _num_episodes(opened, file, names)
                 found = (
-                    _Reader(opened, file, names, columns).episode(i, str(num_before + i))
+                    _EpisodeReader(opened, file, names, columns).episode(i, str(num_before + i))
                     for i in range(num)
                 )
-                chunks = chunks_of(file, (one for one in found if one is not None))
+                chunks = iter_chunks(file, (one for one in found if one is not None))
                 yield from map(with_times, chunks)
                 num_before += num
 
 
-class EarlierTables(RowTables):
+class D3rlpyV1Tables(RowTables):
     """Chunks of d3rlpy 1's files; where an episode ended without a terminal, it was cut off."""
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
@@ -108,19 +108,20 @@ class D3rlpyFormat:
             names = {*opened.names()}
         return names >= _MARKS or names >= {"observations", "actions", "rewards", _ENDS}
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         with Hdf5File(files[0]) as opened:
             is_earlier = opened.holds(_ENDS)
             found = opened.names()
         if not is_earlier and not {*found} >= _MARKS:
-            raise SourceInvalid(
-                f"{files[0].name}: found {listed(found)}, expected {', '.join(sorted(_MARKS))} "
+            raise SourceInvalidError(
+                f"{files[0].name}: found {format_names(found)}, expected "
+                f"{', '.join(sorted(_MARKS))} "
                 f"of d3rlpy 2, or {_ENDS} of version 1. Name another format with --format."
             )
         if is_earlier:
             note = "d3rlpy 1: episodes that ended without a terminal count as truncated"
-            return TabularReading(
-                EarlierTables(files), options, files[0].name, Declared(notes=[note])
+            return TabularReader(
+                D3rlpyV1Tables(files), options, files[0].name, Declaration(notes=[note])
             )
         notes = ["d3rlpy marks terminals alone: an episode without one was cut off, so truncated"]
         infos: set[str] = set()
@@ -133,20 +134,20 @@ class D3rlpyFormat:
                 infos |= {n for name in names for n in _info_names(opened, name)}
                 others |= dict.fromkeys(n for n in names if not _DATASETS.fullmatch(n))
         if left_out := [name for name in others if name not in _MARKS]:
-            notes.append(f"datasets of no name that d3rlpy has, left out: {listed(left_out)}")
+            notes.append(f"datasets of no name that d3rlpy has, left out: {format_names(left_out)}")
         paths = [f"{INFOS}/{name}" for name in infos]
         with Hdf5File(files[0]) as opened:
-            options = with_own_names(opened, paths, options)
+            options = restore_names(opened, paths, options)
         if not has_finals:
             notes.append(
                 "d3rlpy keeps no observation after the last step: truncated ends cannot be "
                 "bootstrapped"
             )
-        fields = declared_fields(paths)
-        declared = Declared(fields=fields, notes=notes, observed="observations")
-        return TabularReading(EpisodeTables(files), options, files[0].name, declared)
+        fields = find_declared_fields(paths)
+        declared = Declaration(fields=fields, notes=notes, observed="observations")
+        return TabularReader(D3rlpyEpisodeTables(files), options, files[0].name, declared)
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         _refuse_spaces(spec)
         lost: set[str] = set()
         num_episodes = num_steps = num_open = 0
@@ -167,11 +168,11 @@ class D3rlpyFormat:
         if num_open:
             notes.append(f"{num_open} episodes without an end: d3rlpy takes them for cut off")
         if lost:
-            notes.append(f"left out, not one number or text a step: {listed(sorted(lost))}")
-        return Written(num_episodes, num_steps, tuple(notes))
+            notes.append(f"left out, not one number or text a step: {format_names(sorted(lost))}")
+        return WriteResult(num_episodes, num_steps, tuple(notes))
 
 
-class _Reader:
+class _EpisodeReader:
     def __init__(
         self, opened: Hdf5File, file: SourceFile, names: set[str], columns: Sequence[str] | None
     ) -> None:
@@ -196,7 +197,7 @@ class _Reader:
         for info in _info_names(self._opened, f"{INFOS}_{i}"):
             if self._is_wanted(f"{INFOS}/{info}"):
                 columns[f"{INFOS}/{info}"] = self._rows(f"{INFOS}_{i}/{info}")
-        columns, num, damage = evened(self._file, name, columns)
+        columns, num, damage = truncate_to_shortest(self._file, name, columns)
         if num == 0:
             return None
         flags = np.zeros((2, num), bool)
@@ -222,7 +223,7 @@ class _Reader:
             return None
         final = self._values(path)
         if {*leaf_lengths(final).values()} != {1}:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{self._file.name}: {path} has {leaf_lengths(final)} rows, expected one. The file "
                 "may be torn: write it again."
             )
@@ -236,7 +237,7 @@ class _Reader:
         while f"{path}_{len(parts)}" in self._names:
             parts[f"_{len(parts)}"] = self._rows(f"{path}_{len(parts)}")
         if not parts:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{self._file.name}: found no dataset {path!r}, expected it, as num_episodes "
                 "counts it. The file may be cut: write it again."
             )
@@ -248,16 +249,16 @@ class _Reader:
 
 def _num_episodes(opened: Hdf5File, file: SourceFile, names: set[str]) -> int:
     num = opened.array("num_episodes").value()
-    if not isinstance(num, int) or f"rewards_{num}" in names or not _are_there(num, names):
+    if not isinstance(num, int) or f"rewards_{num}" in names or not _has_all(num, names):
         there = sum(name.startswith("rewards_") for name in names)
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: num_episodes is {num!r} and there are rewards of {there} episodes, "
             "expected as many. The file may be cut: write it again."
         )
     return num
 
 
-def _are_there(num: int, names: set[str]) -> bool:
+def _has_all(num: int, names: set[str]) -> bool:
     return 0 <= num <= len(names) and all(f"rewards_{i}" in names for i in range(num))
 
 
@@ -275,12 +276,12 @@ def _refuse_spaces(spec: DatasetSpec) -> None:
     observation, action = spec.observation_space, spec.action_space
     parts = observation.spaces if isinstance(observation, Tuple) else (observation,)
     if not all(isinstance(part, Box) for part in parts):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"d3rlpy: the observation space is {describe_space(observation)}, expected a Box or a "
             "Tuple of them. Export to minari, which holds it."
         )
     if not isinstance(action, Discrete | Box):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"d3rlpy: the action space is {describe_space(action)}, expected Discrete or a Box. "
             "Export to minari, which holds it."
         )
@@ -290,12 +291,12 @@ def _write_episode(writer: Hdf5Writer, i: int, episode: Episode) -> set[str]:
     actions = np.asarray(episode.actions)
     _write_values(writer, f"observations_{i}", episode.observations)
     writer.write(f"actions_{i}", actions[:, None] if actions.ndim == 1 else actions)
-    writer.write(f"rewards_{i}", known_rewards(episode, "d3rlpy")[:, None])
+    writer.write(f"rewards_{i}", require_rewards(episode, "d3rlpy")[:, None])
     writer.write(f"terminated_{i}", np.bool_(episode.terminated))
     writer.write(f"truncated_{i}", np.bool_(episode.truncated))
     if episode.final_observation is not None:
         _write_values(writer, f"final_observation_{i}", as_batch(episode.final_observation))
-    infos, lost = infos_of(episode)
+    infos, lost = collect_infos(episode)
     for path, array in infos.items():
         writer.write(path.replace(INFOS, f"{INFOS}_{i}", 1), array)
     return lost

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.catalog import FORMATS
 from replaylake.datastore.interchange.formats.format import Format
 from replaylake.datastore.interchange.formats.hdf5.files import Hdf5File
 from replaylake.datastore.interchange.formats.npz.arrays import npz_arrays
-from replaylake.datastore.interchange.sources.refusal import listed
+from replaylake.datastore.interchange.sources.refusal import format_names
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 AUTO: Final = "auto"
@@ -31,13 +31,13 @@ _KINDS: Final[dict[bytes, str]] = {
 def find_format(name: str, files: Sequence[SourceFile]) -> Format:
     """Return the format called `name`, or for `auto` the one that the content shows.
 
-    Raises: ConfigInvalid on an unknown name, SourceInvalid if no format recognises the files, or
-    they are of several kinds.
+    Raises: ConfigInvalidError on an unknown name, SourceInvalidError if no format recognises the
+    files, or they are of several kinds.
     """
     names = [known.name for known in FORMATS]
     if name != AUTO:
         if name not in names:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"--format: found {name!r}, expected {AUTO}, {', '.join(sorted(names))}."
             )
         return next(known for known in FORMATS if known.name == name)
@@ -48,31 +48,31 @@ def find_format(name: str, files: Sequence[SourceFile]) -> Format:
     for known in FORMATS:
         if not known.is_folder and known.recognises(files):
             return known
-    raise _unknown(files[0])
+    raise _unknown_format_error(files[0])
 
 
-def kind_of(file: SourceFile) -> str:
+def detect_kind(file: SourceFile) -> str:
     """Return what a file's first bytes say that it is: Parquet, HDF5, Arrow, npz, or text."""
     head = file.head(8)
     return next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), _TEXT)
 
 
 def _refuse_mixed(files: Sequence[SourceFile]) -> None:
-    first = kind_of(files[0])
+    first = detect_kind(files[0])
     for file in files[1:]:
-        if (kind := kind_of(file)) != first:
-            raise SourceInvalid(
+        if (kind := detect_kind(file)) != first:
+            raise SourceInvalidError(
                 f"{files[0].name} is {first} and {file.name} is {kind}, expected files of one "
                 "kind. Ingest them one kind at a time."
             )
 
 
-def _unknown(file: SourceFile) -> SourceInvalid:
-    kind = kind_of(file)
-    if (known := advice(file, kind)) is not None:
-        return SourceInvalid(f"{file.name}: {known}")
+def _unknown_format_error(file: SourceFile) -> SourceInvalidError:
+    kind = detect_kind(file)
+    if (known := get_advice(file, kind)) is not None:
+        return SourceInvalidError(f"{file.name}: {known}")
     found = f"content that begins with {file.head(8)!r}" if kind == _TEXT else f"{kind} file"
-    return SourceInvalid(
+    return SourceInvalidError(
         f"{file.name}: found {found} of no format that is known here (`replaylake formats` lists "
         "them). Convert it, or name the format with --format."
     )
@@ -92,7 +92,7 @@ _LAYOUTS: Final = {
 }
 
 
-def advice(file: SourceFile, kind: str) -> str | None:
+def get_advice(file: SourceFile, kind: str) -> str | None:
     """Return what a file of a kind holds and what to do with it, or None where nothing is known."""
     if kind == "a pickle":
         return f"found a pickle. {_PICKLE}"
@@ -100,16 +100,16 @@ def advice(file: SourceFile, kind: str) -> str | None:
         if kind == "HDF5":
             with Hdf5File(file) as opened:
                 paths = opened.arrays()
-            layouts = [said for start, said in _LAYOUTS.items() if _begins(paths, start)]
+            layouts = [said for start, said in _LAYOUTS.items() if _has_prefix(paths, start)]
             do = layouts[0] if layouts else _MAP.format("d4rl")
-            return f"found HDF5 with the datasets {listed(paths) or 'none'}. {do}"
+            return f"found HDF5 with the datasets {format_names(paths) or 'none'}. {do}"
         if kind == "npz":
-            names = listed([*npz_arrays(file)])
+            names = format_names([*npz_arrays(file)])
             return f"found npz with the arrays {names or 'none'}. {_MAP.format('npz')}"
     except ReplayLakeError:
         return None
     return None
 
 
-def _begins(paths: list[str], start: str) -> bool:
+def _has_prefix(paths: list[str], start: str) -> bool:
     return any(path.startswith(start) for path in paths)

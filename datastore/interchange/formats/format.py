@@ -13,8 +13,8 @@ from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.interchange.formats.checks import Check, Places
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.interchange.formats.checks import Check, RowLocations
 from replaylake.datastore.interchange.formats.checks import Finding as Finding
 from replaylake.datastore.interchange.sources.source import OnRows, SourceFile
 
@@ -27,11 +27,11 @@ OPEN_ENDS: Final = ("open", "truncated")
 class LoggedEpisode(Episode):
     """An episode that knows where its rows lie in the source, for the door to name them."""
 
-    places: Places | None = field(default=None, compare=False, repr=False)
+    places: RowLocations | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedEpisode:
     """An episode that did not pass the door.
 
     `rows` are its steps as the log has them, if known, and `mapping` says which of their columns is
@@ -43,7 +43,7 @@ class Rejected:
     findings: tuple[Finding, ...]
     agent_id: str = ""
     rows: pa.Table | None = field(default=None, compare=False, repr=False)
-    places: Places | None = field(default=None, compare=False, repr=False)
+    places: RowLocations | None = field(default=None, compare=False, repr=False)
     mapping: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -94,13 +94,13 @@ class ReadOptions:
     def __post_init__(self) -> None:
         for name, known in (("gaps", GAPS), ("open_ends", OPEN_ENDS)):
             if getattr(self, name) not in known:
-                raise ConfigInvalid(
+                raise ConfigInvalidError(
                     f"{name}: found {getattr(self, name)!r}, expected {' or '.join(known)}. "
                     "Correct it."
                 )
 
 
-class Reading(Protocol):
+class SourceReader(Protocol):
     """The episodes of one source, in an order that depends on its content alone.
 
     Can be iterated more than once. Episode ids are the source's own; `ingest` prefixes them.
@@ -138,12 +138,12 @@ class Reading(Protocol):
     def rewards_optional(self) -> bool:
         """Whether a reward may be unknown, NaN; so it may then be in a dataset made from this."""
 
-    def __iter__(self) -> Iterator[Episode | Rejected]:
-        """Read from the start. Raises: SourceInvalid for what no episode can be blamed for."""
+    def __iter__(self) -> Iterator[Episode | RejectedEpisode]:
+        """Read from the start. Raises: SourceInvalidError for what no episode can be blamed for."""
 
 
 @runtime_checkable
-class EncodedReading(Reading, Protocol):
+class EncodingReader(SourceReader, Protocol):
     """A reading that encodes named columns."""
 
     @property
@@ -169,12 +169,12 @@ class Format(Protocol):
     def recognises(self, files: Sequence[SourceFile]) -> bool:
         """Whether the content (of the first file, or of the folder) is of this format."""
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
-        """Open the source. Raises: SourceInvalid."""
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
+        """Open the source. Raises: SourceInvalidError."""
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteResult:
     """What a writing left on the disk; `notes` say what the format has no place for."""
 
     num_episodes: int
@@ -190,9 +190,9 @@ class WritableFormat(Format, Protocol):
     def suffix(self) -> str:
         """The ending of its file's name, such as `.hdf5`; empty where it is a folder."""
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         """Write a file or folder at `path`, where nothing is yet.
 
         Episodes come whole and one after the other; memory holds a few of them. Whoever calls gives
-        a temporary path and renames it. Raises: SpaceUnsupported, StorageFailed.
+        a temporary path and renames it. Raises: SpaceUnsupportedError, StorageError.
         """

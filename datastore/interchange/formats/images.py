@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ExtraMissing, SourceInvalid
+from replaylake.datastore.errors import ExtraMissingError, SourceInvalidError
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
 
 # Whatever else Pillow can open, its other decoders stay out of reach of a log's bytes.
@@ -20,7 +20,7 @@ _FORMATS: Final = ("PNG", "JPEG")
 # Bytes a pixel in Pillow's modes of several bytes; of the others each band takes one.
 _WIDE: Final = {"I": 4, "F": 4, "I;16": 2, "I;16B": 2, "I;16L": 2}
 # What Pillow raises for bytes that are torn or lie.
-_REFUSED: Final = (
+_DECODE_ERRORS: Final = (
     OSError,
     SyntaxError,
     ValueError,
@@ -37,8 +37,8 @@ def decode_images(encoded: Sequence[bytes], where: str) -> Array:
     """Decode PNG or JPEG images of one size to an array [n, height, width, channels].
 
     uint8 (uint16 for a PNG of that depth); a grey image has one channel. `where` begins messages.
-    Cost: all pixels, in memory. Raises: SourceInvalid if one is torn, is of another size than the
-    first, or declares more pixels than its bytes can mean; ExtraMissing without Pillow.
+    Cost: all pixels, in memory. Raises: SourceInvalidError if one is torn, is of another size than
+    the first, or declares more pixels than its bytes can mean; ExtraMissingError without Pillow.
     """
     image_of = _opener()
     _refuse_bombs(encoded, where, image_of)
@@ -49,11 +49,11 @@ def decode_images(encoded: Sequence[bytes], where: str) -> Array:
         try:
             with image_of(data) as image:
                 pixels = _pixels(image)
-        except _REFUSED as error:
-            raise _torn(one, error) from error
+        except _DECODE_ERRORS as error:
+            raise _undecodable_error(one, error) from error
         shape = shape or pixels.shape
         if pixels.shape != shape:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{one}: found {list(pixels.shape)} pixels, expected {list(shape)} as in the "
                 "first. Resize them to one size where the log is written."
             )
@@ -69,8 +69,8 @@ def _refuse_bombs(encoded: Sequence[bytes], where: str, image_of: Any) -> None:
             with image_of(data) as image:
                 size = _WIDE.get(image.mode, len(image.getbands()))
                 num_declared += image.width * image.height * size
-        except _REFUSED as error:
-            raise _torn(f"{where} image {index}", error) from error
+        except _DECODE_ERRORS as error:
+            raise _undecodable_error(f"{where} image {index}", error) from error
     refuse_bomb(f"{where} images", num_declared, sum(map(len, encoded)))
 
 
@@ -78,7 +78,7 @@ def _opener() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             "images: Pillow is not installed, expected it to decode PNG and JPEG. "
             "pip install 'replaylake[formats]'"
         ) from error
@@ -105,9 +105,9 @@ def _pixels(image: Any) -> Array:
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
-def _torn(where: str, error: Exception) -> SourceInvalid:
+def _undecodable_error(where: str, error: Exception) -> SourceInvalidError:
     reason = " ".join(str(error).split())
-    return SourceInvalid(
+    return SourceInvalidError(
         f"{where}: could not be decoded ({reason}), expected a whole PNG or JPEG. Write it "
         "again, or leave its episode out."
     )

@@ -20,7 +20,7 @@ from replaylake.datastore.episodes.spaces import Values, take
 _WINDOW_STEPS: Final = 16
 _NUM_WINDOWS: Final = 128
 # One window for so many steps of an episode, so that a single long one is looked at all over.
-_STEPS_A_WINDOW: Final = 32
+_STEPS_PER_WINDOW: Final = 32
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Alignment:
 Align = Callable[[Sequence[Episode]], Alignment | None]
 
 
-class Windows:
+class SampledWindows:
     """A sample of runs of steps over a whole source, with a fixed seed; a few hundred kB."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Windows:
     def add(self, episodes: Sequence[Episode]) -> None:
         """Offer episodes; each run has the same chance to stay."""
         for episode in episodes:
-            for _ in range(-(-len(episode) // _STEPS_A_WINDOW)):
+            for _ in range(-(-len(episode) // _STEPS_PER_WINDOW)):
                 key = float(self._rng.random())
                 self._num_seen += 1
                 if len(self._heap) >= _NUM_WINDOWS and key > -self._heap[0][0]:
@@ -102,14 +102,14 @@ def _window(episode: Episode, start: int, num_steps: int) -> Episode:
     rows = slice(start, end)
     return replace(
         episode,
-        observations=_copied(take(episode.observations, rows)),
-        actions=_copied(take(episode.actions, rows)),
+        observations=_copy(take(episode.observations, rows)),
+        actions=_copy(take(episode.actions, rows)),
         rewards=episode.rewards[rows].copy(),
         terminated=episode.terminated and is_last,
         truncated=episode.truncated and is_last,
         final_observation=episode.final_observation
         if is_last
-        else _copied(take(episode.observations, end)),
+        else _copy(take(episode.observations, end)),
         first_step=episode.first_step + start,
         behavior_log_probs=None,
         policies=None,
@@ -121,8 +121,8 @@ def _window(episode: Episode, start: int, num_steps: int) -> Episode:
     )
 
 
-def _copied(values: Values) -> Any:
+def _copy(values: Values) -> Any:
     """Copy, so that a window does not hold the block that it was read with."""
     if isinstance(values, Mapping):
-        return {key: _copied(sub) for key, sub in values.items()}
+        return {key: _copy(sub) for key, sub in values.items()}
     return np.array(values)

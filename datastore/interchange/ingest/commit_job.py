@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from replaylake.datastore.episodes.compatibility import difference
+from replaylake.datastore.episodes.compatibility import find_spec_mismatch
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import AlreadyExists, SchemaMismatch, SourceInvalid
-from replaylake.datastore.interchange.formats.format import ReadOptions, Rejected
-from replaylake.datastore.interchange.ingest.earlier import DIGITS, is_complete, producer_of
+from replaylake.datastore.errors import AlreadyExistsError, SchemaMismatchError, SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, RejectedEpisode
+from replaylake.datastore.interchange.ingest.earlier import DIGITS, is_complete, source_producer
 from replaylake.datastore.interchange.ingest.inspection import (
+    IngestProgress,
     Inspection,
     OnProgress,
-    Progress,
+    count_whole,
     num_bytes,
-    num_whole,
 )
-from replaylake.datastore.interchange.ingest.quarantine import Quarantine, told
-from replaylake.datastore.interchange.ingest.receipt import Counts, Tally
+from replaylake.datastore.interchange.ingest.quarantine import QuarantineWriter, make_checks_info
+from replaylake.datastore.interchange.ingest.receipt import Counts, RejectionTally
 from replaylake.datastore.interchange.sources.source import Source
 from replaylake.datastore.lake.commit import Commit, DropCounts, commit_counts
 from replaylake.datastore.lake.dataset import Dataset
@@ -43,8 +43,8 @@ class CommitJob:
     ) -> None:
         self._dataset = dataset
         self._source = source
-        self._options: dict[str, Any] = {"format": format, **_stated(options)}
-        self._producer = producer_of(source)
+        self._options: dict[str, Any] = {"format": format, **_changed_options(options)}
+        self._producer = source_producer(source)
         self._prefix = f"{source.content_hash[:DIGITS]}/"
         self._sequence = 0
         self._present: set[tuple[str, str]] = set()
@@ -68,7 +68,7 @@ class CommitJob:
         What was rejected is in quarantine before the last of them: an ingest that is complete has
         nothing left to do.
         """
-        rejected = Quarantine(
+        rejected = QuarantineWriter(
             self._dataset, producer=self._producer, sequence=0, prefix=self._prefix
         )
         if inspection.num_episodes == 0:
@@ -85,21 +85,21 @@ class CommitJob:
         self._create(inspection)
         self._take(rejected, inspection)
 
-    def count_episodes(self, tally: Tally) -> Counts:
+    def count_episodes(self, tally: RejectionTally) -> Counts:
         """Return what became of the source's episodes."""
         present = self.already_present[0] + self.repeated.num_already_present
         return Counts(self.num_episodes, tally.num_episodes, present)
 
-    def count_steps(self, tally: Tally) -> Counts:
+    def count_steps(self, tally: RejectionTally) -> Counts:
         """Return what became of the source's steps."""
         present = self.already_present[1] + self.repeated.num_already_present_steps
         return Counts(self.num_steps, tally.num_steps, present)
 
-    def _take(self, rejected: Quarantine, inspection: Inspection) -> None:
+    def _take(self, rejected: QuarantineWriter, inspection: Inspection) -> None:
         batch: list[Episode] = []
         num_steps = num_held = 0
         for found in inspection.found():
-            if isinstance(found, Rejected):
+            if isinstance(found, RejectedEpisode):
                 rejected.add(found)
                 continue
             own = replace(found, episode_id=f"{self._prefix}{found.episode_id}")
@@ -151,7 +151,7 @@ class CommitJob:
 
     def _commit(self, batch: list[Episode], inspection: Inspection) -> None:
         while batch:
-            num_episodes = num_whole(batch)
+            num_episodes = count_whole(batch)
             tally, present = inspection.tally, self.already_present
             left_out = DropCounts(tally.num_episodes, tally.num_steps, *present) + self.repeated
             info = {
@@ -165,7 +165,7 @@ class CommitJob:
             if self._sequence == 0:
                 info["source_files"] = [f.sha256[:DIGITS] for f in self._source.files]
                 info["source_names"] = [f.name for f in self._source.files]
-                info |= told(inspection.checks())
+                info |= make_checks_info(inspection.checks())
             commit = self._dataset.append(
                 batch, producer=self._producer, sequence=self._sequence, info=info
             )
@@ -193,11 +193,13 @@ class CommitJob:
         if self._on_progress is not None:
             num_episodes = self.num_episodes + self.already_present[0]
             num_steps = self.num_steps + self.already_present[1]
-            self._on_progress(Progress("commit", num_episodes, num_steps, total_steps, version))
+            self._on_progress(
+                IngestProgress("commit", num_episodes, num_steps, total_steps, version)
+            )
 
     def _skip(self, episodes: Sequence[Episode]) -> None:
         num_episodes, num_steps = self.already_present
-        num_episodes += num_whole(episodes, self._skipped)
+        num_episodes += count_whole(episodes, self._skipped)
         self._skipped = _key(episodes[-1]) if episodes else self._skipped
         self.already_present = (num_episodes, num_steps + sum(map(len, episodes)))
 
@@ -213,10 +215,10 @@ class CommitJob:
                 rewards_optional=spec.rewards_optional,
                 encoding=spec.encoding,
             )
-        except AlreadyExists:
+        except AlreadyExistsError:
             # Another writer was first; `append` checks against its spaces, not what they mean.
-            if (differs := difference(self._dataset.spec, spec)) is not None:
-                raise SchemaMismatch(
+            if (differs := find_spec_mismatch(self._dataset.spec, spec)) is not None:
+                raise SchemaMismatchError(
                     f"dataset {self._dataset.name!r}: another ingest made it meanwhile, and "
                     f"{differs}. Run this one again."
                 ) from None
@@ -228,7 +230,7 @@ class CommitJob:
         if before == self._options:
             return
         end = "has them" if is_complete(last) else "was cut short"
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"an earlier ingest of these files into {self._dataset.name!r} {end} (version "
             f"{last['version']}) and read them as {before}, found {self._options}, expected the "
             "same, as episodes would be there twice or be called present that are not. Run it as "
@@ -246,7 +248,7 @@ def _key(episode: Episode) -> tuple[str, str]:
     return (episode.episode_id, episode.agent_id)
 
 
-def _stated(options: ReadOptions) -> dict[str, Any]:
+def _changed_options(options: ReadOptions) -> dict[str, Any]:
     """Return the options that differ from their defaults, as JSON has them."""
     plain = ReadOptions()
     stated = {f.name: getattr(options, f.name) for f in fields(options)}

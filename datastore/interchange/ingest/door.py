@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.episodes.episode import MAX_STEP, Episode, check_in_spaces, checked
+from replaylake.datastore.episodes.episode import MAX_STEP, Episode, check_in_spaces, validate
 from replaylake.datastore.episodes.inference import infer_spec
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import (
@@ -33,15 +33,15 @@ from replaylake.datastore.episodes.spaces import (
     take,
     value_shape,
 )
-from replaylake.datastore.errors import EpisodeInvalid, SourceInvalid
+from replaylake.datastore.errors import EpisodeInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.checks import Finding
-from replaylake.datastore.interchange.formats.format import LoggedEpisode, Rejected
+from replaylake.datastore.interchange.formats.format import LoggedEpisode, RejectedEpisode
 from replaylake.datastore.interchange.formats.tabular.arrays import Mask
 
-Refusal = tuple[Rejected, Episode]
+Rejection = tuple[RejectedEpisode, Episode]
 
 
-class Door:
+class SourceValidator:
     """Checks episodes and finds the spaces they need.
 
     `spec` is the dataset's, where it exists; `spaces` an environment's observation and action
@@ -65,23 +65,23 @@ class Door:
         self._mask_size = None if spec is None else spec.mask_size
         self._rewards_optional = rewards_optional if spec is None else spec.rewards_optional
 
-    def check(self, batch: Sequence[Episode]) -> tuple[list[Episode], list[Refusal]]:
+    def check(self, batch: Sequence[Episode]) -> tuple[list[Episode], list[Rejection]]:
         """Return the episodes that fit, shaped for the spaces, and those that do not.
 
-        Raises: EpisodeInvalid if their action masks are of several widths.
+        Raises: EpisodeInvalidError if their action masks are of several widths.
         """
         episodes = [self.fitted(episode) for episode in batch]
         if not episodes:
             return [], []
-        episodes, refused = _countable(episodes)
+        episodes, refused = _partition_storable(episodes)
         if episodes and self._known is None:
             self._check_masks(episodes)
             episodes, more = self._learn(episodes)
             refused += more
         if episodes and (spaces := self._known or self._learned) is not None:
             try:
-                self._check_one(joined(episodes), spaces)
-            except EpisodeInvalid:
+                self._check_one(concatenate_episodes(episodes), spaces)
+            except EpisodeInvalidError:
                 episodes, more = self._sort_out(episodes, spaces)
                 refused += more
         if episodes:
@@ -91,7 +91,7 @@ class Door:
     def spec(self, num_actions: int | None) -> DatasetSpec:
         """Return the spaces of the dataset; `num_actions` is the width of the logged policy's head.
 
-        Raises: SourceInvalid if no episode was seen.
+        Raises: SourceInvalidError if no episode was seen.
         """
         if self._spec is not None:
             return self._spec
@@ -99,7 +99,7 @@ class Door:
             return DatasetSpec(*stated, self._mask_size, rewards_optional=self._rewards_optional)
         found = self._found
         if found is None:
-            raise SourceInvalid("found no valid episode, expected at least one.")
+            raise SourceInvalidError("found no valid episode, expected at least one.")
         action = found.action_space
         if isinstance(action, Discrete) and self._mask_size is None:
             action = replace(action, n=max(action.n, num_actions or 0))
@@ -117,24 +117,26 @@ class Door:
         observation_space, action_space = self._known
         final = episode.final_observation
         if final is not None:
-            final = take(_fit(observation_space, as_batch(final)), 0)
+            final = take(_reshape(observation_space, as_batch(final)), 0)
         return replace(
             episode,
-            observations=_fit(observation_space, episode.observations),
-            actions=_fit(action_space, episode.actions),
+            observations=_reshape(observation_space, episode.observations),
+            actions=_reshape(action_space, episode.actions),
             final_observation=final,
         )
 
-    def refusal(self, episode: Episode) -> Rejected:
+    def refusal(self, episode: Episode) -> RejectedEpisode:
         """Say again why an episode was refused, for whoever reads it once more."""
-        _, refused = _countable([episode])
+        _, refused = _partition_storable([episode])
         if not refused and (spaces := self._known or self._learned) is not None:
             _, refused = self._sort_out([self.fitted(episode)], spaces)
         if not refused:
-            refused = _spaceless([episode])
+            refused = _reject_spaceless([episode])
         if not refused:
             # Wider spaces have been learned since.
-            refused = [_refusal(episode, "space", "found values that did not fit those before it")]
+            refused = [
+                _make_rejection(episode, "space", "found values that did not fit those before it")
+            ]
         return refused[0][0]
 
     @property
@@ -154,24 +156,24 @@ class Door:
         return None if found is None else (found.observation_space, found.action_space)
 
     def _check_one(self, episode: Episode, known: tuple[Space, Space]) -> None:
-        ready = checked(episode, *known, rewards_optional=self._rewards_optional)
+        ready = validate(episode, *known, rewards_optional=self._rewards_optional)
         if self._spaces is not None:
             check_in_spaces(ready, *self._spaces)
 
     def _sort_out(
         self, episodes: Sequence[Episode], known: tuple[Space, Space]
-    ) -> tuple[list[Episode], list[Refusal]]:
+    ) -> tuple[list[Episode], list[Rejection]]:
         accepted, refused = [], []
         for episode in episodes:
             try:
                 # The observations speak before the final one, which is no column of most logs.
                 self._check_one(replace(episode, final_observation=None), known)
                 self._check_one(episode, known)
-            except EpisodeInvalid as error:
+            except EpisodeInvalidError as error:
                 name = episode.source_episode_id or episode.episode_id
                 message = str(error).removeprefix(f"episode {name}: ")
-                check, num_rows = misfit(episode, self._spaces or known)
-                refused.append(_refusal(episode, check, message, num_rows))
+                check, num_rows = classify_space_error(episode, self._spaces or known)
+                refused.append(_make_rejection(episode, check, message, num_rows))
             else:
                 accepted.append(episode)
         return accepted, refused
@@ -182,25 +184,25 @@ class Door:
             self._mask_size = min(sizes, default=None)
         if sizes - {self._mask_size}:
             expected = "none" if self._mask_size is None else f"{self._mask_size} actions"
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"action_mask: found masks of {sorted(sizes)} actions, expected {expected} as in "
                 "the rest of the dataset. Ingest into a new dataset."
             )
 
-    def _learn(self, episodes: list[Episode]) -> tuple[list[Episode], list[Refusal]]:
+    def _learn(self, episodes: list[Episode]) -> tuple[list[Episode], list[Rejection]]:
         """Find spaces that hold what most of these steps are, or what those before were.
 
         Refuses the episodes that no space holds; those that do not fit are for the caller to find.
         """
-        refused: list[Refusal] = []
+        refused: list[Rejection] = []
         while episodes:
             if self._found is None:
                 self._form = most_common_form(episodes)
-            alike = [episode for episode in episodes if form(episode) == self._form]
+            alike = [episode for episode in episodes if episode_form(episode) == self._form]
             try:
                 found = self._inferred(alike) if alike else None
-            except EpisodeInvalid as error:
-                refused += (more := _spaceless(alike))
+            except EpisodeInvalidError as error:
+                refused += (more := _reject_spaceless(alike))
                 if not more:
                     raise error
                 gone = {id(episode) for _, episode in more}
@@ -214,8 +216,8 @@ class Door:
     def _inferred(self, episodes: Sequence[Episode]) -> DatasetSpec:
         try:
             # One long pseudo-episode: inferring from each costs more than reading it.
-            return infer_spec(episodes if self._mask_size else [joined(episodes)])
-        except EpisodeInvalid:
+            return infer_spec(episodes if self._mask_size else [concatenate_episodes(episodes)])
+        except EpisodeInvalidError:
             # It may not join; then the episodes say why.
             return infer_spec(episodes)
 
@@ -225,11 +227,11 @@ class Door:
             return
         # Of one form, they differ by dtype at most: what came first stands, others have to fit it.
         found = replace(found, observation_space=self._found.observation_space)
-        with suppress(EpisodeInvalid):
+        with suppress(EpisodeInvalidError):
             self._found = _wider(self._found, found)
 
 
-def _countable(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Refusal]]:
+def _partition_storable(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Rejection]]:
     """Refuse what the writer would refuse after the dataset was made: ids and step numbers."""
     accepted, refused = [], []
     for episode in episodes:
@@ -239,39 +241,39 @@ def _countable(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Refusal
             greatest = max(greatest, int(ticks.max()))
         if "\0" in episode.episode_id or "\0" in episode.agent_id:
             found = f"episode_id and agent_id: found {episode.episode_id!r}, expected text without "
-            refused.append(_refusal(episode, "name", f"{found}NUL"))
+            refused.append(_make_rejection(episode, "name", f"{found}NUL"))
         elif greatest > MAX_STEP or (ticks is not None and int(ticks.min()) < -MAX_STEP):
             found = f"step or env_step: found {greatest}, expected at most {MAX_STEP}"
-            refused.append(_refusal(episode, "step", found))
+            refused.append(_make_rejection(episode, "step", found))
         else:
             accepted.append(episode)
     return accepted, refused
 
 
-def _refusal(episode: Episode, check: str, message: str, num_rows: int = 1) -> Refusal:
+def _make_rejection(episode: Episode, check: str, message: str, num_rows: int = 1) -> Rejection:
     name = episode.source_episode_id or episode.episode_id
     places = episode.places if isinstance(episode, LoggedEpisode) else None
     place = "" if places is None else places.text()
     if place:
         message = f"{message.rstrip('.')}. Its rows begin at {place}"
     found = (Finding(check, message, num_rows, place),)
-    return Rejected(name, len(episode), found, episode.agent_id, places=places), episode
+    return RejectedEpisode(name, len(episode), found, episode.agent_id, places=places), episode
 
 
-def _spaceless(episodes: Sequence[Episode]) -> list[Refusal]:
+def _reject_spaceless(episodes: Sequence[Episode]) -> list[Rejection]:
     """Refuse the episodes that no space can be found for."""
     refused = []
     for episode in episodes:
         try:
             infer_spec([episode])
-        except EpisodeInvalid as error:
+        except EpisodeInvalidError as error:
             name = episode.source_episode_id or episode.episode_id
             message = str(error).removeprefix(f"episode {name}: ")
-            refused.append(_refusal(episode, "space", message))
+            refused.append(_make_rejection(episode, "space", message))
     return refused
 
 
-def _fit(space: Space, values: Values) -> Values:
+def _reshape(space: Space, values: Values) -> Values:
     """Reshape [T] to [T, 1] for a Box of shape [1], and back where the space has lone numbers."""
     if isinstance(values, Mapping) or not isinstance(space, Box | Discrete):
         return values
@@ -283,7 +285,7 @@ def _fit(space: Space, values: Values) -> Values:
 
 def _wider(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:
     if first.observation_space != second.observation_space:
-        raise _differ("observation", first.observation_space, second.observation_space)
+        raise _mismatch_error("observation", first.observation_space, second.observation_space)
     one, other = first.action_space, second.action_space
     if isinstance(one, Discrete) and isinstance(other, Discrete):
         one = Discrete(max(one.n, other.n))
@@ -294,21 +296,21 @@ def _wider(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:
     ):
         one = MultiDiscrete(tuple(np.maximum(one.nvec, other.nvec).tolist()))
     elif one != other:
-        raise _differ("action", one, other)
+        raise _mismatch_error("action", one, other)
     return DatasetSpec(first.observation_space, one)
 
 
-def _differ(what: str, first: Space, second: Space) -> EpisodeInvalid:
-    return EpisodeInvalid(
+def _mismatch_error(what: str, first: Space, second: Space) -> EpisodeInvalidError:
+    return EpisodeInvalidError(
         f"{what}: found {describe(first)} in some episodes and {describe(second)} in others, "
         "expected one. Ingest them into two datasets."
     )
 
 
-def joined(episodes: Sequence[Episode]) -> Episode:
+def concatenate_episodes(episodes: Sequence[Episode]) -> Episode:
     """Return one long pseudo-episode: numpy then checks all of them at once.
 
-    Raises: EpisodeInvalid if their arrays cannot be joined.
+    Raises: EpisodeInvalidError if their arrays cannot be joined.
     """
     finals = [as_batch(e.final_observation) for e in episodes if e.final_observation is not None]
     try:
@@ -316,17 +318,17 @@ def joined(episodes: Sequence[Episode]) -> Episode:
             episode_id="",
             observations=concatenate([*(e.observations for e in episodes), *finals]),
             actions=concatenate(
-                [*(e.actions for e in episodes), *_repeated(episodes, len(finals))]
+                [*(e.actions for e in episodes), *_repeat_first_action(episodes, len(finals))]
             ),
             rewards=np.concatenate([*(e.rewards for e in episodes), np.zeros(len(finals))]),
-            behavior_log_probs=_joined_log_probs(episodes, len(finals)),
-            action_masks=_joined_masks(episodes, len(finals)),
+            behavior_log_probs=_concatenate_log_probs(episodes, len(finals)),
+            action_masks=_concatenate_masks(episodes, len(finals)),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise EpisodeInvalid(f"episodes of different shapes: {error}") from error
+        raise EpisodeInvalidError(f"episodes of different shapes: {error}") from error
 
 
-def _joined_log_probs(episodes: Sequence[Episode], num_finals: int) -> Array | None:
+def _concatenate_log_probs(episodes: Sequence[Episode], num_finals: int) -> Array | None:
     if all(episode.behavior_log_probs is None for episode in episodes):
         return None
     unknown = [np.full(len(e), np.nan, np.float32) for e in episodes]
@@ -335,7 +337,7 @@ def _joined_log_probs(episodes: Sequence[Episode], num_finals: int) -> Array | N
     return np.concatenate([*parts, np.full(num_finals, np.nan, np.float32)])
 
 
-def _joined_masks(episodes: Sequence[Episode], num_finals: int) -> Array | None:
+def _concatenate_masks(episodes: Sequence[Episode], num_finals: int) -> Array | None:
     masks = [episode.action_masks for episode in episodes]
     width = max((mask.shape[1] for mask in masks if mask is not None), default=None)
     if width is None:
@@ -346,7 +348,7 @@ def _joined_masks(episodes: Sequence[Episode], num_finals: int) -> Array | None:
     return np.concatenate(parts)
 
 
-def _repeated(episodes: Sequence[Episode], num: int) -> list[Values]:
+def _repeat_first_action(episodes: Sequence[Episode], num: int) -> list[Values]:
     """Return `num` copies of the first action, to go with the final observations."""
     first = episodes[0].actions
     return [_pick(first, np.zeros(num, np.int64))] if num else []
@@ -359,17 +361,17 @@ def _pick(values: Values, rows: Any) -> Values:
     return picked
 
 
-def misfit(episode: Episode, spaces: tuple[Space, Space]) -> tuple[str, int]:
+def classify_space_error(episode: Episode, spaces: tuple[Space, Space]) -> tuple[str, int]:
     """Return the name of the check that an episode fails which `checked` refused, and its rows."""
     parts = [(spaces[0], episode.observations), (spaces[1], episode.actions)]
     if episode.final_observation is not None:
         parts.append((spaces[0], as_batch(episode.final_observation)))
     for space, values in parts:
-        if (check := _form_check(space, values)) is not None:
+        if (check := _check_form(space, values)) is not None:
             return check, min(len(episode), max(1, _num_rows(check, values, len(episode))))
     if not np.isfinite(np.asarray(episode.rewards, np.float64)).all():
         return "not_finite", int((~np.isfinite(episode.rewards)).sum())
-    outside = [_outside(space, values) for space, values in parts[:2]]
+    outside = [_find_outside(space, values) for space, values in parts[:2]]
     if num := int((outside[0] | outside[1]).sum()):
         return "space", num
     log_probs = episode.behavior_log_probs
@@ -378,32 +380,32 @@ def misfit(episode: Episode, spaces: tuple[Space, Space]) -> tuple[str, int]:
     return ("space", 1) if episode.action_masks is None else ("action_mask", 1)
 
 
-def form(episode: Episode) -> Hashable:
+def episode_form(episode: Episode) -> Hashable:
     """Return what episodes of one dataset have in common: the shapes and kinds of their values."""
-    return _form(episode.observations), _form(episode.actions)
+    return _value_form(episode.observations), _value_form(episode.actions)
 
 
 def most_common_form(episodes: Sequence[Episode]) -> Hashable:
     """Return the form that most of these steps have."""
     counts: Counter[Hashable] = Counter()
     for episode in episodes:
-        counts[form(episode)] += len(episode)
+        counts[episode_form(episode)] += len(episode)
     return counts.most_common(1)[0][0]
 
 
-def _form(values: Values) -> Hashable:
+def _value_form(values: Values) -> Hashable:
     if isinstance(values, Mapping):
-        return tuple(sorted((key, _form(sub)) for key, sub in values.items()))
+        return tuple(sorted((key, _value_form(sub)) for key, sub in values.items()))
     kind = values.dtype.kind
     return values.shape[1:], {"O": "text", "U": "text", "f": "float"}.get(kind, "whole")
 
 
-def _form_check(space: Space, values: Any) -> str | None:
+def _check_form(space: Space, values: Any) -> str | None:
     if isinstance(space, Dict | Tuple):
         names = children(space)
         if not isinstance(values, Mapping) or set(values) != set(names):
             return "shape"
-        found = (_form_check(sub, values[key]) for key, sub in names.items())
+        found = (_check_form(sub, values[key]) for key, sub in names.items())
         return next((check for check in found if check is not None), None)
     if isinstance(values, Mapping):
         return "shape"
@@ -413,7 +415,7 @@ def _form_check(space: Space, values: Any) -> str | None:
         return "not_finite"
     try:
         as_values(space, values, "value")
-    except EpisodeInvalid:
+    except EpisodeInvalidError:
         return "dtype"
     return None
 
@@ -431,11 +433,11 @@ def _finite(values: Values) -> Mask:
     return np.asarray(np.isfinite(values).reshape(len(values), -1).all(axis=1))
 
 
-def _outside(space: Space, values: Values) -> Mask:
+def _find_outside(space: Space, values: Values) -> Mask:
     """Return which rows are outside of a space whose form they have."""
     if isinstance(space, Dict | Tuple):
         parts: Any = values
-        found = [_outside(sub, parts[key]) for key, sub in children(space).items()]
+        found = [_find_outside(sub, parts[key]) for key, sub in children(space).items()]
         return np.asarray(np.any(found, axis=0))
     if isinstance(space, Text) or isinstance(values, Mapping):
         return np.zeros(num_values(values), dtype=np.bool_)

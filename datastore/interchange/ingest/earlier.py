@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.sources.source import Source
 
 # Hex digits of a sha256 that stand for it in ids and in the log.
@@ -17,12 +17,12 @@ def is_complete(last: Mapping[str, Any]) -> bool:
     return bool(last["num_through"] == last["num_of"])
 
 
-def producer_of(source: Source) -> str:
+def source_producer(source: Source) -> str:
     """Return the producer of all commits of this content."""
     return f"ingest/{source.content_hash[:32]}"
 
 
-def notes_of_grown(source: Source, history: Sequence[Mapping[str, Any]]) -> list[str]:
+def note_changed_files(source: Source, history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Note the files that came before under the same name with other content.
 
     Such a file may be a log that has grown: its earlier episodes are then there twice, because
@@ -31,7 +31,7 @@ def notes_of_grown(source: Source, history: Sequence[Mapping[str, Any]]) -> list
     names = {file.name for file in source.files}
     for commit in reversed(history):
         shared = sorted(names.intersection(commit.get("source_names", ())))
-        if shared and commit.get("producer") != producer_of(source):
+        if shared and commit.get("producer") != source_producer(source):
             return [
                 f"{', '.join(shared[:5])}: the dataset has another content of that name since "
                 f"version {commit['version']}; if the file has grown, its earlier episodes are now "
@@ -40,24 +40,24 @@ def notes_of_grown(source: Source, history: Sequence[Mapping[str, Any]]) -> list
     return []
 
 
-def part_of(
+def find_containing_commit(
     source: Source, history: Sequence[Mapping[str, Any]], dataset: str
 ) -> Mapping[str, Any] | None:
     """Return the commit of another ingest that brought in all these files, or None if none did.
 
-    Raises: SourceInvalid naming them if it brought in only some: their episodes would be there
+    Raises: SourceInvalidError naming them if it brought in only some: their episodes would be there
     twice.
     """
     names = {file.sha256[:DIGITS]: file.name for file in source.files}
     for commit in history:
-        if commit.get("producer") == producer_of(source):
+        if commit.get("producer") == source_producer(source):
             continue
         known = [names[d] for d in commit.get("source_files", ()) if d in names]
         new = [name for name in names.values() if name not in known]
         if known and not new:
-            return _checked_whole(commit, history, dataset)
+            return _check_complete(commit, history, dataset)
         if known:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{known[0]}: {len(known)} of {len(names)} files are in dataset {dataset!r} "
                 f"already, from another ingest (version {commit['version']}), and would be there "
                 f"twice. Ingest only the new ones ({', '.join(new[:5])}), or ingest all into a new "
@@ -66,12 +66,12 @@ def part_of(
     return None
 
 
-def _checked_whole(
+def _check_complete(
     commit: Mapping[str, Any], history: Sequence[Mapping[str, Any]], dataset: str
 ) -> Mapping[str, Any]:
     last = [other for other in history if other.get("producer") == commit["producer"]][-1]
     if not is_complete(last):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"these files are part of an ingest into {dataset!r} that was cut short (version "
             f"{last['version']}), expected it whole. Run that ingest again with all its files."
         )

@@ -13,24 +13,27 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.episodes.encoding import NOTHING
+from replaylake.datastore.episodes.encoding import NO_ENCODING
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.checks import REJECTED, Check
 from replaylake.datastore.interchange.formats.detect import AUTO, find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions
-from replaylake.datastore.interchange.ingest.alignment import Align, Alignment, Windows
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
+from replaylake.datastore.interchange.ingest.alignment import Align, Alignment, SampledWindows
 from replaylake.datastore.interchange.ingest.commit_job import CommitJob
-from replaylake.datastore.interchange.ingest.door import Door
-from replaylake.datastore.interchange.ingest.earlier import notes_of_grown, part_of
+from replaylake.datastore.interchange.ingest.door import SourceValidator
+from replaylake.datastore.interchange.ingest.earlier import (
+    find_containing_commit,
+    note_changed_files,
+)
 from replaylake.datastore.interchange.ingest.inspection import (
     ABORT,
     REJECT,
+    IngestProgress,
     Inspection,
     OnProgress,
-    Progress,
 )
-from replaylake.datastore.interchange.ingest.receipt import Receipt
+from replaylake.datastore.interchange.ingest.receipt import IngestReceipt
 from replaylake.datastore.interchange.sources.source import (
     OnBytes,
     OnRows,
@@ -58,7 +61,7 @@ def ingest(
     on_progress: OnProgress | None = None,
     align: Align | None = None,
     commit_steps: int = _COMMIT_STEPS,
-) -> Receipt:
+) -> IngestReceipt:
     """Read foreign files into a dataset, which is made where it does not exist.
 
     Args:
@@ -75,32 +78,37 @@ def ingest(
         align: checks a sample of steps against an environment; `offline.align` makes one.
         commit_steps: steps a commit, at least; whole episodes.
 
-    Raises: NotFound, SourceInvalid, EpisodeInvalid, SchemaMismatch, ConfigInvalid, NameRefused; in
-    each case nothing was committed, except SourceInvalid for a file that changed in the middle.
+    Raises: NotFoundError, SourceInvalidError, EpisodeInvalidError, SchemaMismatchError,
+    ConfigInvalidError, InvalidNameError; in each case nothing was committed, except
+    SourceInvalidError for a file that changed in the middle.
     """
     if on_invalid not in (ABORT, REJECT):
-        raise ConfigInvalid(f"on_invalid: found {on_invalid!r}, expected {ABORT!r} or {REJECT!r}.")
-    spaces = _both(observation_space, action_space)
+        raise ConfigInvalidError(
+            f"on_invalid: found {on_invalid!r}, expected {ABORT!r} or {REJECT!r}."
+        )
+    spaces = _check_both_spaces(observation_space, action_space)
     handle = lake.dataset(dataset)
-    source = find_source(sources, None if on_progress is None else _of_hashing(on_progress))
+    source = find_source(sources, None if on_progress is None else _hashing_progress(on_progress))
     spec = handle.spec if handle.exists() else None
     history = [] if spec is None else handle.history()
-    whole = part_of(source, history, dataset)
+    whole = find_containing_commit(source, history, dataset)
     options = options or ReadOptions()
     known = find_format(format, source.files)
-    read_as = options if spec is None else replace(options, encoding=spec.encoding or NOTHING)
-    told = None if on_progress is None else _of_parsing(on_progress, source)
+    read_as = options if spec is None else replace(options, encoding=spec.encoding or NO_ENCODING)
+    told = None if on_progress is None else _parsing_progress(on_progress, source)
     reading = known.read(source.files, replace(read_as, on_rows=told))
-    door = Door(spec, spaces, reading.spaces, rewards_optional=reading.rewards_optional)
+    door = SourceValidator(spec, spaces, reading.spaces, rewards_optional=reading.rewards_optional)
     inspection = Inspection(reading, door, on_invalid, on_progress)
-    inspection.windows = None if align is None else Windows()
+    inspection.windows = None if align is None else SampledWindows()
     inspection.run()
     if inspection.num_episodes:
         inspection.spec()  # refuses what no table can hold, before anything is made
     elif spec is None:
-        raise NothingValid(inspection.checks())
+        raise NothingValidError(inspection.checks())
     job = CommitJob(handle, source, known.name, options, commit_steps, on_progress)
-    job.repeated = _repeated([known.read([f], read_as) for f in source.repeated], door, inspection)
+    job.repeated = _count_repeated(
+        [known.read([f], read_as) for f in source.repeated], door, inspection
+    )
     lake.registry.create()  # the handle may be of a lake not made yet: a refused source makes none
     if whole is None:
         job.run(inspection)
@@ -108,13 +116,13 @@ def ingest(
         job.already_present = (inspection.num_episodes, inspection.num_steps)
         job.notes.append(f"nothing to add: version {whole['version']} has these files, with others")
     if job.version is not None:
-        job.notes[:0] = notes_of_grown(source, history)
-    alignment = _aligned(inspection, align)
+        job.notes[:0] = note_changed_files(source, history)
+    alignment = _run_alignment(inspection, align)
     if align is not None and alignment is None:
         job.notes.append(
             "alignment was not checked: the environment's state cannot be set from an observation"
         )
-    return Receipt(
+    return IngestReceipt(
         dataset=dataset,
         version=job.version,
         source=tuple(map(str, sources)),
@@ -134,13 +142,13 @@ def ingest(
     )
 
 
-def _of_hashing(on_progress: OnProgress) -> OnBytes:
+def _hashing_progress(on_progress: OnProgress) -> OnBytes:
     return lambda done, total: on_progress(
-        Progress("hash", 0, 0, num_bytes=done, total_bytes=total)
+        IngestProgress("hash", 0, 0, num_bytes=done, total_bytes=total)
     )
 
 
-def _of_parsing(on_progress: OnProgress, source: Source) -> OnRows:
+def _parsing_progress(on_progress: OnProgress, source: Source) -> OnRows:
     sizes = [file.num_bytes for file in source.files]
     starts = dict(
         zip([file.sha256 for file in source.files], accumulate(sizes, initial=0), strict=False)
@@ -154,12 +162,12 @@ def _of_parsing(on_progress: OnProgress, source: Source) -> OnRows:
         num_rows += num_read - rows.get(file.sha256, 0)
         rows[file.sha256] = num_read
         done = starts.get(file.sha256, 0) + num_bytes
-        on_progress(Progress("read", 0, num_rows, num_bytes=done, total_bytes=sum(sizes)))
+        on_progress(IngestProgress("read", 0, num_rows, num_bytes=done, total_bytes=sum(sizes)))
 
     return tell
 
 
-class NothingValid(SourceInvalid):
+class NothingValidError(SourceInvalidError):
     """No episode of a source passed the door, and there is no dataset to put them into quarantine.
 
     checks: what they failed; details: the same as JSON.
@@ -179,17 +187,19 @@ class NothingValid(SourceInvalid):
         )
 
 
-def _both(
+def _check_both_spaces(
     observation_space: Space | None, action_space: Space | None
 ) -> tuple[Space, Space] | None:
     if observation_space is not None and action_space is not None:
         return observation_space, action_space
     if observation_space is None and action_space is None:
         return None
-    raise ConfigInvalid("ingest: expected both spaces of an environment, or neither.")
+    raise ConfigInvalidError("ingest: expected both spaces of an environment, or neither.")
 
 
-def _repeated(readings: Sequence[Reading], door: Door, inspection: Inspection) -> DropCounts:
+def _count_repeated(
+    readings: Sequence[SourceReader], door: SourceValidator, inspection: Inspection
+) -> DropCounts:
     """Count what is in files that the source has twice; what is refused there joins the tally."""
     found = DropCounts()
     for reading in readings:
@@ -200,7 +210,7 @@ def _repeated(readings: Sequence[Reading], door: Door, inspection: Inspection) -
     return found
 
 
-def _aligned(inspection: Inspection, align: Align | None) -> Alignment | None:
+def _run_alignment(inspection: Inspection, align: Align | None) -> Alignment | None:
     if align is None or inspection.windows is None:
         return None
     return align(inspection.windows.episodes())

@@ -11,24 +11,24 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec, arrow_schema
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.interchange.formats.checks import (
     NOTED,
     Check,
     CheckCounts,
     Finding,
-    Places,
+    RowLocations,
 )
 from replaylake.datastore.interchange.formats.format import (
-    EncodedReading,
+    EncodingReader,
     LoggedEpisode,
-    Reading,
-    Rejected,
+    RejectedEpisode,
+    SourceReader,
 )
-from replaylake.datastore.interchange.ingest.alignment import Windows
-from replaylake.datastore.interchange.ingest.door import Door, Refusal
-from replaylake.datastore.interchange.ingest.quarantine import rows_of
-from replaylake.datastore.interchange.ingest.receipt import Tally
+from replaylake.datastore.interchange.ingest.alignment import SampledWindows
+from replaylake.datastore.interchange.ingest.door import Rejection, SourceValidator
+from replaylake.datastore.interchange.ingest.quarantine import make_rows
+from replaylake.datastore.interchange.ingest.receipt import RejectionTally
 from replaylake.datastore.storage.table.delta_schema import to_delta
 
 ABORT: Final = "abort"
@@ -44,7 +44,7 @@ _CHECK_STEPS: Final = 65_536
 
 
 @dataclass(frozen=True)
-class Progress:
+class IngestProgress:
     """How far an ingest is: `version` is the last commit that was acknowledged, if any.
 
     stage: `hash`, of the files' bytes; `read`, of rows; `check` and `commit`, of steps. num_bytes
@@ -63,14 +63,18 @@ class Progress:
 # An episode or, where one has gaps and is split, a run of it.
 _Key = tuple[str, str, int]
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[IngestProgress], None]
 
 
 class Inspection:
     """Which episodes of a source are accepted, and the spaces they need."""
 
     def __init__(
-        self, reading: Reading, door: Door, on_invalid: str, on_progress: OnProgress | None
+        self,
+        reading: SourceReader,
+        door: SourceValidator,
+        on_invalid: str,
+        on_progress: OnProgress | None,
     ) -> None:
         self._reading = reading
         self._door = door
@@ -78,25 +82,28 @@ class Inspection:
         self._on_progress = on_progress
         self._refused: set[_Key] = set()
         self._last: tuple[str, str] | None = None
-        self._kept: list[Episode | Rejected] | None = []
+        self._kept: list[Episode | RejectedEpisode] | None = []
         self._kept_bytes = 0
         self._duplicates = Duplicates()
-        self.tally = Tally()
-        self.windows: Windows | None = None
+        self.tally = RejectionTally()
+        self.windows: SampledWindows | None = None
         self.num_episodes = 0
         self.num_steps = 0
 
     def run(self) -> None:
-        """Read to the end. Raises: EpisodeInvalid at the first invalid episode, when aborting."""
+        """Read to the end.
+
+        Raises: EpisodeInvalidError at the first invalid episode, when aborting.
+        """
         batch: list[Episode] = []
         num_steps = 0
         for found in self._reading:
-            if isinstance(found, Rejected):
+            if isinstance(found, RejectedEpisode):
                 self._reject(found)
-                self._keep([_alone(found)])
+                self._keep([_copy_rows(found)])
                 continue
             # Runs of one episode are never parted.
-            if num_steps >= _CHECK_STEPS and whole_of(found) != whole_of(batch[-1]):
+            if num_steps >= _CHECK_STEPS and episode_key(found) != episode_key(batch[-1]):
                 self._check(batch)
                 batch, num_steps = [], 0
             batch.append(found)
@@ -106,11 +113,12 @@ class Inspection:
     def spec(self) -> DatasetSpec:
         """Return what the dataset has to hold, its further columns too.
 
-        Raises: SourceInvalid if no episode was accepted; SchemaMismatch if no table can hold it.
+        Raises: SourceInvalidError if no episode was accepted; SchemaMismatchError if no table can
+        hold it.
         """
         spec = self._door.spec(self._reading.num_actions)
         spec = replace(spec, extras={**self._reading.extras, **spec.extras})
-        if isinstance(self._reading, EncodedReading):
+        if isinstance(self._reading, EncodingReader):
             spec = replace(spec, encoding=spec.encoding or self._reading.encoding)
         to_delta(arrow_schema(spec))
         return spec
@@ -123,30 +131,30 @@ class Inspection:
                 counts.add(check)
         return counts.checks()
 
-    def found(self) -> Iterator[Episode | Rejected]:
+    def found(self) -> Iterator[Episode | RejectedEpisode]:
         """Return all that was found, with the rows of what was rejected: kept, or read again."""
         if self._kept is not None:
             yield from self._kept
             return
-        for found in in_runs(self._reading):
-            if isinstance(found, Rejected):
+        for found in group_runs(self._reading):
+            if isinstance(found, RejectedEpisode):
                 yield found
             elif said := [self._door.refusal(r) for r in found if _key(r) in self._refused]:
-                yield with_rows(one_refusal(said, found), found)
+                yield with_rows(merge_rejections(said, found), found)
             else:
                 yield from map(self._door.fitted, found)
 
     def _check(self, batch: list[Episode]) -> None:
         accepted, refused = self._door.check(batch)
         self._refused |= {_key(run) for _, run in refused}
-        accepted, rejected = refused_whole(accepted, refused)
+        accepted, rejected = reject_whole(accepted, refused)
         for one, runs in rejected:
             self._reject(one)
             if self._kept is not None:
                 self._keep([with_rows(one, runs)])
-        self.num_episodes += num_whole(accepted, self._last)
+        self.num_episodes += count_whole(accepted, self._last)
         if accepted:
-            self._last = whole_of(accepted[-1])
+            self._last = episode_key(accepted[-1])
         self.num_steps += sum(map(len, accepted))
         self._keep(accepted)
         self._duplicates.add(accepted)
@@ -154,20 +162,20 @@ class Inspection:
             self.windows.add(accepted)
         if self._on_progress is not None:
             self._on_progress(
-                Progress("check", self.num_episodes, self.num_steps, self._reading.num_rows)
+                IngestProgress("check", self.num_episodes, self.num_steps, self._reading.num_rows)
             )
 
-    def _reject(self, rejected: Rejected) -> None:
+    def _reject(self, rejected: RejectedEpisode) -> None:
         self.tally.add(rejected)
         if self._aborts:
             reasons = "; ".join(finding.message.rstrip(".") for finding in rejected.findings[:3])
             wrong = "--env or the log" if self._door.has_environment else "the log"
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"episode {rejected.name}: {reasons}. Nothing was ingested. Correct "
                 f"{wrong}, or leave such episodes out with --on-invalid reject."
             )
 
-    def _keep(self, found: Sequence[Episode | Rejected]) -> None:
+    def _keep(self, found: Sequence[Episode | RejectedEpisode]) -> None:
         if self._kept is None:
             return
         self._kept += found
@@ -176,14 +184,14 @@ class Inspection:
             self._kept = None
 
 
-def num_whole(episodes: Iterable[Episode], before: tuple[str, str] | None = None) -> int:
+def count_whole(episodes: Iterable[Episode], before: tuple[str, str] | None = None) -> int:
     """Count episodes and agents, where the runs of one that was split follow one another.
 
     `before` is the id and agent of the episode that came before these.
     """
     num = 0
     for episode in episodes:
-        key = whole_of(episode)
+        key = episode_key(episode)
         num += key != before
         before = key
     return num
@@ -193,15 +201,15 @@ def _key(episode: Episode) -> _Key:
     return (episode.episode_id, episode.agent_id, episode.first_step)
 
 
-def _alone(rejected: Rejected) -> Rejected:
+def _copy_rows(rejected: RejectedEpisode) -> RejectedEpisode:
     """Copy the rows: a slice of them would hold the block that they were read with."""
     if rejected.rows is None:
         return rejected
     return replace(rejected, rows=rejected.rows.take(pa.array(range(rejected.rows.num_rows))))
 
 
-def _num_bytes(found: Episode | Rejected) -> int:
-    if isinstance(found, Rejected):
+def _num_bytes(found: Episode | RejectedEpisode) -> int:
+    if isinstance(found, RejectedEpisode):
         return _REJECTED_BYTES + (0 if found.rows is None else int(found.rows.nbytes))
     return num_bytes(found)
 
@@ -272,36 +280,38 @@ class Duplicates:
 
 def _hashes(episode: Episode) -> Iterator[Any]:
     for values in (episode.observations, episode.actions, episode.rewards):
-        yield from _hashes_of(values)
+        yield from _hash_values(values)
 
 
-def _hashes_of(values: Any) -> Iterator[Any]:
+def _hash_values(values: Any) -> Iterator[Any]:
     if isinstance(values, Mapping):
         for key in sorted(values):
             yield key
-            yield from _hashes_of(values[key])
+            yield from _hash_values(values[key])
     elif values.dtype == object:
         yield hash(tuple(values.tolist()))
     else:
         yield values.shape, values.dtype.str, hash(np.ascontiguousarray(values).tobytes())
 
 
-_Whole = tuple[str, str]
+_EpisodeKey = tuple[str, str]
 
 
-def whole_of(episode: Episode) -> _Whole:
+def episode_key(episode: Episode) -> _EpisodeKey:
     """Return the id and agent, which the runs of one episode share."""
     return (episode.episode_id, episode.agent_id)
 
 
-def in_runs(found: Iterable[Episode | Rejected]) -> Iterator[list[Episode] | Rejected]:
+def group_runs(
+    found: Iterable[Episode | RejectedEpisode],
+) -> Iterator[list[Episode] | RejectedEpisode]:
     """Put the runs of one episode, which follow one another, together."""
     runs: list[Episode] = []
     for one in found:
-        if runs and (isinstance(one, Rejected) or whole_of(one) != whole_of(runs[0])):
+        if runs and (isinstance(one, RejectedEpisode) or episode_key(one) != episode_key(runs[0])):
             yield runs
             runs = []
-        if isinstance(one, Rejected):
+        if isinstance(one, RejectedEpisode):
             yield one
         else:
             runs.append(one)
@@ -309,28 +319,28 @@ def in_runs(found: Iterable[Episode | Rejected]) -> Iterator[list[Episode] | Rej
         yield runs
 
 
-def refused_whole(
-    accepted: list[Episode], refused: Sequence[Refusal]
-) -> tuple[list[Episode], list[tuple[Rejected, list[Episode]]]]:
+def reject_whole(
+    accepted: list[Episode], refused: Sequence[Rejection]
+) -> tuple[list[Episode], list[tuple[RejectedEpisode, list[Episode]]]]:
     """Take the other runs of refused ones out of those accepted; return the refusals, one each.
 
     An episode that is half in the dataset and half in quarantine would be counted as both.
     """
-    said: dict[_Whole, list[Rejected]] = {}
-    runs: dict[_Whole, list[Episode]] = {}
+    said: dict[_EpisodeKey, list[RejectedEpisode]] = {}
+    runs: dict[_EpisodeKey, list[Episode]] = {}
     for one, episode in refused:
-        said.setdefault(whole_of(episode), []).append(one)
-        runs.setdefault(whole_of(episode), []).append(episode)
+        said.setdefault(episode_key(episode), []).append(one)
+        runs.setdefault(episode_key(episode), []).append(episode)
     for episode in accepted if refused else ():
-        if (known := runs.get(whole_of(episode))) is not None:
+        if (known := runs.get(episode_key(episode))) is not None:
             known.append(episode)
     for known in runs.values():
         known.sort(key=lambda run: run.first_step)
-    kept = [e for e in accepted if whole_of(e) not in said] if refused else accepted
-    return kept, [(one_refusal(said[whole], runs[whole]), runs[whole]) for whole in said]
+    kept = [e for e in accepted if episode_key(e) not in said] if refused else accepted
+    return kept, [(merge_rejections(said[whole], runs[whole]), runs[whole]) for whole in said]
 
 
-def one_refusal(said: Sequence[Rejected], runs: Sequence[Episode]) -> Rejected:
+def merge_rejections(said: Sequence[RejectedEpisode], runs: Sequence[Episode]) -> RejectedEpisode:
     """Return the refusal of an episode whose runs these are, from those of its runs."""
     if len(runs) == 1:
         return said[0]
@@ -344,20 +354,20 @@ def one_refusal(said: Sequence[Rejected], runs: Sequence[Episode]) -> Rejected:
         said[0],
         num_steps=sum(map(len, runs)),
         findings=tuple(found.values()),
-        places=_places_of(runs),
+        places=_concatenate_places(runs),
     )
 
 
-def with_rows(refusal: Rejected, runs: Sequence[Episode]) -> Rejected:
+def with_rows(refusal: RejectedEpisode, runs: Sequence[Episode]) -> RejectedEpisode:
     """Return a refusal with the rows of all runs, as `rows_of` has them: under our names."""
-    tables = [rows_of(run) for run in runs]
+    tables = [make_rows(run) for run in runs]
     rows = pa.concat_tables(tables, promote_options="default") if len(tables) > 1 else tables[0]
     return replace(refusal, rows=rows, mapping={name: name for name in rows.column_names})
 
 
-def _places_of(runs: Sequence[Episode]) -> Places | None:
+def _concatenate_places(runs: Sequence[Episode]) -> RowLocations | None:
     places = [run.places for run in runs if isinstance(run, LoggedEpisode)]
     known = [one for one in places if one is not None]
     if len(known) != len(runs):
         return None
-    return Places(np.concatenate([one.rows for one in known]), known[0].locate)
+    return RowLocations(np.concatenate([one.rows for one in known]), known[0].locate)

@@ -25,9 +25,9 @@ from replaylake.datastore.episodes.schema import (
     STANDARD_COLUMNS,
 )
 from replaylake.datastore.episodes.spaces import Values
-from replaylake.datastore.errors import AlreadyExists
+from replaylake.datastore.errors import AlreadyExistsError
 from replaylake.datastore.interchange.formats.checks import Check
-from replaylake.datastore.interchange.formats.format import Rejected
+from replaylake.datastore.interchange.formats.format import RejectedEpisode
 from replaylake.datastore.interchange.formats.tabular.tables import MISFITS
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.rejected import REJECTED_SCHEMA
@@ -43,7 +43,7 @@ _OPERATION: Final = "QUARANTINE"
 
 def quarantine(
     dataset: Dataset,
-    rejected: Iterable[Rejected],
+    rejected: Iterable[RejectedEpisode],
     *,
     producer: str,
     sequence: int,
@@ -54,15 +54,16 @@ def quarantine(
 
     The same (producer, sequence) again adds nothing. `prefix` is what the writer puts before
     foreign ids, so that `episode_id` is the one that the episode would have had. Memory: about
-    20 MiB, however many there are. Raises: NotFound if the dataset does not exist, StorageFailed.
+    20 MiB, however many there are. Raises: NotFoundError if the dataset does not exist,
+    StorageError.
     """
-    written = Quarantine(dataset, producer=producer, sequence=sequence, prefix=prefix)
+    written = QuarantineWriter(dataset, producer=producer, sequence=sequence, prefix=prefix)
     for one in rejected:
         written.add(one)
     return written.commit(checks)
 
 
-class Quarantine:
+class QuarantineWriter:
     """Takes rejected episodes one by one, and commits them together.
 
     Nothing is made until there is something to keep.
@@ -77,7 +78,7 @@ class Quarantine:
         self._held: dict[str, list[Any]] = {name: [] for name in REJECTED_SCHEMA.names}
         self._num_characters = 0
 
-    def add(self, rejected: Rejected) -> None:
+    def add(self, rejected: RejectedEpisode) -> None:
         """Keep one, unless an earlier run has committed it."""
         if self._is_done:
             return
@@ -88,7 +89,7 @@ class Quarantine:
             self._hold(rejected, start, _texts(rejected.rows.slice(start, _ROWS_AT_ONCE)))
 
     def commit(self, checks: Sequence[Check] = ()) -> int:
-        """Make what was added readable; return the rows that are new. Raises: StorageFailed."""
+        """Make what was added readable; return the rows that are new. Raises: StorageError."""
         if self._is_done:
             return 0
         self._flush()
@@ -99,7 +100,10 @@ class Quarantine:
             producer=self._producer,
             sequence=self._sequence,
             operation=_OPERATION,
-            info={"num_rows": sum(part.num_rows for part in self._written), **told(checks)},
+            info={
+                "num_rows": sum(part.num_rows for part in self._written),
+                **make_checks_info(checks),
+            },
         )
         self._is_done = True
         return done.num_rows
@@ -108,7 +112,7 @@ class Quarantine:
         if not self._held[EPISODE_ID]:
             return
         if not self._table.exists():
-            with suppress(AlreadyExists):  # another ingest was first
+            with suppress(AlreadyExistsError):  # another ingest was first
                 self._table.create(REJECTED_SCHEMA)
         arrays = [pa.array(self._held[field.name], field.type) for field in REJECTED_SCHEMA]
         self._written.append(
@@ -116,7 +120,7 @@ class Quarantine:
         )
         self._held, self._num_characters = {name: [] for name in self._held}, 0
 
-    def _hold(self, rejected: Rejected, start: int, texts: Sequence[str | None]) -> None:
+    def _hold(self, rejected: RejectedEpisode, start: int, texts: Sequence[str | None]) -> None:
         num = len(texts)
         names: Sequence[str | None] = [None] * num
         numbers: Sequence[int | None] = [None] * num
@@ -148,7 +152,7 @@ class Quarantine:
             self._flush()
 
 
-def told(checks: Sequence[Check]) -> dict[str, Any]:
+def make_checks_info(checks: Sequence[Check]) -> dict[str, Any]:
     """Return the entry of a commit's info that keeps what the door found; none if nothing.
 
     Its examples are places, without ids and values: a purge cannot take those out of a log.
@@ -159,13 +163,13 @@ def told(checks: Sequence[Check]) -> dict[str, Any]:
     return {"checks": entries} if entries else {}
 
 
-def _mapping(rejected: Rejected) -> str | None:
+def _mapping(rejected: RejectedEpisode) -> str | None:
     if rejected.mapping is None:
         return None
     return json.dumps({o: t for o, t in rejected.mapping.items() if o in STANDARD_COLUMNS})
 
 
-def rows_of(episode: Episode) -> pa.Table:
+def make_rows(episode: Episode) -> pa.Table:
     """Return an episode's rows under the names of our columns, for one that has no others."""
     num = len(episode)
     columns: dict[str, Any] = {
@@ -224,7 +228,7 @@ def _texts(rows: pa.Table) -> list[str]:
     columns = list(named.values())
     return [
         json.dumps(
-            _json(dict(zip(named, cells, strict=True)) | _values(text)),
+            _to_json(dict(zip(named, cells, strict=True)) | _values(text)),
             ensure_ascii=False,
             default=str,
         )
@@ -241,14 +245,14 @@ def _temporal_as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.cast(column, pa.string()) if pa.types.is_temporal(column.type) else column
 
 
-def _json(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Return what JSON can say: NaN and the infinities by name, bytes as {"base64": ...}."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        return {str(key): _json(sub) for key, sub in value.items()}
+        return {str(key): _to_json(sub) for key, sub in value.items()}
     if isinstance(value, list | tuple):
-        return [_json(sub) for sub in value]
+        return [_to_json(sub) for sub in value]
     return value

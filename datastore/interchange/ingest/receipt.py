@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from replaylake.datastore.interchange.formats.checks import REJECTED, Check, CheckCounts
-from replaylake.datastore.interchange.formats.format import Rejected
+from replaylake.datastore.interchange.formats.format import RejectedEpisode
 from replaylake.datastore.interchange.ingest.alignment import Alignment
 
 # Enough to look at; the counts are always whole.
@@ -41,7 +41,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class IngestReceipt:
     """What `ingest` did. `version` is None when nothing new was committed.
 
     num_quarantined: rows that came into the dataset's quarantine now. checks: what the door found
@@ -60,7 +60,7 @@ class Receipt:
     num_bytes: int
     num_quarantined: int = 0
     checks: tuple[Check, ...] = ()
-    rejected: tuple[Rejected, ...] = ()
+    rejected: tuple[RejectedEpisode, ...] = ()
     notes: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
     alignment: Alignment | None = None
@@ -96,16 +96,16 @@ class Receipt:
         }
 
 
-class Tally:
+class RejectionTally:
     """Collects rejected episodes."""
 
     def __init__(self) -> None:
         self.num_episodes = 0
         self.num_steps = 0
-        self.shown: list[Rejected] = []
+        self.shown: list[RejectedEpisode] = []
         self._counts = CheckCounts()
 
-    def add(self, rejected: Rejected) -> None:
+    def add(self, rejected: RejectedEpisode) -> None:
         """Count one episode."""
         self.num_episodes += 1
         self.num_steps += rejected.num_steps
@@ -118,7 +118,7 @@ class Tally:
             num_rows = max(finding.num_rows for finding in found)
             self._counts.add(Check(check, REJECTED, 1, num_rows, example, place=found[0].place))
 
-    def join(self, other: Tally) -> None:
+    def join(self, other: RejectionTally) -> None:
         """Count what another one collected too."""
         self.num_episodes += other.num_episodes
         self.num_steps += other.num_steps

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.sources.compression import UNPACKING_ERRORS, counted
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.sources.compression import UNPACKING_ERRORS, guard_stream
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.interchange.sources.refusal import unreadable
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
 
 _MAGIC: Final = (b"PK\x03\x04", b"PK\x05\x06")
 _ENCRYPTED: Final = 0x1
@@ -23,7 +23,7 @@ class Archive:
     """A zip, open as long as this object is there; its members were checked."""
 
     def __init__(self, path: Path, name: str) -> None:
-        """Open a zip. Raises: SourceInvalid for one that is torn, or not safe to read."""
+        """Open a zip. Raises: SourceInvalidError for one that is torn, or not safe to read."""
         self.path = path
         self.name = name
         try:
@@ -31,7 +31,7 @@ class Archive:
             self._zip = zipfile.ZipFile(path)
             size = path.stat().st_size
         except UNPACKING_ERRORS as error:
-            raise unreadable(name, error) from error
+            raise unreadable_error(name, error) from error
         infos = [info for info in self._zip.infolist() if not info.is_dir()]
         for info in infos:
             _check(info, name)
@@ -55,14 +55,14 @@ class Archive:
         return self._infos[path].compress_size
 
     def open(self, path: str) -> BinaryIO:
-        """Open a member for reading in order. Raises: SourceInvalid, also as it is read."""
+        """Open a member for reading in order. Raises: SourceInvalidError, also as it is read."""
         info = self._infos[path]
         name = f"{self.name}/{path}"
         try:
             # It ends at the declared size, and its checksum is held against what was read.
-            return counted(self._zip.open(info), name, lambda: info.compress_size)
+            return guard_stream(self._zip.open(info), name, lambda: info.compress_size)
         except UNPACKING_ERRORS as error:
-            raise unreadable(name, error) from error
+            raise unreadable_error(name, error) from error
 
     def holds_arrays(self, path: str) -> bool:
         """Whether a member that is a zip is one of arrays; False for any other zip."""
@@ -70,7 +70,7 @@ class Archive:
             with self._zip.open(self._infos[path]) as stream, zipfile.ZipFile(stream) as inner:
                 names = inner.namelist()
         except UNPACKING_ERRORS as error:
-            raise unreadable(f"{self.name}/{path}", error) from error
+            raise unreadable_error(f"{self.name}/{path}", error) from error
         return bool(names) and all(name.endswith(".npy") for name in names)
 
 
@@ -95,7 +95,7 @@ def _check(info: zipfile.ZipInfo, name: str) -> None:
     elif info.compress_type not in _METHODS:
         found, expected = f"compression method {info.compress_type}", "deflated or stored members"
     if found is not None:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{name}: member {info.filename!r}: found {found}, expected {expected}. Nothing of it "
             "was read: unpack it yourself, or zip it again."
         )
@@ -107,7 +107,7 @@ def _check_distinct(infos: Sequence[zipfile.ZipInfo], name: str) -> None:
     for info in infos:
         path = _path(info)
         if path in seen:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{name}: found the member {path!r} twice, expected each name once: which of them "
                 "is meant is not known. Zip it again."
             )

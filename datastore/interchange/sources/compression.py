@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, Final, cast
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.sources.limits import MAX_UNPACKED_BYTES, refuse_bomb
-from replaylake.datastore.interchange.sources.refusal import unreadable
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
 
 HEAD_BYTES: Final = 16
 # Whole headers, and not the two bytes that name the kind: the length in front of a TFRecord's first
@@ -43,21 +43,22 @@ UNPACKING_ERRORS: Final = (
 )
 
 
-def packing_of(head: bytes) -> str | None:
+def detect_compression(head: bytes) -> str | None:
     """Return gz, bz2 or zst, or None for a file that is as it is."""
     return next((kind for kind, magic in _MAGIC.items() if magic.match(head)), None)
 
 
-def unpacked_name(name: str) -> str:
+def strip_suffix(name: str) -> str:
     """Return what a packed file's name is without the packing's suffix."""
     return _SUFFIXES.sub("", name)
 
 
-def unpacking(packing: str, stored: BinaryIO, name: str, num_stored: int | None) -> BinaryIO:
+def open_unpacked(packing: str, stored: BinaryIO, name: str, num_stored: int | None) -> BinaryIO:
     """Return what a packed stream unpacks to, for reading in order; closing it closes `stored`.
 
     `num_stored` is how much the disk holds of it where `stored` is itself unpacked. Reading raises
-    SourceInvalid naming the file if the stream is torn, or unpacks to far more than was read of it.
+    SourceInvalidError naming the file if the stream is torn, or unpacks to far more than was read
+    of it.
     """
 
     def read_so_far() -> int:
@@ -65,20 +66,20 @@ def unpacking(packing: str, stored: BinaryIO, name: str, num_stored: int | None)
         return read if num_stored is None else min(read, num_stored)
 
     try:
-        return counted(_decoder(packing, stored), name, read_so_far, stored)
+        return guard_stream(_decoder(packing, stored), name, read_so_far, stored)
     except UNPACKING_ERRORS as error:
         stored.close()
-        raise unreadable(name, error) from error
+        raise unreadable_error(name, error) from error
 
 
-def counted(
+def guard_stream(
     inner: Any, name: str, stored: Callable[[], int], beneath: BinaryIO | None = None
 ) -> BinaryIO:
-    """Return `inner` buffered, its errors as SourceInvalid, its bytes held against what is stored.
+    """Return `inner` buffered, its errors as SourceInvalidError and its bytes within a limit.
 
     Closing it closes `inner` and what is `beneath`.
     """
-    raw = _Counted(inner, name, stored, beneath)
+    raw = _GuardedStream(inner, name, stored, beneath)
     return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
 
 
@@ -90,7 +91,7 @@ def _decoder(packing: str, stored: BinaryIO) -> Any:
     return pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd")
 
 
-class _Counted(io.RawIOBase):
+class _GuardedStream(io.RawIOBase):
     def __init__(
         self, inner: Any, name: str, stored: Callable[[], int], beneath: BinaryIO | None
     ) -> None:
@@ -109,10 +110,10 @@ class _Counted(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             num = int(self._inner.readinto(buffer))
-        except SourceInvalid:
+        except SourceInvalidError:
             raise
         except UNPACKING_ERRORS as error:
-            raise unreadable(self._name, error) from error
+            raise unreadable_error(self._name, error) from error
         self._count += num
         if self._count > MAX_UNPACKED_BYTES:
             refuse_bomb(self._name, self._count, self._stored())

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 
 
-def unreadable(name: str, error: Exception) -> SourceInvalid:
+def unreadable_error(name: str, error: Exception) -> SourceInvalidError:
     """Return the error for a file that the system or its format's library could not read."""
     reason = " ".join(str(error).split()) or type(error).__name__
-    return SourceInvalid(
+    return SourceInvalidError(
         f"{name}: could not be read to its end ({reason}). It may be torn: copy or write it again, "
         "or leave it out."
     )
 
 
-def changed(name: str) -> SourceInvalid:
+def changed_error(name: str) -> SourceInvalidError:
     """Return the error for a file that was written to after it was hashed."""
-    return SourceInvalid(
+    return SourceInvalidError(
         f"{name}: changed while it was being read. Ingest it again once it is complete."
     )
 
 
-def listed(names: Sequence[str], most: int = 10) -> str:
+def format_names(names: Sequence[str], most: int = 10) -> str:
     """Return names as a list for a message, so many of them at most."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

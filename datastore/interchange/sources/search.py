@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from replaylake.datastore.errors import NotFound, SourceInvalid, StorageFailed
-from replaylake.datastore.interchange.sources.compression import unpacked_name
-from replaylake.datastore.interchange.sources.stored import Stored, stored_files
+from replaylake.datastore.errors import NotFoundError, SourceInvalidError, StorageError
+from replaylake.datastore.interchange.sources.compression import strip_suffix
+from replaylake.datastore.interchange.sources.stored import SourceBytes, find_source_bytes
 from replaylake.datastore.interchange.sources.temporary_files import new_file
 
 STDIN: Final = "-"
@@ -30,31 +30,31 @@ _VIDEO_SUFFIXES: Final = (".mp4", ".avi", ".mkv", ".webm", ".mov")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFile:
     """A file: `key` is what it is sorted by, `name` what messages call it, if not by its path."""
 
-    stored: Stored
+    stored: SourceBytes
     relative: str
     key: str
     name: str | None = None
 
 
 @dataclass
-class Search:
+class FileSearch:
     """What was found, by where it lies, and what was passed over: by name, and as video."""
 
-    files: dict[tuple[Path, str], Found] = field(default_factory=dict)
+    files: dict[tuple[Path, str], FoundFile] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
     def add(self, given: Path | str) -> None:
-        """Look where a person says. Raises: NotFound, SourceInvalid, StorageFailed."""
+        """Look where a person says. Raises: NotFoundError, SourceInvalidError, StorageError."""
         path = Path(given)
         try:
             self._add(path, str(given))
         except OSError as error:
             where = error.filename or path
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{where}: could not be looked into ({error.strerror}), expected files that can be "
                 "read. Mend the permission, or leave it out."
             ) from error
@@ -69,11 +69,11 @@ class Search:
         elif glob.has_magic(given):
             self._add_pattern(given)
         else:
-            raise NotFound(f"{path}: found no such file or folder. Check the path.")
+            raise NotFoundError(f"{path}: found no such file or folder. Check the path.")
 
-    def ordered(self) -> Iterator[Found]:
+    def ordered(self) -> Iterator[FoundFile]:
         """Return the files in the natural order of their paths: part-9 before part-10."""
-        yield from sorted(self.files.values(), key=lambda found: _natural(found.key))
+        yield from sorted(self.files.values(), key=lambda found: _natural_key(found.key))
 
     def _walk(self, folder: Path, prefix: str = "") -> None:
         for path in _files_below(folder):
@@ -87,7 +87,7 @@ class Search:
         root = _root(pattern)
         matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
         if not matches:
-            raise NotFound(f"{pattern}: found no file that matches. Check the pattern.")
+            raise NotFoundError(f"{pattern}: found no file that matches. Check the pattern.")
         for path in matches:
             relative = Path(os.path.relpath(path, root)).as_posix()
             if path.is_dir():
@@ -109,23 +109,23 @@ class Search:
             self.references.append(relative)
             return
         where = path.resolve()
-        members = stored_files(where, path.name)
+        members = find_source_bytes(where, path.name)
         if (plain := members.get("")) is not None:
             packed = plain.packing is not None
-            inner = unpacked_name(relative) if packed else relative
-            key = unpacked_name(str(where)) if packed else str(where)
-            self.files.setdefault((where, ""), Found(plain, inner, key))
+            inner = strip_suffix(relative) if packed else relative
+            key = strip_suffix(str(where)) if packed else str(where)
+            self.files.setdefault((where, ""), FoundFile(plain, inner, key))
             return
         folder = os.path.splitext(str(where))[0]
         # An archive that was named is the folder that was named; in a folder it is one of its own.
         beside = "" if is_named else f"{os.path.splitext(relative)[0]}/"
         for member, inside in self._inside(members):
             stored = members[member]
-            inner = unpacked_name(inside) if stored.packing else inside
-            found = Found(stored, beside + inner, f"{folder}/{inner}", f"{path.name}/{inside}")
+            inner = strip_suffix(inside) if stored.packing else inside
+            found = FoundFile(stored, beside + inner, f"{folder}/{inner}", f"{path.name}/{inside}")
             self.files.setdefault((where, member), found)
 
-    def _inside(self, members: dict[str, Stored]) -> Iterator[tuple[str, str]]:
+    def _inside(self, members: dict[str, SourceBytes]) -> Iterator[tuple[str, str]]:
         """Yield the members of a zip with their paths in the folder that holds all of them."""
         kept = [member for member in members if not _is_litter(member)]
         self.skipped += [PurePosixPath(member).name for member in members if member not in kept]
@@ -146,13 +146,13 @@ class Search:
             with os.fdopen(descriptor, "wb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file)
         except OSError as error:
-            raise StorageFailed(
+            raise StorageError(
                 f"{_STDIN_NAME}: could not be kept in a temporary file ({error}), expected room "
                 "for it. Set TMPDIR to a folder with more room, or pass a file."
             ) from error
-        for member, stored in stored_files(path, _STDIN_NAME).items():
+        for member, stored in find_source_bytes(path, _STDIN_NAME).items():
             name = f"{_STDIN_NAME}/{member}" if member else _STDIN_NAME
-            self.files[(path, member)] = Found(stored, member or _STDIN_NAME, f"{name}", name)
+            self.files[(path, member)] = FoundFile(stored, member or _STDIN_NAME, f"{name}", name)
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -166,7 +166,7 @@ def _files_below(folder: Path) -> list[Path]:
     return sorted(path for at, _, names in walked for n in names if (path := Path(at, n)).is_file())
 
 
-def short_names(files: Sequence[Found]) -> Iterator[str]:
+def short_names(files: Sequence[FoundFile]) -> Iterator[str]:
     """Yield what messages call the files: their names, with the folder where two share one."""
     counts: dict[str, int] = {}
     for found in files:
@@ -201,7 +201,7 @@ def _is_junk(relative: str) -> bool:
     return hidden or _is_litter(relative) or name in _JUNK_NAMES or name.endswith(_JUNK_SUFFIXES)
 
 
-def _natural(path: str) -> tuple[list[tuple[int, int, str]], str]:
+def _natural_key(path: str) -> tuple[list[tuple[int, int, str]], str]:
     """Sort part-9 before part-10, and part-1 before part-01 wherever they come from."""
     parts = re.split(r"(\d+)", path)
     return [(1, int(p), "") if p.isdigit() else (0, 0, p) for p in parts], path

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.sources.refusal import unreadable as unreadable
-from replaylake.datastore.interchange.sources.search import Found, Search, short_names
-from replaylake.datastore.interchange.sources.stored import Stored
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.search import FileSearch, FoundFile, short_names
+from replaylake.datastore.interchange.sources.stored import SourceBytes
 
 _READ_BYTES: Final = 1 << 20
 OnBytes = Callable[[int, int | None], None]
@@ -33,7 +33,7 @@ class SourceFile:
     suffix. `num_bytes` and `sha256` are of the unpacked bytes.
     """
 
-    stored: Stored
+    stored: SourceBytes
     name: str
     relative: str
     num_bytes: int
@@ -49,7 +49,7 @@ class SourceFile:
         """Where the bytes lie on this machine.
 
         A packed file is unpacked on first use, to a temporary file that is there as long as this
-        object is. Raises: SourceInvalid, StorageFailed.
+        object is. Raises: SourceInvalidError, StorageError.
         """
         if not self.stored.is_packed:
             return self.stored.path
@@ -58,23 +58,23 @@ class SourceFile:
         return path
 
     def head(self, num_bytes: int) -> bytes:
-        """Return the first bytes. Raises: SourceInvalid if the file cannot be read."""
+        """Return the first bytes. Raises: SourceInvalidError if the file cannot be read."""
         try:
             with self.open() as stream:
                 return stream.read(num_bytes)
         except OSError as error:
-            raise unreadable(self.name, error) from error
+            raise unreadable_error(self.name, error) from error
 
     def open(self) -> BinaryIO:
         """Open the bytes for reading in order, unpacked as they are read; nothing is written.
 
         Only a file that is not packed can be read from elsewhere than its start. Raises:
-        SourceInvalid, here or while it is read.
+        SourceInvalidError, here or while it is read.
         """
         return self.stored.open(self.name)
 
     def check_unchanged(self) -> None:
-        """Refuse a file that was written to after it was hashed. Raises: SourceInvalid."""
+        """Refuse a file that was written to after it was hashed. Raises: SourceInvalidError."""
         self.stored.check_unchanged(self.name)
 
 
@@ -105,23 +105,24 @@ def find_source(given: Sequence[Path | str], on_bytes: OnBytes | None = None) ->
     much of the files was hashed, of how much; the latter is None where one is packed. Cost: one
     pass over the bytes.
 
-    Raises: NotFound if a path does not exist, SourceInvalid if there is no file, one is empty,
-    unreadable or not safe to unpack, StorageFailed if standard input does not fit on the disk.
+    Raises: NotFoundError if a path does not exist, SourceInvalidError if there is no file, one is
+    empty, unreadable or not safe to unpack, StorageError if standard input does not fit on the
+    disk.
     """
-    search = Search()
+    search = FileSearch()
     for path in given:
         search.add(path)
     files = list(search.ordered())
     if not files:
         videos = f" (but {len(search.references)} video files)" if search.references else ""
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{', '.join(map(str, given))}: found no data file{videos}, expected at least one. "
             "Pass files, or a folder of them."
         )
-    return _hashed(files, search, on_bytes)
+    return _hash_files(files, search, on_bytes)
 
 
-def _hashed(found: Sequence[Found], search: Search, on_bytes: OnBytes | None) -> Source:
+def _hash_files(found: Sequence[FoundFile], search: FileSearch, on_bytes: OnBytes | None) -> Source:
     files: dict[str, SourceFile] = {}
     notes, repeated = [], []
     is_packed = any(one.stored.is_packed for one in found)
@@ -141,7 +142,7 @@ def _hashed(found: Sequence[Found], search: Search, on_bytes: OnBytes | None) ->
     for one, name in zip(found, short_names(found), strict=True):
         file = _hash(one, name, told)
         if file.num_bytes == 0:
-            raise SourceInvalid(f"{name}: found 0 bytes, expected data. Leave the file out.")
+            raise SourceInvalidError(f"{name}: found 0 bytes, expected data. Leave the file out.")
         if (first := files.setdefault(file.sha256, file)) is not file:
             repeated.append(first)
             notes.append(f"{name} holds the same bytes as {first.name}: committed once")
@@ -151,7 +152,7 @@ def _hashed(found: Sequence[Found], search: Search, on_bytes: OnBytes | None) ->
     )
 
 
-def _hash(found: Found, name: str, on_bytes: Callable[[int], None]) -> SourceFile:
+def _hash(found: FoundFile, name: str, on_bytes: Callable[[int], None]) -> SourceFile:
     digest = hashlib.sha256()
     num_bytes = 0
     try:
@@ -161,5 +162,5 @@ def _hash(found: Found, name: str, on_bytes: Callable[[int], None]) -> SourceFil
                 num_bytes += len(block)
                 on_bytes(len(block))
     except OSError as error:
-        raise unreadable(name, error) from error
+        raise unreadable_error(name, error) from error
     return SourceFile(found.stored, name, found.relative, num_bytes, digest.hexdigest())

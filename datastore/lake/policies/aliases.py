@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from replaylake.datastore.errors import CommitConflict, NotFound
+from replaylake.datastore.errors import CommitConflictError, NotFoundError
 from replaylake.datastore.lake.policies.entries import (
-    alias_in,
     alias_key,
     alias_text,
+    find_alias,
+    find_versions,
     now_ms,
-    versions_of,
 )
 from replaylake.datastore.names import check_alias, check_policy_name, new_ulid
 from replaylake.datastore.storage.log.commit_file import Intent, transaction_id
@@ -68,7 +68,7 @@ class Aliases:
         Made to be polled: two reads of small files where nothing is new, 26 us in a local lake (2
         busy cores, 2026-11) and two requests side by side in a remote one.
         """
-        return alias_in(self._log.newest(), name, alias)
+        return find_alias(self._log.newest(), name, alias)
 
     def move(
         self,
@@ -88,7 +88,8 @@ class Aliases:
 
         With `expected`, only if it points there now; 0 stands for not set. `unmoved`: other aliases
         of the policy and where they still have to point for the move to make sense. Raises:
-        NameRefused; NotFound if there is no such version; CommitConflict if an alias points
+        InvalidNameError; NotFoundError if there is no such version; CommitConflictError if an alias
+        points
         elsewhere: it says where.
         """
         check_policy_name(name)
@@ -98,15 +99,17 @@ class Aliases:
 
         def build(state: LogState) -> Intent:
             nonlocal made
-            if version not in versions_of(state, name):
-                raise NotFound(
+            if version not in find_versions(state, name):
+                raise NotFoundError(
                     f"policy {name}:{version}: not in this lake, expected a version to point "
                     f"{alias} at. `replaylake policies list` names them."
                 )
             # After a lost reply this is called again, with the move made already.
             if made is None or transaction_id(key, 0) not in state.transactions:
-                _check_unmoved(state, name, {**(unmoved or {}), **_claim(alias, expected)})
-                before = alias_in(state, name, alias)
+                _check_unmoved(
+                    state, name, {**(unmoved or {}), **_expected_entries(alias, expected)}
+                )
+                before = find_alias(state, name, alias)
                 made = Move(name, alias, before, version, kind, now_ms(), by, note, forced, gate)
             entries = {alias_key(name, alias): alias_text(version), key: json.dumps(asdict(made))}
             return Intent(key, 0, _OPERATION, entries=entries)
@@ -128,17 +131,17 @@ class Aliases:
         """Point an alias back at the version before, or at `to_version`, if nobody moves it first.
 
         The version before is the one that was there until this one came; rolled back again, the one
-        before that. With `expected`, only if the alias points there. Raises: NotFound if it is not
-        set, or nothing is known to have been before; CommitConflict.
+        before that. With `expected`, only if the alias points there. Raises: NotFoundError if it is
+        not set, or nothing is known to have been before; CommitConflictError.
         """
         current = self.version(name, alias)
         if current is None:
-            raise NotFound(
+            raise NotFoundError(
                 f"policy {name}@{alias}: no such alias, expected one to roll back. "
                 f"`replaylake policies history {name}` has its moves."
             )
         if expected is not None and expected != current:
-            raise _moved(name, alias, current, expected)
+            raise _alias_moved_error(name, alias, current, expected)
         target = self._before(name, alias, current) if to_version is None else to_version
         return self.move(name, alias, target, kind="rollback", expected=current, by=by, note=note)
 
@@ -163,33 +166,35 @@ class Aliases:
         return [move for move in [*earlier, *moves] if name in (None, move.policy)]
 
     def _before(self, name: str, alias: str, current: int) -> int:
-        there = versions_of(self._log.newest(), name)
+        there = find_versions(self._log.newest(), name)
         stack = _stack([move for move in self.history(name) if move.alias == alias])
         for version in reversed(stack[:-1] if stack[-1:] == [current] else stack):
             if version in there and version != current:
                 return version
-        raise NotFound(
+        raise NotFoundError(
             f"policy {name}@{alias}: points at version {current}, found no version that it pointed "
             "at before, expected one to go back to. Name it with --to-version."
         )
 
 
-def _claim(alias: str, expected: int | None) -> dict[str, int | None]:
+def _expected_entries(alias: str, expected: int | None) -> dict[str, int | None]:
     return {} if expected is None else {alias: expected or None}
 
 
 def _check_unmoved(state: LogState, name: str, claims: Mapping[str, int | None]) -> None:
     for alias, expected in claims.items():
-        found = alias_in(state, name, alias)
+        found = find_alias(state, name, alias)
         if found != expected:
-            raise _moved(name, alias, found, expected)
+            raise _alias_moved_error(name, alias, found, expected)
 
 
-def _moved(name: str, alias: str, found: int | None, expected: int | None) -> CommitConflict:
+def _alias_moved_error(
+    name: str, alias: str, found: int | None, expected: int | None
+) -> CommitConflictError:
     texts = [
         "not set" if version is None else f"version {version}" for version in (found, expected)
     ]
-    return CommitConflict(
+    return CommitConflictError(
         f"policy {name}@{alias}: found it at {texts[0]}, expected {texts[1]}: somebody else has "
         f"moved it. `replaylake policies history {name}` says who; look, then run it again."
     )
@@ -226,7 +231,7 @@ def _earlier_moves(log: CommitLog) -> Iterator[Move]:
             continue
         try:
             actions = log.actions(info["version"])
-        except NotFound:  # dropped from the log, which remembers that it was there
+        except NotFoundError:  # dropped from the log, which remembers that it was there
             continue
         for action in actions:
             said = action.get("domainMetadata")

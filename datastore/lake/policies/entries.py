@@ -58,7 +58,7 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def named_versions(state: LogState, kind: str = "policy") -> Iterator[tuple[str, int]]:
+def iter_versions(state: LogState, kind: str = "policy") -> Iterator[tuple[str, int]]:
     """Yield name and version of each `policy`, or of each `deleted` one, in no certain order."""
     prefix = f"{kind}/"
     for key in state.entries:
@@ -67,32 +67,32 @@ def named_versions(state: LogState, kind: str = "policy") -> Iterator[tuple[str,
             yield name, int(version)
 
 
-def versions_of(state: LogState, name: str, kind: str = "policy") -> dict[int, dict[str, Any]]:
+def find_versions(state: LogState, name: str, kind: str = "policy") -> dict[int, dict[str, Any]]:
     """Return the entries of a policy's versions, or of its `deleted` ones."""
     return {
         version: json.loads(state.entries[f"{kind}/{name}/{version}"])
-        for policy, version in named_versions(state, kind)
+        for policy, version in iter_versions(state, kind)
         if policy == name
     }
 
 
-def alias_in(state: LogState, name: str, alias: str) -> int | None:
+def find_alias(state: LogState, name: str, alias: str) -> int | None:
     """Return the version that an alias points at; None if it is not set."""
     text = state.entries.get(alias_key(name, alias))
     return None if text is None else int(json.loads(text)["version"])
 
 
-def aliases_of(state: LogState, name: str, version: int) -> list[str]:
+def list_aliases(state: LogState, name: str, version: int) -> list[str]:
     """Return the aliases that point at a version, sorted."""
     return sorted(_aliases(state).get((name, version), []))
 
 
-def row_of(state: LogState, name: str, version: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+def make_row(state: LogState, name: str, version: int, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `policies list` says of a version, which may be deleted."""
-    return _row(name, version, entry, aliases_of(state, name, version))
+    return _row(name, version, entry, list_aliases(state, name, version))
 
 
-def rows_of(state: LogState) -> list[dict[str, Any]]:
+def make_rows(state: LogState) -> list[dict[str, Any]]:
     """Return the rows of all versions that are there, by name and version."""
     aliases = _aliases(state)
     return [
@@ -102,7 +102,7 @@ def rows_of(state: LogState) -> list[dict[str, Any]]:
             json.loads(state.entries[policy_key(name, version)]),
             sorted(aliases.get((name, version), [])),
         )
-        for name, version in sorted(named_versions(state))
+        for name, version in sorted(iter_versions(state))
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,10 @@ class Exploration:
 
 
 def parse_exploration(text: str | None) -> Exploration:
-    """Read `epsilon=0.05` or `temperature=1`; None is no exploration. Raises: ConfigInvalid."""
+    """Read `epsilon=0.05` or `temperature=1`; None is no exploration.
+
+    Raises: ConfigInvalidError.
+    """
     if text is None:
         return Exploration()
     name, _, number = text.partition("=")
@@ -38,7 +41,7 @@ def parse_exploration(text: str | None) -> Exploration:
         return Exploration(epsilon=value)
     if name == "temperature" and 0 <= value < math.inf:
         return Exploration(temperature=value)
-    raise ConfigInvalid(
+    raise ConfigInvalidError(
         f"--explore: found {text!r}, expected epsilon=E with E from 0 to 1, or temperature=T with "
         "T of 0 or more."
     )

@@ -18,12 +18,12 @@ from replaylake.datastore.episodes.spaces import (
     children,
     num_values,
 )
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.lake.policies.heads import act_from_head
 from replaylake.datastore.lake.policies.log_probs import (
-    action_probs_of,
     check_has_density,
-    log_probs_of,
+    head_action_probs,
+    head_log_probs,
 )
 from replaylake.datastore.lake.policies.policy import (
     HEAD_OUTPUTS,
@@ -92,7 +92,7 @@ class GraphPolicy:
         action_mask: Array | None = None,
     ) -> Array:
         """Return the probability of each action; see Policy.action_probs."""
-        return action_probs_of(
+        return head_action_probs(
             self._spec,
             self._run(graph_inputs(self._spec, observations, state=state)),
             deterministic=deterministic,
@@ -115,7 +115,7 @@ class GraphPolicy:
         """Return log-probabilities of given actions; see Policy.log_probs."""
         # Before the graph is run, whose noise nobody has drawn.
         check_has_density(self._spec, deterministic=deterministic, temperature=temperature)
-        return log_probs_of(
+        return head_log_probs(
             self._spec,
             self._run(graph_inputs(self._spec, observations, state=state)),
             actions,
@@ -155,7 +155,7 @@ def graph_inputs(
     """Check observations [N, *obs] and state [N, S]; returns the graph's inputs by name, in order.
 
     Floats become float32, as replay decodes them for learning; other dtypes stay. Raises:
-    EpisodeInvalid if a shape or dtype differs or a number is not finite: nothing is reshaped.
+    EpisodeInvalidError if a shape or dtype differs or a number is not finite: nothing is reshaped.
     """
     checked = as_values(spec.observation_space, observations, "observation")
     inputs = {
@@ -163,10 +163,10 @@ def graph_inputs(
         for name, array in _leaf_values(spec.observation_space, checked, "observations").items()
     }
     if spec.state_size:
-        inputs[STATE] = _checked_state(spec, state, num_values(checked))
+        inputs[STATE] = _check_state(spec, state, num_values(checked))
     if spec.noise_size:
         if rng is None:
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"act: found no rng, expected a numpy Generator: head {spec.head} draws noise."
             )
         noise = rng.standard_normal((num_values(checked), spec.noise_size))
@@ -174,10 +174,10 @@ def graph_inputs(
     return inputs
 
 
-def _checked_state(spec: PolicySpec, state: Array | None, num: int) -> Array:
+def _check_state(spec: PolicySpec, state: Array | None, num: int) -> Array:
     found = "none" if state is None else f"{state.dtype} {list(state.shape)}"
     if state is None or state.shape != (num, spec.state_size) or state.dtype != np.float32:
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"act: found state {found}, expected float32 [{num}, {spec.state_size}]: the policy "
             "remembers. Pass what the last call returned, and initial_state where an episode "
             "begins."

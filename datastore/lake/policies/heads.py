@@ -17,7 +17,7 @@ from replaylake.datastore.episodes.spaces import (
     Space,
     describe,
 )
-from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
+from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies import multi_categorical
 from replaylake.datastore.lake.policies.policy import DISCRETE_HEADS, Act, PolicySpec
 
@@ -39,11 +39,11 @@ def act_from_head(
 ) -> Act:
     """Turn the graph's outputs into actions and log-probabilities; see Policy.act.
 
-    Raises: EpisodeInvalid too if an output is not finite: an action made of it would be certain of
-    nothing, and say that it is of itself.
+    Raises: EpisodeInvalidError too if an output is not finite: an action made of it would be
+    certain of nothing, and say that it is of itself.
     """
     if spec.head in DISCRETE_HEADS and mask is None and (deterministic or temperature == 0):
-        act = _act_on_one(spec, parameters, rng, epsilon)
+        act = _act_single(spec, parameters, rng, epsilon)
         if act is not None:
             return act
     check_finite(spec, parameters)
@@ -54,7 +54,7 @@ def act_from_head(
         temperature = 0.0 if deterministic else temperature
         return _act_multi(spec, parameters, rng, temperature, epsilon)
     if spec.head == "uniform":
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             "head uniform: found it given to a graph, expected one of the others: it has no graph."
         )
     if spec.head in ("deterministic", "sampled"):
@@ -63,14 +63,14 @@ def act_from_head(
 
 
 def check_head_takes(spec: PolicySpec, *, epsilon: float, mask: Array | None) -> None:
-    """Refuse an epsilon or mask of actions that have none. Raises: SpaceUnsupported."""
+    """Refuse an epsilon or mask of actions that have none. Raises: SpaceUnsupportedError."""
     if mask is not None and not isinstance(spec.action_space, Discrete):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"head {spec.head}: found an action mask, which only Discrete actions have. Leave it "
             "out."
         )
     if epsilon and isinstance(spec.action_space, Box):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"head {spec.head}: found epsilon > 0, which only countable actions have. Leave it "
             "out, or explore with temperature."
         )
@@ -88,14 +88,14 @@ def _act_multi(
     uniforms = None
     if temperature or epsilon:
         num_elements = len(multi_categorical.element_sizes(space))
-        uniforms = needed(rng).random((len(logits), 1 + num_elements))
+        uniforms = require_rng(rng).random((len(logits), 1 + num_elements))
     options = {"temperature": temperature, "epsilon": epsilon}
     actions = multi_categorical.draw(space, logits, uniforms, **options)
     log_probs = multi_categorical.log_probs(space, logits, actions, **options)
     return Act(actions, log_probs.astype(np.float32))
 
 
-def _act_on_one(
+def _act_single(
     spec: PolicySpec,
     parameters: Mapping[str, Array],
     rng: np.random.Generator | None,
@@ -120,7 +120,7 @@ def _act_on_one(
         for action in range(len(row)):
             total += best if action == choice else other
             sums.append(total)
-        threshold, mode = float(needed(rng).random((1, 1))[0, 0]) * total, choice
+        threshold, mode = float(require_rng(rng).random((1, 1))[0, 0]) * total, choice
         choice = next((i for i, upto in enumerate(sums) if upto > threshold), 0)
         log_prob = np.log(best if choice == mode else other)
     q_values = np.asarray(scores, np.float32) if spec.head == "q_values" else None
@@ -152,7 +152,7 @@ def _act_discrete(
             mask=mask,
         )
         num = len(probs)
-        uniforms = needed(rng).random((num, 1))
+        uniforms = require_rng(rng).random((num, 1))
         cumulative = np.add.accumulate(probs, axis=1)
         # Scaled by the total, because float sums end at 1 - 1e-16 and argmax of all-False is 0.
         choices = (cumulative > uniforms * cumulative[:, -1:]).argmax(axis=1)
@@ -176,7 +176,7 @@ def discrete_probs(
 ) -> Array:
     """Return the probabilities float64 [N, A] that a categorical or q_values head draws from.
 
-    Raises: EpisodeInvalid for a temperature below 0, or a mask that does not fit.
+    Raises: EpisodeInvalidError for a temperature below 0, or a mask that does not fit.
     """
     scores = _scores(spec, parameters, mask)
     num, num_actions = scores.shape
@@ -185,7 +185,7 @@ def discrete_probs(
         probs[np.arange(num), scores.argmax(axis=1)] = 1.0
     else:
         if temperature < 0:
-            raise EpisodeInvalid(f"temperature: found {temperature}, expected 0 or more.")
+            raise EpisodeInvalidError(f"temperature: found {temperature}, expected 0 or more.")
         logits = scores / temperature
         # The ufuncs themselves: for one observation the arrays' methods cost more than the sums.
         logits -= np.maximum.reduce(logits, axis=1, keepdims=True)
@@ -206,7 +206,7 @@ def _scores(spec: PolicySpec, parameters: Mapping[str, Array], mask: Array | Non
     scores = np.asarray(parameters[_SCORES[spec.head]], dtype=np.float64)
     if mask is None:
         return scores
-    return np.where(_checked_mask(mask, *scores.shape), scores, -np.inf)
+    return np.where(_check_mask(mask, *scores.shape), scores, -np.inf)
 
 
 def _act_gaussian(
@@ -232,7 +232,7 @@ def _act_gaussian(
         actions = center + scale * np.tanh(means) if squashed else means
         return Act(_to_box(space, actions), None)
     stds = np.exp(np.asarray(parameters["log_stds"], np.float64)) * temperature
-    noise = needed(rng).standard_normal(means.shape)
+    noise = require_rng(rng).standard_normal(means.shape)
     raw = means + stds * noise
     log_probs = (-0.5 * (noise**2 + LOG_2PI) - np.log(stds)).sum(axis=1)
     if not squashed:
@@ -253,9 +253,12 @@ def _to_box(space: Space, actions: Array) -> Array:
 
 
 def box_bounds(space: Space) -> Array:
-    """Return a Box's bounds, float64 [2, *shape]. Raises: SpaceUnsupported for another space."""
+    """Return a Box's bounds, float64 [2, *shape].
+
+    Raises: SpaceUnsupportedError for another space.
+    """
     if not isinstance(space, Box):
-        raise SpaceUnsupported(f"found action space {describe(space)}, expected a Box.")
+        raise SpaceUnsupportedError(f"found action space {describe(space)}, expected a Box.")
     return np.stack(
         [
             np.broadcast_to(np.asarray(bound, np.float64), space.shape)
@@ -265,37 +268,37 @@ def box_bounds(space: Space) -> Array:
 
 
 def check_finite(spec: PolicySpec, parameters: Mapping[str, Array]) -> None:
-    """Refuse a graph's outputs that are not finite. Raises: EpisodeInvalid."""
+    """Refuse a graph's outputs that are not finite. Raises: EpisodeInvalidError."""
     for name, array in parameters.items():
         is_finite = np.isfinite(array)
         if not np.logical_and.reduce(is_finite, axis=None):
             row = int((~is_finite).reshape(len(is_finite), -1).any(axis=1).argmax())
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"head {spec.head}: found {name} that are not finite for observation {row}, "
                 "expected numbers. The policy's graph cannot take this observation; look at its "
                 "scale, or train the policy again."
             )
 
 
-def _checked_mask(mask: Array, num: int, num_actions: int) -> Array:
+def _check_mask(mask: Array, num: int, num_actions: int) -> Array:
     mask = np.asarray(mask)
     if mask.shape != (num, num_actions) or mask.dtype != np.bool_:
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"action_mask: found {mask.dtype} {list(mask.shape)}, "
             f"expected bool [{num}, {num_actions}]."
         )
     if not mask.any(axis=1).all():
         row = int((~mask.any(axis=1)).argmax())
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"action_mask row {row}: found no allowed action, expected at least one."
         )
     return mask
 
 
-def needed(rng: np.random.Generator | None) -> np.random.Generator:
-    """Return the generator. Raises: EpisodeInvalid if there is none."""
+def require_rng(rng: np.random.Generator | None) -> np.random.Generator:
+    """Return the generator. Raises: EpisodeInvalidError if there is none."""
     if rng is None:
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             "act: found no rng, expected a numpy Generator, because this action is drawn at random."
         )
     return rng

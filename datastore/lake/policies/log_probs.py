@@ -20,7 +20,7 @@ from replaylake.datastore.episodes.spaces import (
     as_values,
     check_bounds,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies import multi_categorical
 from replaylake.datastore.lake.policies.heads import (
     LOG_2PI,
@@ -36,7 +36,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 UNIT_LIMIT: Final = 1 - 2.0**-24
 
 
-def action_probs_of(
+def head_action_probs(
     spec: PolicySpec,
     parameters: Mapping[str, Array],
     *,
@@ -47,10 +47,10 @@ def action_probs_of(
 ) -> Array:
     """Return the probability of each Discrete action, float64 [N, A]; see Policy.action_probs.
 
-    Raises: SpaceUnsupported for a head whose actions cannot be listed; EpisodeInvalid.
+    Raises: SpaceUnsupportedError for a head whose actions cannot be listed; EpisodeInvalidError.
     """
     if not isinstance(spec.action_space, Discrete):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"head {spec.head}: found probabilities of every action asked for, which only Discrete "
             "actions have. Ask for log_probs of given actions."
         )
@@ -65,7 +65,7 @@ def action_probs_of(
     )
 
 
-def log_probs_of(
+def head_log_probs(
     spec: PolicySpec,
     parameters: Mapping[str, Array],
     actions: Any,
@@ -79,15 +79,15 @@ def log_probs_of(
 
     -inf where the head never chooses the action, NaN where it has no density: a plain gaussian's
     action on a bound, where draws beyond it were clipped to. See Policy.log_probs. Raises:
-    SpaceUnsupported naming the head if it has no density at all; EpisodeInvalid for actions that
-    are not of the space.
+    SpaceUnsupportedError naming the head if it has no density at all; EpisodeInvalidError for
+    actions that are not of the space.
     """
     actions = as_values(spec.action_space, actions, "action")
     if not isinstance(spec.action_space, Box):
         # -1 would be looked up as the last one.
         check_bounds(spec.action_space, actions, "action")
     if isinstance(spec.action_space, Discrete):
-        probs = action_probs_of(
+        probs = head_action_probs(
             spec,
             parameters,
             deterministic=deterministic,
@@ -95,7 +95,7 @@ def log_probs_of(
             epsilon=epsilon,
             mask=mask,
         )
-        return of_actions(probs, actions, spec.action_space)
+        return gather_log_probs(probs, actions, spec.action_space)
     check_has_density(spec, deterministic=deterministic, temperature=temperature)
     check_head_takes(spec, epsilon=epsilon, mask=mask)
     check_finite(spec, parameters)
@@ -113,23 +113,23 @@ def log_probs_of(
 def check_has_density(
     spec: PolicySpec, *, deterministic: bool = True, temperature: float = 1.0
 ) -> None:
-    """Refuse a head that gives no action a probability. Raises: SpaceUnsupported naming it."""
+    """Refuse a head that gives no action a probability. Raises: SpaceUnsupportedError naming it."""
     if not isinstance(spec.action_space, Box) or spec.head == "uniform":
         return
     if spec.head in ("deterministic", "sampled"):
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"head {spec.head}: found log-probabilities asked for, expected a head with a density: "
             "gaussian, squashed_gaussian, or one of countable actions. Importance sampling cannot "
             "evaluate this policy; fitted Q evaluation can."
         )
     if deterministic or temperature == 0:
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"head {spec.head}: found log-probabilities of its mode asked for, which has no "
             "density. Draw from it instead (temperature 1), or use fitted Q evaluation."
         )
 
 
-def of_actions(probs: Array, actions: Array, space: Discrete) -> Array:
+def gather_log_probs(probs: Array, actions: Array, space: Discrete) -> Array:
     """Return ln of each row's probability of its action: probs [N, A], actions [N] to [N]."""
     with np.errstate(divide="ignore"):
         log_probs: Array = np.log(probs[np.arange(len(probs)), actions - space.start])

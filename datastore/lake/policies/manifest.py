@@ -13,11 +13,11 @@ from typing import Any, Final
 from replaylake.datastore.episodes.encoding import from_json as encoding_from_json
 from replaylake.datastore.episodes.spaces import from_json, to_json
 from replaylake.datastore.errors import (
-    FormatTooNew,
-    NotFound,
-    PackageInvalid,
+    FormatTooNewError,
+    NotFoundError,
+    PackageInvalidError,
     ReplayLakeError,
-    ShardCorrupt,
+    ShardCorruptError,
 )
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.storage.storage import Blob, LocalStorage, Storage
@@ -25,12 +25,12 @@ from replaylake.datastore.version import VERSION
 
 # 2: the policy has a state. Of what has none, 1 is written: any ReplayLake can act with it.
 FORMAT_VERSION: Final = 2
-_WITHOUT_STATE: Final = 1
+_STATELESS_VERSION: Final = 1
 GRAPH: Final = "policy.onnx"
 MANIFEST: Final = "manifest.json"
 LEARNER: Final = "learner.safetensors"
 # What this module writes itself; a caller's manifest says the rest.
-_OWN_FIELDS: Final = ("format_version", "written_by", "created_at", "policy", "files")
+_RESERVED_FIELDS: Final = ("format_version", "written_by", "created_at", "policy", "files")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def fetch_package(storage: Storage, folder: str, manifest_sha256: str | None = N
 
     Where the lake is remote its files are copied, and checked against the manifest as they are.
     manifest_sha256: what the registry has; None where it has nothing, and nothing is checked.
-    Raises: StorageFailed, NotFound, PackageInvalid.
+    Raises: StorageError, NotFoundError, PackageInvalidError.
     """
     if isinstance(storage, LocalStorage):
         path = storage.local(folder)
@@ -66,13 +66,13 @@ def fetch_package(storage: Storage, folder: str, manifest_sha256: str | None = N
             # A copy of this machine's went bad since it was checked; what it was made of need not.
             storage.forget([manifest.path])
             (path,) = storage.fetch([manifest])
-        storage.fetch([Blob(f"{folder}/{name}", *about) for name, about in _listed(path)])
-    except ShardCorrupt as error:
-        raise PackageInvalid(f"policy package: {error}") from error
+        storage.fetch([Blob(f"{folder}/{name}", *about) for name, about in _list_files(path)])
+    except ShardCorruptError as error:
+        raise PackageInvalidError(f"policy package: {error}") from error
     return path.parent
 
 
-def _listed(manifest: Path) -> list[tuple[str, tuple[int, str]]]:
+def _list_files(manifest: Path) -> list[tuple[str, tuple[int, str]]]:
     """Return (name, (bytes, sha256)) of a manifest's files; none where it says nothing of sense.
 
     Whoever reads the package finds out what is wrong with it.
@@ -84,14 +84,14 @@ def _listed(manifest: Path) -> list[tuple[str, tuple[int, str]]]:
         return []
 
 
-def read_checked(
+def read_verified(
     directory: Path, manifest_sha256: str | None = None
 ) -> tuple[Manifest, dict[str, bytes]]:
     """Return a package's manifest and the bytes of every file that it lists, checked.
 
     Each file is read once, so that what is used is what was checked. manifest_sha256: that of a
     registered version, PolicyRef's; None for a package from outside of a lake, whose manifest
-    nothing vouches for. Raises: NotFound, FormatTooNew, PackageInvalid.
+    nothing vouches for. Raises: NotFoundError, FormatTooNewError, PackageInvalidError.
     """
     path = directory / MANIFEST
     data = _read_manifest(directory, manifest_sha256)
@@ -101,33 +101,38 @@ def read_checked(
         _refuse_newer(directory, version, body)
         spec = _spec_from_json(body["policy"])
         hashes = {str(name): str(entry["sha256"]) for name, entry in body["files"].items()}
-    except FormatTooNew:
+    except FormatTooNewError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, ReplayLakeError) as error:
-        raise PackageInvalid(
-            f"{path}: is no manifest of format {_WITHOUT_STATE} or {FORMAT_VERSION} "
+        raise PackageInvalidError(
+            f"{path}: is no manifest of format {_STATELESS_VERSION} or {FORMAT_VERSION} "
             f"({type(error).__name__}: {error}). Package the policy again."
         ) from error
     if GRAPH not in hashes:
-        raise PackageInvalid(f"{path}: found files {sorted(hashes)}, expected {GRAPH} among them.")
-    files = {name: _verified(directory, name, sha256) for name, sha256 in hashes.items()}
+        raise PackageInvalidError(
+            f"{path}: found files {sorted(hashes)}, expected {GRAPH} among them."
+        )
+    files = {name: _read_verified(directory, name, sha256) for name, sha256 in hashes.items()}
     return Manifest(spec, body, _sha256(data)), files
 
 
 def _read_manifest(directory: Path, sha256: str | None) -> bytes:
-    """Return manifest.json, of that hash where one is given. Raises: NotFound, PackageInvalid."""
+    """Return manifest.json, of that hash where one is given.
+
+    Raises: NotFoundError, PackageInvalidError.
+    """
     path = directory / MANIFEST
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise NotFound(
+        raise NotFoundError(
             f"{directory}: found no {MANIFEST}, expected a policy package. Give the directory that "
             "`replaylake package` wrote."
         ) from error
     except OSError as error:
-        raise PackageInvalid(f"{path}: cannot be read: {error.strerror}.") from error
+        raise PackageInvalidError(f"{path}: cannot be read: {error.strerror}.") from error
     if sha256 is not None and (found := _sha256(data)) != sha256:
-        raise PackageInvalid(
+        raise PackageInvalidError(
             f"{path}: found sha256 {found[:16]}, expected {sha256[:16]} as it was registered: the "
             "manifest was altered. Restore it from a copy of the lake, or register the policy "
             "again."
@@ -141,29 +146,29 @@ def _sha256(data: bytes) -> str:
 
 def _refuse_newer(directory: Path, version: int, body: Mapping[str, Any]) -> None:
     if version > FORMAT_VERSION:
-        raise FormatTooNew(
+        raise FormatTooNewError(
             f"{directory}: found policy package format {version}, this ReplayLake {VERSION} reads "
             f"up to {FORMAT_VERSION}. Install ReplayLake {body.get('written_by', 'newer')} or "
             "later."
         )
 
 
-def _verified(directory: Path, name: str, sha256: str) -> bytes:
+def _read_verified(directory: Path, name: str, sha256: str) -> bytes:
     if Path(name).name != name:
-        raise PackageInvalid(
+        raise PackageInvalidError(
             f"{directory / MANIFEST}: found file {name!r}, expected names in the package's own "
             "folder."
         )
     try:
         data = (directory / name).read_bytes()
     except OSError as error:
-        raise PackageInvalid(
+        raise PackageInvalidError(
             f"{directory / name}: {error.strerror}, expected the file that the manifest lists. "
             "Package the policy again."
         ) from error
     found = _sha256(data)
     if found != sha256:
-        raise PackageInvalid(
+        raise PackageInvalidError(
             f"{directory / name}: found sha256 {found[:16]}, expected {sha256[:16]} as the "
             "manifest says: the file was altered. Package the policy again."
         )
@@ -173,12 +178,17 @@ def _verified(directory: Path, name: str, sha256: str) -> bytes:
 def manifest_bytes(
     spec: PolicySpec, manifest: Mapping[str, Any], files: Mapping[str, bytes]
 ) -> bytes:
-    """Return manifest.json for these files. Raises: PackageInvalid if the fields are no JSON."""
-    taken = sorted(set(manifest) & set(_OWN_FIELDS))
+    """Return manifest.json for these files.
+
+    Raises: PackageInvalidError if the fields are no JSON.
+    """
+    taken = sorted(set(manifest) & set(_RESERVED_FIELDS))
     if taken:
-        raise PackageInvalid(f"manifest: found fields {taken}, which the package writes itself.")
+        raise PackageInvalidError(
+            f"manifest: found fields {taken}, which the package writes itself."
+        )
     body = {
-        "format_version": FORMAT_VERSION if spec.state_size else _WITHOUT_STATE,
+        "format_version": FORMAT_VERSION if spec.state_size else _STATELESS_VERSION,
         "written_by": VERSION,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "policy": _spec_to_json(spec),
@@ -190,12 +200,12 @@ def manifest_bytes(
     try:
         return json.dumps(body, indent=2, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:
-        raise PackageInvalid(
+        raise PackageInvalidError(
             f"manifest: {error}; expected finite numbers, strings, lists and objects only."
         ) from error
 
 
-def stamped(manifest: Manifest, name: str, version: int) -> bytes:
+def stamp_manifest(manifest: Manifest, name: str, version: int) -> bytes:
     """Return manifest.json with the name and version that the package is registered as."""
     body = {**manifest.body, "name": name, "version": version}
     return json.dumps(body, indent=2).encode() + b"\n"

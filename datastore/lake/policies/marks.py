@@ -10,10 +10,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.policies.entries import (
-    aliases_of,
     deleted_key,
+    list_aliases,
     note_prefix,
     now_ms,
     policy_key,
@@ -34,7 +34,7 @@ class Note:
     at_ms: int
 
 
-def notes_in(state: LogState, name: str, version: int) -> list[Note]:
+def read_notes(state: LogState, name: str, version: int) -> list[Note]:
     """Return the notes on a version, oldest first."""
     prefix = note_prefix(name, version)
     return [
@@ -44,28 +44,33 @@ def notes_in(state: LogState, name: str, version: int) -> list[Note]:
     ]
 
 
-def is_protected_in(state: LogState, name: str, version: int) -> bool:
+def is_protected(state: LogState, name: str, version: int) -> bool:
     """Whether a version cannot be deleted."""
     return protect_key(name, version) in state.entries
 
 
-class Marks:
+class VersionNotes:
     """Notes on versions, their protection and deletion, in one lake."""
 
     def __init__(self, log: CommitLog) -> None:
         self._log = log
 
     def add_note(self, name: str, version: int, text: str, *, by: str | None = None) -> Note:
-        """Note something of a version. Raises: NotFound; ConfigInvalid for a text of no words."""
+        """Note something of a version.
+
+        Raises: NotFoundError; ConfigInvalidError for a text of no words.
+        """
         if not text.strip():
-            raise ConfigInvalid(f"note on {name}:{version}: found no text, expected some words.")
+            raise ConfigInvalidError(
+                f"note on {name}:{version}: found no text, expected some words."
+            )
         note = Note(text.strip(), by, now_ms())
         ulid = new_ulid()
 
         def build(state: LogState) -> Intent:
             _entry(state, name, version)
             # Numbered, as two may be of one millisecond.
-            number = len(notes_in(state, name, version))
+            number = len(read_notes(state, name, version))
             key = f"{note_prefix(name, version)}{number:06d}-{ulid}"
             entries = {key: json.dumps(asdict(note))}
             return Intent(f"note/{ulid}", 0, "NOTE POLICY", entries=entries)
@@ -78,11 +83,11 @@ class Marks:
     ) -> bool:
         """Keep a version from deletion, or allow it again; return whether that changed anything.
 
-        Raises: NotFound.
+        Raises: NotFoundError.
         """
         producer = f"protect/{new_ulid()}"
         text = json.dumps({"by": by, "at_ms": now_ms()}) if is_on else None
-        if is_protected_in(self._log.newest(), name, version) == is_on:
+        if is_protected(self._log.newest(), name, version) == is_on:
             _entry(self._log.newest(), name, version)
             return False
 
@@ -103,8 +108,8 @@ class Marks:
     ) -> dict[str, Any]:
         """Delete a version; its lineage stays on record, its number is not given again.
 
-        Returns the record. The package's files go with the next vacuum. Raises: NotFound;
-        ConfigInvalid for a version that is protected, or that an alias points at.
+        Returns the record. The package's files go with the next vacuum. Raises: NotFoundError;
+        ConfigInvalidError for a version that is protected, or that an alias points at.
         """
         producer = f"delete-policy/{new_ulid()}"
         record: dict[str, Any] = {}
@@ -129,7 +134,7 @@ class Marks:
 def _entry(state: LogState, name: str, version: int) -> str:
     text = state.entries.get(policy_key(name, version))
     if text is None:
-        raise NotFound(
+        raise NotFoundError(
             f"policy {name}:{version}: not in this lake, expected one of its versions. "
             "`replaylake policies list` names them."
         )
@@ -138,13 +143,13 @@ def _entry(state: LogState, name: str, version: int) -> str:
 
 def _deletable(state: LogState, name: str, version: int) -> str:
     entry = _entry(state, name, version)
-    if is_protected_in(state, name, version):
-        raise ConfigInvalid(
+    if is_protected(state, name, version):
+        raise ConfigInvalidError(
             f"policy {name}:{version}: found it protected, expected one that may go. "
             f"`replaylake policies unprotect {name}:{version}` allows it."
         )
-    if aliases := aliases_of(state, name, version):
-        raise ConfigInvalid(
+    if aliases := list_aliases(state, name, version):
+        raise ConfigInvalidError(
             f"policy {name}:{version}: found {', '.join(aliases)} pointing at it, expected no "
             "alias. Point it at another version with `replaylake promote` first."
         )

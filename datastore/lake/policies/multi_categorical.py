@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array, MultiBinary, MultiDiscrete
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 
 
 def element_sizes(space: MultiDiscrete | MultiBinary) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def log_probs(
 def _probs(space: MultiDiscrete | MultiBinary, logits: Array, temperature: float) -> list[Array]:
     """Return the probabilities float64 [N, n] of each element's values."""
     if temperature < 0:
-        raise EpisodeInvalid(f"temperature: found {temperature}, expected 0 or more.")
+        raise EpisodeInvalidError(f"temperature: found {temperature}, expected 0 or more.")
     logits = np.asarray(logits, np.float64)
     each = np.split(logits, np.cumsum(element_sizes(space))[:-1], axis=1)
     if temperature == 0:

@@ -25,11 +25,11 @@ from replaylake.datastore.episodes.spaces import (
     Array,
 )
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    ExtraMissing,
-    NotFound,
-    PackageInvalid,
-    StorageFailed,
+    AlreadyExistsError,
+    ExtraMissingError,
+    NotFoundError,
+    PackageInvalidError,
+    StorageError,
 )
 from replaylake.datastore.lake.policies.graph_policy import (
     GraphPolicy,
@@ -42,7 +42,7 @@ from replaylake.datastore.lake.policies.manifest import (
     MANIFEST,
     Manifest,
     manifest_bytes,
-    read_checked,
+    read_verified,
 )
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.names import new_ulid
@@ -53,7 +53,10 @@ class GraphSession:
     """A policy's graph, run by onnxruntime on numpy arrays; threads may share one."""
 
     def __init__(self, onnx: bytes, spec: PolicySpec, what: str = GRAPH) -> None:
-        """Load the graph. Raises: PackageInvalid if it does not parse or does not fit the spec."""
+        """Load the graph.
+
+        Raises: PackageInvalidError if it does not parse or does not fit the spec.
+        """
         options = onnxruntime.SessionOptions()
         # One small matrix product a request: a thread pool costs more than it saves, and its
         # spinning workers take the cores from other requests.
@@ -66,7 +69,7 @@ class GraphSession:
                 onnx, options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # onnxruntime's errors share no base class but this
-            raise PackageInvalid(
+            raise PackageInvalidError(
                 f"{what}: onnxruntime {onnxruntime.__version__} cannot load it: {error}. Package "
                 "the policy again."
             ) from error
@@ -82,7 +85,7 @@ class GraphSession:
     def _check_names(kind: str, found: Any, expected: tuple[str, ...], what: str) -> None:
         names = tuple(value.name for value in found)
         if names != expected:
-            raise PackageInvalid(
+            raise PackageInvalidError(
                 f"{what}: found {kind} {list(names)}, expected {list(expected)} for the spaces and "
                 "head that the manifest names. Package the policy again."
             )
@@ -114,8 +117,8 @@ def save_package(
         manifest: JSON object of what else is to be known (algorithm, config, data, metrics, ...).
         learner_weights: named arrays for resuming, or None to leave them out.
 
-    Raises: AlreadyExists if `directory` does, PackageInvalid if the manifest is no JSON or uses a
-    field that is written here, StorageFailed if the disk refuses.
+    Raises: AlreadyExistsError if `directory` does, PackageInvalidError if the manifest is no JSON
+    or uses a field that is written here, StorageError if the disk refuses.
     """
     directory = Path(directory)
     files = {GRAPH: onnx}
@@ -125,7 +128,7 @@ def save_package(
         )
     files[MANIFEST] = manifest_bytes(spec, manifest, files)
     if directory.exists():
-        raise AlreadyExists(
+        raise AlreadyExistsError(
             f"{directory}: found a file or folder of that name, expected a free name for the "
             "policy package. Choose another; a package is never overwritten."
         )
@@ -139,7 +142,7 @@ def save_package(
         fsync_folder(directory.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise StorageFailed(
+        raise StorageError(
             f"{directory}: {error.strerror or error} while the policy package was written. Nothing "
             "of it was kept; make room or mend the permission and run it again."
         ) from error
@@ -149,34 +152,37 @@ def check_package(directory: Path, manifest_sha256: str | None = None) -> Manife
     """Verify the format version and every sha256, and return the manifest.
 
     manifest_sha256: of a registered version that of its PolicyRef.
-    Raises: NotFound if there is no package, FormatTooNew if a newer ReplayLake wrote it,
-    PackageInvalid naming the file that is missing, altered or unreadable.
+    Raises: NotFoundError if there is no package, FormatTooNewError if a newer ReplayLake wrote it,
+    PackageInvalidError naming the file that is missing, altered or unreadable.
     """
-    return read_checked(Path(directory), manifest_sha256)[0]
+    return read_verified(Path(directory), manifest_sha256)[0]
 
 
 def load_policy(directory: Path, manifest_sha256: str | None = None) -> PackagedPolicy:
     """Check a package and return its policy, which acts as the trained learner does.
 
     manifest_sha256: as check_package.
-    Raises: as check_package; PackageInvalid too if the graph does not fit its spec.
+    Raises: as check_package; PackageInvalidError too if the graph does not fit its spec.
     """
     directory = Path(directory)
-    manifest, files = read_checked(directory, manifest_sha256)
+    manifest, files = read_verified(directory, manifest_sha256)
     return PackagedPolicy(files[GRAPH], manifest, str(directory / GRAPH))
 
 
 def graph_policy(onnx: bytes, spec: PolicySpec, what: str = GRAPH) -> GraphPolicy:
-    """Return a policy of a graph alone. Raises: PackageInvalid if it does not fit the spec."""
+    """Return a policy of a graph alone. Raises: PackageInvalidError if it does not fit the spec."""
     return GraphPolicy(spec, GraphSession(onnx, spec, what).run)
 
 
 def load_learner_weights(directory: Path, manifest_sha256: str | None = None) -> dict[str, Array]:
-    """Return the arrays to resume from, checked. Raises: as check_package; NotFound if left out."""
+    """Return the arrays to resume from, checked.
+
+    Raises: as check_package; NotFoundError if left out.
+    """
     directory = Path(directory)
-    files = read_checked(directory, manifest_sha256)[1]
+    files = read_verified(directory, manifest_sha256)[1]
     if LEARNER not in files:
-        raise NotFound(
+        raise NotFoundError(
             f"{directory}: found no {LEARNER}, expected one to resume from. Package the policy "
             "with its learner's weights."
         )
@@ -188,7 +194,7 @@ def _safetensors(function: str) -> Any:
     try:
         import safetensors.numpy
     except ModuleNotFoundError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             f"{LEARNER}: found no safetensors library, expected it for learner weights. Install "
             "replaylake[offline]."
         ) from error

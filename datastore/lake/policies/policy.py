@@ -24,7 +24,7 @@ from replaylake.datastore.episodes.spaces import (
     Values,
     describe,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 
 # The outputs that a policy's graph has for each head, in order.
 HEAD_OUTPUTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -79,11 +79,11 @@ class PolicySpec:
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"policy head: found {self.head!r}, expected one of {list(HEADS)}."
             )
         if self.state_size < 0 or (self.state_size and self.head == "uniform"):
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"policy head {self.head}: found a state of {self.state_size} numbers, expected 0 "
                 "or more, and none of a uniform policy."
             )
@@ -96,7 +96,7 @@ class PolicySpec:
         elif self.head == "multi_categorical":
             expected = (MultiDiscrete, MultiBinary)
         if not isinstance(self.action_space, expected):
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"policy head {self.head}: found action space {describe(self.action_space)}, "
                 f"expected a {' or '.join(kind.__name__ for kind in expected)}."
             )
@@ -118,7 +118,7 @@ class PolicySpec:
     def _check_frame_stack(self) -> None:
         num = self._num_of_frames()
         if self.frame_stack < 1 or self.state_size < num or (self.frame_stack > 1 and not num):
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"policy frame_stack: found {self.frame_stack} over "
                 f"{describe(self.observation_space)} and a state of {self.state_size} numbers, "
                 "expected 1, or more of a Box with a state that holds those before the last, and "
@@ -171,8 +171,9 @@ class Policy(Protocol):
         `deterministic` takes the mode; otherwise rng is required and the head is sampled at
         `temperature`. With probability `epsilon` a countable action is drawn uniformly from the
         allowed ones instead, all its elements at once, also when deterministic. log_probs are those
-        of the whole mixture. action_mask is bool [N, A], true where allowed. Raises: EpisodeInvalid
-        on arrays that do not fit the spec, SpaceUnsupported where the head cannot do what is asked.
+        of the whole mixture. action_mask is bool [N, A], true where allowed. Raises:
+        EpisodeInvalidError on arrays that do not fit the spec, SpaceUnsupportedError where the head
+        cannot do what is asked.
         """
         ...
 
@@ -188,8 +189,8 @@ class Policy(Protocol):
     ) -> Array:
         """Return the probability that `act` chooses each Discrete action, float64 [N, A].
 
-        Options as of `act`. Raises: SpaceUnsupported where actions cannot be listed,
-        EpisodeInvalid.
+        Options as of `act`. Raises: SpaceUnsupportedError where actions cannot be listed,
+        EpisodeInvalidError.
         """
         ...
 
@@ -207,8 +208,8 @@ class Policy(Protocol):
         """Return ln of the probability (density) that `act` gives these actions, float64 [N].
 
         actions [N, *act] are anybody's; options as of `act`. -inf where it never chooses one, NaN
-        where the density there is not known. Raises: SpaceUnsupported naming the head where it has
-        no density, EpisodeInvalid.
+        where the density there is not known. Raises: SpaceUnsupportedError naming the head where it
+        has no density, EpisodeInvalidError.
         """
         ...
 

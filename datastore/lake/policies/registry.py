@@ -17,26 +17,26 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import CommitConflict, NotFound, StorageFailed
+from replaylake.datastore.errors import CommitConflictError, NotFoundError, StorageError
 from replaylake.datastore.lake.policies.aliases import Aliases, Move
 from replaylake.datastore.lake.policies.entries import (
-    alias_in,
-    named_versions,
+    find_alias,
+    find_versions,
+    iter_versions,
+    make_row,
+    make_rows,
     now_ms,
     policy_key,
-    row_of,
-    rows_of,
     run_key,
     run_text,
-    versions_of,
 )
 from replaylake.datastore.lake.policies.manifest import (
     MANIFEST,
     fetch_package,
-    read_checked,
-    stamped,
+    read_verified,
+    stamp_manifest,
 )
-from replaylake.datastore.lake.policies.marks import Marks, is_protected_in, notes_in
+from replaylake.datastore.lake.policies.marks import VersionNotes, is_protected, read_notes
 from replaylake.datastore.names import LAKE_ROOT, check_alias, check_policy_name, new_ulid
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.commit_log import CommitLog
@@ -70,8 +70,8 @@ class PolicyRef:
         """A local folder that holds the package, to be read and never written.
 
         The lake's own, or where the lake is remote a copy, checked as it was made; its manifest is
-        checked each time. Raises: StorageFailed; NotFound or PackageInvalid if the package is not
-        whole.
+        checked each time. Raises: StorageError; NotFoundError or PackageInvalidError if the package
+        is not whole.
         """
         return fetch_package(self.storage, self.folder, self.manifest_sha256)
 
@@ -86,7 +86,7 @@ class Registry:
         self._storage = storage
         self._log = log
         self.aliases = Aliases(log)
-        self.marks = Marks(log)
+        self.marks = VersionNotes(log)
 
     def exists(self) -> bool:
         """Whether the lake has been created."""
@@ -104,7 +104,7 @@ class Registry:
         self._log.commit(build)
 
     def check(self) -> None:
-        """Read the log. Raises: FormatTooNew, LogCorrupt."""
+        """Read the log. Raises: FormatTooNewError, LogCorruptError."""
         self._log.newest()
 
     def register(
@@ -123,12 +123,12 @@ class Registry:
         run's record is committed in the same moment, `policy` and `policy_version` added; with
         `replaces`, only if that is its record then.
 
-        Raises: NameRefused, StorageFailed; CommitConflict where the record is another, and the copy
-        is left to vacuum; NotFound, PackageInvalid or FormatTooNew if `package` is
-        not one, before anything is copied.
+        Raises: InvalidNameError, StorageError; CommitConflictError where the record is another, and
+        the copy is left to vacuum; NotFoundError, PackageInvalidError or FormatTooNewError if
+        `package` is not one, before anything is copied.
         """
         check_policy_name(name)
-        manifest, files = read_checked(Path(package))
+        manifest, files = read_verified(Path(package))
         folder = f"{LAKE_ROOT}/policies/{name}/{new_ulid()}"
         self._put(folder, files)
         body = {
@@ -141,13 +141,13 @@ class Registry:
 
         def build(state: LogState) -> Intent:
             nonlocal version, sha256
-            versions = versions_of(state, name)
+            versions = find_versions(state, name)
             # After a lost reply this is called again, with the version committed already.
             mine = [known for known, entry in versions.items() if entry["path"] == folder]
-            taken = [*versions, *versions_of(state, name, "deleted")]
+            taken = [*versions, *find_versions(state, name, "deleted")]
             version = mine[0] if mine else max(taken, default=0) + 1
             key = policy_key(name, version)
-            data = stamped(manifest, name, version)
+            data = stamp_manifest(manifest, name, version)
             sha256 = hashlib.sha256(data).hexdigest()
             described = json.dumps({**body, "manifest_sha256": sha256})
             entries: dict[str, str | None] = {key: described}
@@ -173,13 +173,13 @@ class Registry:
     def record_manifest(self, ref: PolicyRef, sha256: str) -> None:
         """Record the sha256 of a version's manifest, where none is: from now on it is checked.
 
-        Raises: NotFound, StorageFailed; CommitConflict where the entry changed meanwhile.
+        Raises: NotFoundError, StorageError; CommitConflictError where the entry changed meanwhile.
         """
         key = policy_key(ref.name, ref.version)
         state = self._log.newest()
         before = state.entries.get(key)
         if before is None:
-            raise NotFound(f"policy {ref}: not in this lake any more.")
+            raise NotFoundError(f"policy {ref}: not in this lake any more.")
         entries = {key: json.dumps({**json.loads(before), "manifest_sha256": sha256})}
         producer = f"record-manifest/{new_ulid()}"
         self._log.commit(
@@ -193,15 +193,15 @@ class Registry:
         try:
             for file, data in files.items():
                 self._storage.put(f"{folder}/{file}", data)
-        except StorageFailed:
-            with suppress(StorageFailed):
+        except StorageError:
+            with suppress(StorageError):
                 self._storage.delete(f"{folder}/{file}" for file in files)
             raise
 
     def resolve(self, text: str) -> PolicyRef:
         """Find `name:version`, `name@alias`, or `name` (its champion if set, else the newest).
 
-        Raises: NameRefused, NotFound.
+        Raises: InvalidNameError, NotFoundError.
         """
         match = _REFERENCE.fullmatch(text)
         name = check_policy_name(match.group(1) if match else text)
@@ -209,10 +209,10 @@ class Registry:
         if alias is not None:
             check_alias(alias)
         state = self._log.newest()
-        versions = versions_of(state, name)
+        versions = find_versions(state, name)
         if not match or not versions:
-            known = sorted({policy for policy, _ in named_versions(state)})
-            raise NotFound(
+            known = sorted({policy for policy, _ in iter_versions(state)})
+            raise NotFoundError(
                 f"policy {text!r}: not in this lake, which has {', '.join(known) or 'none'}. "
                 "`replaylake train offline` makes one."
             )
@@ -220,14 +220,14 @@ class Registry:
             version, selected_by = int(match.group(2)), "version"
         elif alias is not None:
             version, selected_by = self._aliased(state, name, alias), f"alias {alias}"
-        elif (champion := alias_in(state, name, CHAMPION)) is not None:
+        elif (champion := find_alias(state, name, CHAMPION)) is not None:
             version, selected_by = champion, f"alias {CHAMPION}"
         else:
             version, selected_by = max(versions), "newest"
         if version not in versions:
-            gone = versions_of(state, name, "deleted")
+            gone = find_versions(state, name, "deleted")
             was = ", and that one was deleted" if version in gone else ""
-            raise NotFound(
+            raise NotFoundError(
                 f"policy {text!r}: version {version} is not there, found {min(versions)}.."
                 f"{max(versions)}{was}. `replaylake policies list` names them."
             )
@@ -236,9 +236,12 @@ class Registry:
         return PolicyRef(name, version, entry["path"], selected_by, self._storage, sha256)
 
     def newest(self, name: str) -> PolicyRef:
-        """Find the newest version of a policy, wherever its aliases point. Raises: NotFound."""
+        """Find the newest version of a policy, wherever its aliases point.
+
+        Raises: NotFoundError.
+        """
         found = self.resolve(name)
-        version = max(versions_of(self._log.newest(), found.name))
+        version = max(find_versions(self._log.newest(), found.name))
         return replace(self.resolve(f"{name}:{version}"), selected_by="newest")
 
     def show(self, ref: PolicyRef) -> dict[str, Any]:
@@ -248,29 +251,29 @@ class Registry:
     def entry(self, name: str, version: int) -> dict[str, Any]:
         """Return what `show` does, of a deleted version too: that has `deleted_ms`, else None.
 
-        Raises: NotFound.
+        Raises: NotFoundError.
         """
         state = self._log.newest()
-        entry = versions_of(state, name).get(version)
+        entry = find_versions(state, name).get(version)
         if entry is None:
-            entry = versions_of(state, name, "deleted").get(version)
+            entry = find_versions(state, name, "deleted").get(version)
         if entry is None:
-            raise NotFound(
+            raise NotFoundError(
                 f"policy {name}:{version}: not in this lake. `replaylake policies list` names them."
             )
         return {
-            **row_of(state, name, version, entry),
+            **make_row(state, name, version, entry),
             "manifest_sha256": entry.get("manifest_sha256"),
             "lineage": entry["lineage"],
-            "notes": [asdict(note) for note in notes_in(state, name, version)],
-            "protected": is_protected_in(state, name, version),
+            "notes": [asdict(note) for note in read_notes(state, name, version)],
+            "protected": is_protected(state, name, version),
             "deleted_ms": entry.get("deleted_ms"),
             "deleted_by": entry.get("deleted_by"),
         }
 
     def list(self) -> _Rows:
         """Return one row per policy version that is there, by name and version."""
-        return rows_of(self._log.newest())
+        return make_rows(self._log.newest())
 
     def lineages(self, *, deleted: bool = False) -> dict[tuple[str, int], dict[str, Any]]:
         """Return what each version of each policy came from, by name and version.
@@ -282,7 +285,7 @@ class Registry:
         return {
             (name, version): json.loads(state.entries[f"{kind}/{name}/{version}"])["lineage"]
             for kind in ("policy", "deleted")[: 1 + deleted]
-            for name, version in named_versions(state, kind)
+            for name, version in iter_versions(state, kind)
         }
 
     def alias_version(self, name: str, alias: str) -> int | None:
@@ -299,7 +302,7 @@ class Registry:
         """Point an alias at a version and return the one it pointed at; None if it was not set.
 
         With `expected`, only if it points there now (compare and set); 0 stands for not set.
-        Raises: NotFound, NameRefused, CommitConflict.
+        Raises: NotFoundError, InvalidNameError, CommitConflictError.
         """
         ref = self.resolve(f"{name}:{version}")
         return self.aliases.move(ref.name, alias, ref.version, expected=expected).from_version
@@ -309,7 +312,7 @@ class Registry:
     ) -> None:
         """Write or replace a run's record; with `replaces`, only if that is the record now.
 
-        Raises: StorageFailed, CommitConflict.
+        Raises: StorageError, CommitConflictError.
         """
         key = run_key(run_id)
         entries = {key: run_text(run_id, body)}
@@ -329,16 +332,16 @@ class Registry:
     def _commit_run(self, run_id: str, build: Callable[[LogState], Intent]) -> None:
         try:
             self._log.commit(build)
-        except CommitConflict as error:
-            raise CommitConflict(
+        except CommitConflictError as error:
+            raise CommitConflictError(
                 f"run {run_id}: found that another process has changed its record, expected it as "
                 "it was read. Leave the run to the other; `replaylake runs show` says how it is."
             ) from error
 
     def _aliased(self, state: LogState, name: str, alias: str) -> int:
-        version = alias_in(state, name, alias)
+        version = find_alias(state, name, alias)
         if version is None:
-            raise NotFound(
+            raise NotFoundError(
                 f"policy {name}@{alias}: no such alias. `replaylake policies alias {name} {alias}` "
                 "sets it."
             )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 
 
 class EpisodeStreams:
@@ -43,7 +43,7 @@ class EpisodeStreams:
     def _empty(self, size: Any) -> Array:
         drawn = np.empty(size)
         if drawn.shape[:1] != (len(self.streams),):
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"act: found a random draw of shape {list(drawn.shape)}, expected "
                 f"{len(self.streams)} rows, one an episode. Draw with the number of observations "
                 "as the first dim."

@@ -19,20 +19,20 @@ from replaylake.datastore.episodes.spaces import (
     describe,
     num_values,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.heads import (
     act_from_head,
     box_bounds,
     discrete_probs,
-    needed,
+    require_rng,
 )
-from replaylake.datastore.lake.policies.log_probs import of_actions
+from replaylake.datastore.lake.policies.log_probs import gather_log_probs
 from replaylake.datastore.lake.policies.multi_categorical import element_sizes
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
 
 
 class UniformPolicy:
-    """Draws every action uniformly. Raises: SpaceUnsupported if there is no uniform draw."""
+    """Draws every action uniformly. Raises: SpaceUnsupportedError if there is no uniform draw."""
 
     def __init__(self, observation_space: Space, action_space: Space) -> None:
         self._spec = PolicySpec(observation_space, action_space, "uniform")
@@ -46,7 +46,7 @@ class UniformPolicy:
         elif isinstance(action_space, MultiDiscrete | MultiBinary):
             self._logits = PolicySpec(observation_space, action_space, "multi_categorical")
         elif not isinstance(action_space, Box) or not np.isfinite(box_bounds(action_space)).all():
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"random policy: found action space {describe(action_space)}, "
                 "expected Discrete, MultiDiscrete, MultiBinary or a bounded Box."
             )
@@ -78,7 +78,7 @@ class UniformPolicy:
         num = num_values(observations)
         space = self._spec.action_space
         if isinstance(space, Discrete) and action_mask is None:
-            scaled = needed(rng).random((num, 1))[:, 0] * self._cumulative[-1]
+            scaled = require_rng(rng).random((num, 1))[:, 0] * self._cumulative[-1]
             choices = self._cumulative[:-1].searchsorted(scaled, side="right")
             return Act(choices + space.start, np.full(num, self._log_prob, np.float32))
         if not isinstance(space, Box):
@@ -87,11 +87,11 @@ class UniformPolicy:
                 self._logits, parameters, rng, deterministic=False, mask=action_mask
             )
         if action_mask is not None:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 "random policy: found an action mask, which only Discrete actions have. Leave it "
                 "out."
             )
-        actions, log_prob = _draw(space, num, needed(rng))
+        actions, log_prob = _draw(space, num, require_rng(rng))
         return Act(actions, np.full(num, log_prob, np.float32))
 
     def action_probs(
@@ -107,7 +107,7 @@ class UniformPolicy:
         """Return 1 / the number of allowed actions for each of them; see Policy.action_probs."""
         space = self._spec.action_space
         if not isinstance(space, Discrete):
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"random policy: found probabilities of every action of {describe(space)} asked "
                 "for, which only Discrete actions have. Ask for log_probs of given actions."
             )
@@ -130,7 +130,7 @@ class UniformPolicy:
         if isinstance(space, Discrete):
             given: Any = as_values(space, actions, "action")
             check_bounds(space, given, "action")
-            return of_actions(
+            return gather_log_probs(
                 self.action_probs(observations, action_mask=action_mask), given, space
             )
         if isinstance(space, MultiDiscrete | MultiBinary):

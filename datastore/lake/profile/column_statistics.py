@@ -42,7 +42,7 @@ class Dimension:
     histogram: Histogram | None = None
 
 
-class Columns:
+class ColumnStatistics:
     """Statistics of D numbers a row, block by block.
 
     names [D]; low and high [D], infinite where a number has no bound. NaN counts as absent.

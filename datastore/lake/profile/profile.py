@@ -15,15 +15,15 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Array, Discrete
-from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.errors import EmptyReplayError
 from replaylake.datastore.lake.profile.column_statistics import (
-    Columns,
+    ColumnStatistics,
     Dimension,
     EvenSample,
     Histogram,
     histogram,
 )
-from replaylake.datastore.lake.profile.vectors import Counted, Leaves
+from replaylake.datastore.lake.profile.vectors import LeafStatistics, ValueCounts
 from replaylake.datastore.lake.shard_rows import shard_rows
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.storage.arrow_values import numbers
@@ -45,7 +45,7 @@ class PolicyShare:
 
 
 @dataclass(frozen=True)
-class DoorCheck:
+class IngestCheck:
     """What ingests said of the log: a check, how it ended, and how often it did."""
 
     check: str
@@ -69,9 +69,9 @@ class Profile:
     returns: Histogram | None
     lengths: Histogram | None
     observations: tuple[Dimension, ...]
-    observation_counts: tuple[Counted, ...]
+    observation_counts: tuple[ValueCounts, ...]
     actions: tuple[Dimension, ...]
-    action_counts: tuple[Counted, ...]
+    action_counts: tuple[ValueCounts, ...]
     reward: Dimension
     propensities: Dimension | None
     coverage: Coverage
@@ -79,7 +79,7 @@ class Profile:
     by_timestamp: bool
     missing: Mapping[str, float]
     left_out: tuple[str, ...]
-    checks: tuple[DoorCheck, ...]
+    checks: tuple[IngestCheck, ...]
     num_sampled: int
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Profile:
         return body
 
 
-def profile(
+def compute_profile(
     snapshot: Snapshot,
     history: Sequence[Mapping[str, Any]] = (),
     on_progress: OnProgress | None = None,
@@ -99,22 +99,22 @@ def profile(
 
     history: the dataset's commits, whose ingests' door checks are listed. on_progress: called with
     (rows, rows in all). Cost: one pass over observations, actions and rewards; memory holds a row
-    group and the samples. Raises: EmptyReplay on a snapshot without rows, ShardCorrupt.
+    group and the samples. Raises: EmptyReplayError on a snapshot without rows, ShardCorruptError.
     """
     if not snapshot.num_steps:
-        raise EmptyReplay(f"{snapshot.dataset}: found no steps, expected one to profile.")
+        raise EmptyReplayError(f"{snapshot.dataset}: found no steps, expected one to profile.")
     spec = snapshot.spec
     encoding = spec.encoding
-    observations = Leaves(
+    observations = LeafStatistics(
         spec.observation_space,
         schema.OBSERVATION,
         () if encoding is None else encoding.names(),
     )
-    actions = Leaves(spec.action_space, schema.ACTION)
-    reward = Columns([schema.REWARD], np.array([-np.inf]), np.array([np.inf]))
+    actions = LeafStatistics(spec.action_space, schema.ACTION)
+    reward = ColumnStatistics([schema.REWARD], np.array([-np.inf]), np.array([np.inf]))
     is_density = not isinstance(spec.action_space, Discrete)
     top = np.inf if is_density else 1.0
-    chances = Columns(["propensity"], np.array([0.0]), np.array([top]))
+    chances = ColumnStatistics(["propensity"], np.array([0.0]), np.array([top]))
     pairs = EvenSample(observations.width + actions.width)
     names = (schema.OBSERVATION, schema.ACTION, schema.REWARD, schema.BEHAVIOR_LOG_PROB)
     num_read = 0
@@ -133,15 +133,15 @@ def profile(
     policies, by_timestamp = _policies(snapshot)
     return Profile(
         summary=snapshot.describe(),
-        returns=_of_episodes(snapshot, '"return"'),
-        lengths=_of_episodes(snapshot, "num_steps"),
+        returns=_episode_histogram(snapshot, '"return"'),
+        lengths=_episode_histogram(snapshot, "num_steps"),
         observations=observations.dimensions(),
         observation_counts=observations.counted(),
         actions=actions.dimensions(),
         action_counts=actions.counted((encoding and encoding.action_names) or ()),
         reward=reward.dimensions()[0],
         propensities=chance if chance.num else None,
-        coverage=coverage_of(sample[:, : observations.width], actions, observations),
+        coverage=compute_coverage(sample[:, : observations.width], actions, observations),
         policies=policies,
         by_timestamp=by_timestamp,
         missing=_missing(snapshot),
@@ -157,7 +157,7 @@ def _floats(column: pa.ChunkedArray) -> Any:
     return np.asarray(numbers(column.combine_chunks()), np.float64)
 
 
-def _of_episodes(snapshot: Snapshot, column: str) -> Histogram | None:
+def _episode_histogram(snapshot: Snapshot, column: str) -> Histogram | None:
     found = snapshot.sql(f"SELECT CAST({column} AS DOUBLE) AS value FROM episodes")
     return histogram(_floats(found.column("value")))
 
@@ -195,14 +195,14 @@ def _policies(snapshot: Snapshot) -> tuple[tuple[PolicyShare, ...], bool]:
     return tuple(shares), by_time
 
 
-def _checks(history: Sequence[Mapping[str, Any]], version: int) -> tuple[DoorCheck, ...]:
+def _checks(history: Sequence[Mapping[str, Any]], version: int) -> tuple[IngestCheck, ...]:
     """Sum up what the ingests up to a version said; an ingest says it in each of its commits."""
-    said: dict[tuple[Any, str, str], DoorCheck] = {}
+    said: dict[tuple[Any, str, str], IngestCheck] = {}
     for commit in history:
         if int(commit.get("version", 0)) > version:
             continue
         for one in commit.get("checks") or ():
-            check = DoorCheck(
+            check = IngestCheck(
                 str(one.get("name")),
                 str(one.get("outcome", "")),
                 int(one.get("num_episodes") or 0),
@@ -210,16 +210,16 @@ def _checks(history: Sequence[Mapping[str, Any]], version: int) -> tuple[DoorChe
                 str(one.get("example") or ""),
             )
             said[commit.get("producer"), check.check, check.outcome] = check
-    joined: dict[tuple[str, str], DoorCheck] = {}
+    joined: dict[tuple[str, str], IngestCheck] = {}
     for check in said.values():
         key = (check.check, check.outcome)
         before = joined.get(key)
-        joined[key] = check if before is None else _added(before, check)
+        joined[key] = check if before is None else _add_checks(before, check)
     return tuple(joined[key] for key in sorted(joined))
 
 
-def _added(first: DoorCheck, second: DoorCheck) -> DoorCheck:
-    return DoorCheck(
+def _add_checks(first: IngestCheck, second: IngestCheck) -> IngestCheck:
+    return IngestCheck(
         first.check,
         first.outcome,
         first.num_episodes + second.num_episodes,
@@ -262,7 +262,9 @@ class Coverage:
     map_share: float | None
 
 
-def coverage_of(observed: Array, actions: Leaves, observations: Leaves) -> Coverage:
+def compute_coverage(
+    observed: Array, actions: LeafStatistics, observations: LeafStatistics
+) -> Coverage:
     """Return the coverage; `observed` float64 [m, D] is a sample of observations' numbers."""
     counted = actions.counted()
     entropy = share = None
@@ -275,7 +277,7 @@ def coverage_of(observed: Array, actions: Leaves, observations: Leaves) -> Cover
         known = [one for one in bins if one is not None]
         share = float(np.mean(known)) if known else None
     states = [np.mean(np.asarray(one.counts) > 0) for one in observations.counted()]
-    grid, map_share = _map_of(observed)
+    grid, map_share = _observation_map(observed)
     return Coverage(share, entropy, float(np.mean(states)) if states else None, grid, map_share)
 
 
@@ -296,7 +298,7 @@ def _range_share(histogram: object, low: float | None, high: float | None) -> fl
     return float(len(np.unique(bins.astype(int))) / _RANGE_BINS)
 
 
-def _map_of(rows: Array) -> tuple[tuple[tuple[int, ...], ...] | None, float | None]:
+def _observation_map(rows: Array) -> tuple[tuple[tuple[int, ...], ...] | None, float | None]:
     finite = rows[np.isfinite(rows).all(axis=1)] if rows.size else rows
     if len(finite) < 2:
         return None, None

@@ -21,7 +21,7 @@ from replaylake.datastore.episodes.spaces import (
     leaves,
     value_shape,
 )
-from replaylake.datastore.lake.profile.column_statistics import Columns, Dimension
+from replaylake.datastore.lake.profile.column_statistics import ColumnStatistics, Dimension
 
 # More numbers a row are counted, but not drawn: nobody looks at a hundred histograms.
 MAX_DIMENSIONS: Final = 64
@@ -30,7 +30,7 @@ _MAX_VALUES: Final = 10_000
 
 
 @dataclass(frozen=True)
-class Counted:
+class ValueCounts:
     """How often each value of a Discrete space occurs: `counts` of start, start + 1, ...
 
     names: of these values, in their order, where they have any.
@@ -42,7 +42,7 @@ class Counted:
     names: tuple[str, ...] = ()
 
 
-class Leaves:
+class LeafStatistics:
     """The leaves of a space: numbers go to statistics, discrete values are counted too."""
 
     def __init__(self, space: Space, what: str, names: Sequence[str] = ()) -> None:
@@ -78,7 +78,9 @@ class Leaves:
         self._what = what
         self.names = names
         empty = [np.zeros(0)]
-        self._columns = Columns(names, np.concatenate(empty + lows), np.concatenate(empty + highs))
+        self._columns = ColumnStatistics(
+            names, np.concatenate(empty + lows), np.concatenate(empty + highs)
+        )
 
     @property
     def width(self) -> int:
@@ -94,11 +96,11 @@ class Leaves:
         values = to_numpy(self._space, column)
         start = 0
         for name, _, shown in self._numeric:
-            part = np.asarray(_leaf_of(values, name, self._what))
+            part = np.asarray(_get_leaf(values, name, self._what))
             rows[:, start : start + shown] = part.reshape(num, -1)[:, :shown]
             start += shown
         for name, (first, counts) in self._counts.items():
-            found = np.asarray(_leaf_of(values, name, self._what)).astype(np.int64) - first
+            found = np.asarray(_get_leaf(values, name, self._what)).astype(np.int64) - first
             counts += np.bincount(found, minlength=len(counts))[: len(counts)]
         self._columns.add(rows)
         return rows
@@ -107,10 +109,10 @@ class Leaves:
         """Return the statistics of every number."""
         return self._columns.dimensions()
 
-    def counted(self, names: Sequence[str] = ()) -> tuple[Counted, ...]:
+    def counted(self, names: Sequence[str] = ()) -> tuple[ValueCounts, ...]:
         """Return how often each discrete value occurs; `names` are those of a lone leaf."""
         return tuple(
-            Counted(
+            ValueCounts(
                 name,
                 start,
                 tuple(counts.tolist()),
@@ -120,7 +122,7 @@ class Leaves:
         )
 
 
-def _leaf_of(values: Any, name: str, what: str) -> Any:
+def _get_leaf(values: Any, name: str, what: str) -> Any:
     for key in filter(None, name.removeprefix(what).split(".")):
         assert isinstance(values, Mapping)  # leaves() walked the same space
         values = values[key]

@@ -20,7 +20,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import FormatTooNew, NotFound, PackageInvalid
+from replaylake.datastore.errors import FormatTooNewError, NotFoundError, PackageInvalidError
 from replaylake.datastore.names import LAKE_ROOT, new_ulid
 from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.version import VERSION
@@ -57,7 +57,7 @@ class Checkpoints:
             arrays: by name, of any shape and of numbers or flags.
             state: dicts with text keys, lists, texts, numbers, None, and numpy arrays.
 
-        Raises: StorageFailed; the checkpoints before are then as they were.
+        Raises: StorageError; the checkpoints before are then as they were.
         """
         inside: dict[str, Array] = {}
         about = {
@@ -65,7 +65,7 @@ class Checkpoints:
             "replaylake": VERSION,
             "run_id": self._run_id,
             "update": update,
-            "state": _taken_apart(state, _IN_STATE, inside),
+            "state": _extract_arrays(state, _IN_STATE, inside),
         }
         data = safetensors.numpy.save(
             {name: np.array(array, order="C") for name, array in {**arrays, **inside}.items()}
@@ -84,20 +84,20 @@ class Checkpoints:
     def load(self, update: int | None = None) -> Checkpoint:
         """Return the checkpoint of an update, by default the newest that is whole.
 
-        Raises: NotFound if there is none, FormatTooNew; PackageInvalid if the one that was asked
-        for is damaged, or all of them are.
+        Raises: NotFoundError if there is none, FormatTooNewError; PackageInvalidError if the one
+        that was asked for is damaged, or all of them are.
         """
         updates = self.updates()
         if not updates or (update is not None and update not in updates):
             wanted = "any" if update is None else f"one of update {update}"
-            raise NotFound(
+            raise NotFoundError(
                 f"run {self._run_id}: found checkpoints of updates {updates}, expected {wanted}. "
                 "Train again from the beginning."
             )
         for number in [update] if update is not None else reversed(updates):
             try:
                 return self._read(number)
-            except PackageInvalid:
+            except PackageInvalidError:
                 if number == update or number == updates[0]:
                     raise
         raise AssertionError("the loop above returns or raises")
@@ -111,7 +111,7 @@ class Checkpoints:
         named = set()
         for update in self.updates():
             # One that is damaged names none, and is passed over when it is read.
-            with suppress(PackageInvalid):
+            with suppress(PackageInvalidError):
                 named.add(self._about(update).get("arrays"))
         doomed = [name for name in names if name.endswith(".safetensors") and name not in named]
         self._storage.delete(f"{self._folder}/{name}" for name in doomed)
@@ -132,7 +132,7 @@ class Checkpoints:
         except (ValueError, TypeError, KeyError) as error:
             raise self._damaged(path, f"it does not parse ({type(error).__name__})") from error
         if number > _FORMAT:
-            raise FormatTooNew(
+            raise FormatTooNewError(
                 f"{path}: found checkpoint format {number}, expected at most {_FORMAT}. It was "
                 f"written by ReplayLake {about.get('replaylake')}: continue the run with that."
             )
@@ -148,20 +148,20 @@ class Checkpoints:
             raise self._damaged(path, f"its sha256 is {found[:12]}, not {about['sha256'][:12]}")
         try:
             arrays = safetensors.numpy.load(data)
-            state = _put_together(about["state"], arrays)
+            state = _restore_arrays(about["state"], arrays)
         except (SafetensorError, KeyError, TypeError) as error:
             raise self._damaged(path, f"{type(error).__name__}: {error}") from error
         own = {name: a for name, a in arrays.items() if not name.startswith(_IN_STATE)}
         return Checkpoint(update, own, state)
 
-    def _damaged(self, path: str, found: str) -> PackageInvalid:
-        return PackageInvalid(
+    def _damaged(self, path: str, found: str) -> PackageInvalidError:
+        return PackageInvalidError(
             f"run {self._run_id}: checkpoint {path}: found that {found}, expected what was saved. "
             "Remove it to continue from the one before."
         )
 
 
-def _taken_apart(tree: Any, path: str, arrays: dict[str, Array]) -> Any:
+def _extract_arrays(tree: Any, path: str, arrays: dict[str, Array]) -> Any:
     """Return the tree with the place of each numpy array in `arrays` instead of it."""
     if isinstance(tree, np.ndarray):
         arrays[path] = tree
@@ -169,17 +169,17 @@ def _taken_apart(tree: Any, path: str, arrays: dict[str, Array]) -> Any:
     if isinstance(tree, np.generic):
         return tree.item()
     if isinstance(tree, Mapping):
-        return {key: _taken_apart(sub, f"{path}/{key}", arrays) for key, sub in tree.items()}
+        return {key: _extract_arrays(sub, f"{path}/{key}", arrays) for key, sub in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_taken_apart(sub, f"{path}/{i}", arrays) for i, sub in enumerate(tree)]
+        return [_extract_arrays(sub, f"{path}/{i}", arrays) for i, sub in enumerate(tree)]
     return tree
 
 
-def _put_together(tree: Any, arrays: Mapping[str, Array]) -> Any:
+def _restore_arrays(tree: Any, arrays: Mapping[str, Array]) -> Any:
     if isinstance(tree, dict):
         if tree.keys() == {_ARRAY}:
             return arrays[tree[_ARRAY]]
-        return {key: _put_together(sub, arrays) for key, sub in tree.items()}
+        return {key: _restore_arrays(sub, arrays) for key, sub in tree.items()}
     if isinstance(tree, list):
-        return [_put_together(sub, arrays) for sub in tree]
+        return [_restore_arrays(sub, arrays) for sub in tree]
     return tree

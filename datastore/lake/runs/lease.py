@@ -20,13 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from replaylake.datastore.errors import CommitConflict, StorageFailed
+from replaylake.datastore.errors import CommitConflictError, StorageError
 from replaylake.datastore.names import LAKE_ROOT, new_ulid
 from replaylake.datastore.storage.storage import Storage, make_folder
 
 HEARTBEAT_S: Final = 15.0
 # Several heartbeats, and more than clocks of machines that keep time differ by.
-SILENT_S: Final = 90.0
+STALE_AFTER_S: Final = 90.0
 # Whoever looks whether a run is alive holds its lock for a moment.
 _LOCK_WAIT_S: Final = 0.5
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -63,10 +63,13 @@ class RunLease:
         self._thread = threading.Thread(target=self._beat, name=f"lease {run_id}", daemon=True)
 
     def __enter__(self) -> RunLease:
-        """Take the lease. Raises: CommitConflict while another process has it; StorageFailed."""
+        """Take the lease.
+
+        Raises: CommitConflictError while another process has it; StorageError.
+        """
         lock = _lock_path(self._storage, self._run_id)
         deadline = time.monotonic() + _LOCK_WAIT_S
-        while (fd := _locked(lock)) is None:
+        while (fd := _try_lock(lock)) is None:
             if time.monotonic() > deadline:
                 raise self._refused(last_heartbeat(self._storage, self._run_id))
             time.sleep(0.02)
@@ -75,7 +78,7 @@ class RunLease:
             found = last_heartbeat(self._storage, self._run_id)
             identity = _identity(fd)
             # With the same file locked, a heartbeat of this machine is that of a dead process.
-            if found is not None and found.lock != identity and found.age_s < SILENT_S:
+            if found is not None and found.lock != identity and found.age_s < STALE_AFTER_S:
                 raise self._refused(found)
             mine = asdict(self._heartbeat) | {"lock": identity}
             self._heartbeat = Heartbeat(**mine)
@@ -94,7 +97,7 @@ class RunLease:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        with suppress(StorageFailed, OSError):
+        with suppress(StorageError, OSError):
             if self._is_mine():
                 self._storage.delete([self._path])
             # Still locked: who waits for it looks whether the name still leads to its file.
@@ -102,22 +105,23 @@ class RunLease:
         os.close(self._fd)
 
     def check(self) -> None:
-        """Raises: CommitConflict if another process has taken the run over meanwhile."""
+        """Raises: CommitConflictError if another process has taken the run over meanwhile."""
         if self._taken_by is not None:
-            raise CommitConflict(
-                f"run {self._run_id}: found that {_who(self._taken_by)} goes on with it, expected "
+            raise CommitConflictError(
+                f"run {self._run_id}: found that {_describe_owner(self._taken_by)} goes on with "
+                f"it, expected "
                 "this process alone: it was silent for too long. Leave it to the other."
             )
 
     def confirm(self) -> None:
-        """Look again, and `check`: before what may be done only once. Raises: StorageFailed."""
+        """Look again, and `check`: before what may be done only once. Raises: StorageError."""
         self._is_mine()
         self.check()
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
             # A store that is out of reach for a moment ends no run.
-            with suppress(StorageFailed):
+            with suppress(StorageError):
                 if not self._is_mine():
                     return
                 self._put()
@@ -132,18 +136,19 @@ class RunLease:
         body = asdict(self._heartbeat) | {"at_ms": round(time.time() * 1000)}
         self._storage.put(self._path, json.dumps(body).encode())
 
-    def _refused(self, by: Heartbeat | None) -> CommitConflict:
-        who = "another process of this machine" if by is None else _who(by)
+    def _refused(self, by: Heartbeat | None) -> CommitConflictError:
+        who = "another process of this machine" if by is None else _describe_owner(by)
         heard = "" if by is None else f", last heard of {by.age_s:.0f} s ago"
-        return CommitConflict(
+        return CommitConflictError(
             f"run {self._run_id}: found {who} at work on it{heard}, expected none. Wait until it "
-            f"ends, or stop it; a process that was killed counts as dead after {SILENT_S:.0f} s, "
+            f"ends, or stop it; a process that was killed counts as dead after "
+            f"{STALE_AFTER_S:.0f} s, "
             "on its own machine at once."
         )
 
 
 def last_heartbeat(storage: Storage, run_id: str) -> Heartbeat | None:
-    """Return the newest heartbeat of a run that did not end by itself. Raises: StorageFailed."""
+    """Return the newest heartbeat of a run that did not end by itself. Raises: StorageError."""
     data = storage.get(_blob(run_id))
     try:
         body: Any = json.loads(data or b"null")
@@ -153,14 +158,14 @@ def last_heartbeat(storage: Storage, run_id: str) -> Heartbeat | None:
         return None
 
 
-def is_at_work(storage: Storage, run_id: str) -> bool:
-    """Whether a process is at work on the run, as far as can be seen. Raises: StorageFailed."""
+def is_active(storage: Storage, run_id: str) -> bool:
+    """Whether a process is at work on the run, as far as can be seen. Raises: StorageError."""
     found = last_heartbeat(storage, run_id)
     if found is None:
         return False
     path = _lock_path(storage, run_id)
     if path.exists():
-        fd = _locked(path)
+        fd = _try_lock(path)
         if fd is None:
             return True
         try:
@@ -168,7 +173,7 @@ def is_at_work(storage: Storage, run_id: str) -> bool:
                 return False
         finally:
             os.close(fd)
-    return found.age_s < SILENT_S
+    return found.age_s < STALE_AFTER_S
 
 
 def _blob(run_id: str) -> str:
@@ -179,13 +184,13 @@ def _lock_path(storage: Storage, run_id: str) -> Path:
     return storage.state_folder(f"{LAKE_ROOT}/runs/{run_id}") / "lock"
 
 
-def _locked(path: Path) -> int | None:
+def _try_lock(path: Path) -> int | None:
     """Return a descriptor that holds the lock; None if another has it."""
     try:
         make_folder(path.parent)
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise StorageFailed(
+        raise StorageError(
             f"{path}: {error.strerror or error}, expected to lock it. Mend the permission."
         ) from error
     try:
@@ -207,5 +212,5 @@ def _identity(fd: int) -> str:
     return f"{boot}/{stat.st_dev}/{stat.st_ino}"
 
 
-def _who(heartbeat: Heartbeat) -> str:
+def _describe_owner(heartbeat: Heartbeat) -> str:
     return f"process {heartbeat.pid} of {heartbeat.host}"

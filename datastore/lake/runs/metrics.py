@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.storage.storage import Storage
 
 RUNS: Final = "_lake/runs"
@@ -39,12 +39,12 @@ _ROWS: Final = pa.schema(
         pa.field("measured_at", pa.timestamp("us", tz="UTC"), nullable=False),
     ]
 )
-_REPEATED: Final = pa.dictionary(pa.int32(), pa.string())
+_DICTIONARY_TYPE: Final = pa.dictionary(pa.int32(), pa.string())
 METRICS: Final = pa.schema(
     [
-        ("run_id", _REPEATED),
+        ("run_id", _DICTIONARY_TYPE),
         ("update", pa.int64()),
-        ("name", _REPEATED),
+        ("name", _DICTIONARY_TYPE),
         ("value", pa.float64()),
         ("measured_at", pa.timestamp("us", tz="UTC")),
     ]
@@ -61,7 +61,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Logged:
+class LoggedMetrics:
     """What one `add` wrote: the update, seconds since 1970, and values by metric name."""
 
     update: int
@@ -80,7 +80,7 @@ class MetricsLog:
     def __init__(
         self, storage: Storage, run_id: str, *, flush_interval_s: float = FLUSH_INTERVAL_S
     ) -> None:
-        """Go on after the rows that are there. Raises: StorageFailed where one cannot be read."""
+        """Go on after the rows that are there. Raises: StorageError where one cannot be read."""
         self._storage = storage
         self._folder = f"{RUNS}/{run_id}/metrics"
         self._least_interval_s = self._flush_interval_s = flush_interval_s
@@ -107,7 +107,7 @@ class MetricsLog:
             values: by name, such as `critic_loss` or `evaluation/return`.
             wall_time_s: when, in seconds since 1970 (`time.time()`).
 
-        Raises: StorageFailed.
+        Raises: StorageError.
         """
         at_us = round(wall_time_s * 1e6)
         self._rows += [(int(update), name, float(value), at_us) for name, value in values.items()]
@@ -117,11 +117,11 @@ class MetricsLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added since the last flush, durably. Raises: StorageFailed."""
+        """Write what was added since the last flush, durably. Raises: StorageError."""
         began = time.monotonic()
         while self._is_dirty:
             rows = self._rows[:PIECE_ROWS]
-            self._storage.put(self._path(self._piece), _encoded(rows))
+            self._storage.put(self._path(self._piece), _encode(rows))
             if len(rows) == PIECE_ROWS:
                 self._piece += 1
                 del self._rows[:PIECE_ROWS]
@@ -134,13 +134,13 @@ class MetricsLog:
         """Remove the rows of later updates; killed in between, it can be called again.
 
         without: metrics of which all rows go, such as one that is measured at the end, of whichever
-        update was the best. Raises: StorageFailed.
+        update was the best. Raises: StorageError.
         """
         self.flush()
         paths = _piece_paths(self._storage, self._folder)
         # Backwards: until all of it is done, those that are left begin as they did.
         for path in reversed(paths):
-            table = _decoded(path, self._storage.get(path))
+            table = _decode(path, self._storage.get(path))
             is_kept = pc.less_equal(table["update"], update)
             for name in without:
                 is_kept = pc.and_(is_kept, pc.not_equal(table["name"], name))
@@ -148,11 +148,11 @@ class MetricsLog:
             if kept.num_rows == 0:
                 self._storage.delete([path])
             elif kept.num_rows < table.num_rows:
-                self._storage.put(path, _encoded(_rows_of(kept)))
+                self._storage.put(path, _encode(_rows_of(kept)))
         self._piece, self._rows = self._newest()
 
     def close(self) -> None:
-        """Flush; may be called twice. Raises: StorageFailed."""
+        """Flush; may be called twice. Raises: StorageError."""
         self.flush()
 
     def _path(self, piece: int) -> str:
@@ -164,7 +164,7 @@ class MetricsLog:
         if not paths:
             return 0, []
         number = _number(paths[-1])
-        rows = _rows_of(_decoded(paths[-1], self._storage.get(paths[-1])))
+        rows = _rows_of(_decode(paths[-1], self._storage.get(paths[-1])))
         return (number + 1, []) if len(rows) >= PIECE_ROWS else (number, rows)
 
 
@@ -172,7 +172,7 @@ def read_metrics(storage: Storage, run_ids: Collection[str] | None = None) -> pa
     """Return the metrics of these runs, or of all: run_id, update, name, value, measured_at.
 
     run_id and name are dictionaries. In the order in which they were written, run by run. Cost:
-    reads their pieces, about 6 bytes a row. Raises: StorageFailed naming a piece that is damaged.
+    reads their pieces, about 6 bytes a row. Raises: StorageError naming a piece that is damaged.
     """
     pieces = list(_pieces(storage, run_ids))
     tables = []
@@ -181,7 +181,7 @@ def read_metrics(storage: Storage, run_ids: Collection[str] | None = None) -> pa
         # A run that is resumed in between removes some.
         if data is None:
             continue
-        rows = _decoded(path, data)
+        rows = _decode(path, data)
         codes = pa.array(np.zeros(rows.num_rows, np.int32))
         run = pa.DictionaryArray.from_arrays(codes, pa.array([run_id]))
         columns = [
@@ -200,7 +200,7 @@ def read_metrics(storage: Storage, run_ids: Collection[str] | None = None) -> pa
 def read_curves(storage: Storage, run_id: str) -> dict[str, Curve]:
     """Return a run's metrics by name, in order of their first rows.
 
-    Of an update that has a metric twice, the last counts. Raises: StorageFailed.
+    Of an update that has a metric twice, the last counts. Raises: StorageError.
     """
     table = read_metrics(storage, [run_id])
     updates, values = table["update"].to_numpy(), table["value"].to_numpy()
@@ -212,11 +212,11 @@ def read_curves(storage: Storage, run_id: str) -> dict[str, Curve]:
     }
 
 
-def read_logged(storage: Storage, run_id: str, prefix: str) -> list[Logged]:
+def read_logged_metrics(storage: Storage, run_id: str, prefix: str) -> list[LoggedMetrics]:
     """Return what a run logged, time by time, of the metrics whose names begin with `prefix`.
 
     In the order in which it was logged. Rows of one update and time are one entry.
-    Raises: StorageFailed.
+    Raises: StorageError.
     """
     table = read_metrics(storage, [run_id])
     table = table.filter(pc.starts_with(table["name"].cast(pa.string()), prefix))
@@ -229,16 +229,16 @@ def read_logged(storage: Storage, run_id: str, prefix: str) -> list[Logged]:
     )
     for at_us, update, name, value in zip(*(column.to_pylist() for column in columns), strict=True):
         found.setdefault((at_us, update), {})[name] = value
-    return [Logged(update, at_us / 1e6, values) for (at_us, update), values in found.items()]
+    return [LoggedMetrics(update, at_us / 1e6, values) for (at_us, update), values in found.items()]
 
 
-def damaged_pieces(storage: Storage) -> Iterator[tuple[str, str]]:
+def find_damaged_pieces(storage: Storage) -> Iterator[tuple[str, str]]:
     """Yield (path, what is wrong) for each piece of any run that cannot be read."""
     for _, path in _pieces(storage, None):
         try:
             if (data := storage.get(path)) is not None:
-                _decoded(path, data)
-        except StorageFailed as error:
+                _decode(path, data)
+        except StorageError as error:
             yield path, str(error)
 
 
@@ -270,7 +270,7 @@ def _number(path: str) -> int:
     return int(match.group(2))
 
 
-def _encoded(rows: Sequence[_Row]) -> memoryview:
+def _encode(rows: Sequence[_Row]) -> memoryview:
     updates, names, values, times = zip(*rows, strict=True)
     columns = [
         pa.array(updates, pa.int64()),
@@ -295,7 +295,7 @@ def _encoded(rows: Sequence[_Row]) -> memoryview:
     return memoryview(sink.getvalue())
 
 
-def _decoded(path: str, data: bytes | None) -> pa.Table:
+def _decode(path: str, data: bytes | None) -> pa.Table:
     try:
         if data is None:
             raise pa.ArrowInvalid("it is gone")
@@ -308,7 +308,7 @@ def _decoded(path: str, data: bytes | None) -> pa.Table:
         return table.select(_ROWS.names).cast(_ROWS)
     except (pa.ArrowException, OSError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise StorageFailed(
+        raise StorageError(
             f"{path}: found a file that cannot be read ({reason}), expected metrics of a run. "
             "Restore it from a copy of the lake, or remove it: the metrics in it are lost then, "
             "and nothing else."

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.errors import NotFound
-from replaylake.datastore.lake.runs.lease import is_at_work
+from replaylake.datastore.errors import NotFoundError
+from replaylake.datastore.lake.runs.lease import is_active
 from replaylake.datastore.lake.runs.metrics import Curve, read_curves
 from replaylake.datastore.storage.storage import Storage
 
@@ -63,10 +63,10 @@ class RunSummary:
         return {**asdict(self), "datasets": list(self.datasets)}
 
 
-def summarise(storage: Storage, record: Mapping[str, Any]) -> RunSummary:
+def summarize(storage: Storage, record: Mapping[str, Any]) -> RunSummary:
     """Sum up a run's record. Cost: of a run that is not done, it reads its metrics in `storage`."""
     status = str(record.get("status"))
-    if status == "running" and not is_at_work(storage, record["run_id"]):
+    if status == "running" and not is_active(storage, record["run_id"]):
         status = "killed"
     curves: Mapping[str, Curve] = {}
     if status != "done":
@@ -81,7 +81,7 @@ def summarise(storage: Storage, record: Mapping[str, Any]) -> RunSummary:
         algorithm=record.get("algorithm"),
         datasets=dataset_texts(record),
         seed=record.get("seed", config.get("seed")),
-        update=_reached(record, curves),
+        update=_last_update(record, curves),
         updates=config.get("updates"),
         measure=measure,
         best=best,
@@ -89,12 +89,12 @@ def summarise(storage: Storage, record: Mapping[str, Any]) -> RunSummary:
         policy=None if version is None else f"{policy}:{version}",
         started_ms=record.get("started_ms"),
         duration_s=_duration(record, status),
-        **(_collected(record, curves) if record.get("kind") == ONLINE else {}),
+        **(_collect_progress(record, curves) if record.get("kind") == ONLINE else {}),
     )
 
 
 def find_run(runs: Sequence[Mapping[str, Any]], text: str) -> Mapping[str, Any]:
-    """Return the record whose id begins with `text`. Raises: NotFound for none, or several."""
+    """Return the record whose id begins with `text`. Raises: NotFoundError for none, or several."""
     found = [run for run in runs if run["run_id"].startswith(text)]
     found = [run for run in found if run["run_id"] == text] or found
     if len(found) == 1 and text:
@@ -102,11 +102,11 @@ def find_run(runs: Sequence[Mapping[str, Any]], text: str) -> Mapping[str, Any]:
     # The latest are those that people look for.
     near = ", ".join(run["run_id"] for run in list(found or runs)[-3:])
     if not found:
-        raise NotFound(
+        raise NotFoundError(
             f"run {text!r}: not in this lake, whose latest are {near or 'none'}. "
             "`replaylake runs list` names them."
         )
-    raise NotFound(
+    raise NotFoundError(
         f"run {text!r}: found {len(found)} runs that begin so, the latest {near}, expected one. "
         "Give more of its id."
     )
@@ -130,12 +130,12 @@ def dataset_text(dataset: Mapping[str, Any]) -> str:
     return str(dataset.get("dataset")) + ("" if version is None else f"@{version}")
 
 
-def differing(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def find_differences(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return what the runs were asked for differently: by dotted name, a value a run.
 
     None where a run has no such option.
     """
-    flat = [_flat(_asked(record)) for record in records]
+    flat = [_flat(_requested_options(record)) for record in records]
     names = list(dict.fromkeys(name for one in flat for name in one))
     values = {name: [one.get(name) for one in flat] for name in names}
     return {name: row for name, row in values.items() if any(one != row[0] for one in row)}
@@ -169,7 +169,7 @@ def _best(
     return None, None, None
 
 
-def _reached(record: Mapping[str, Any], curves: Mapping[str, Curve]) -> int | None:
+def _last_update(record: Mapping[str, Any], curves: Mapping[str, Curve]) -> int | None:
     if curves:
         return max(int(curve.updates[-1]) for curve in curves.values())
     if (num_updates := record.get("num_updates")) is not None:
@@ -180,7 +180,7 @@ def _reached(record: Mapping[str, Any], curves: Mapping[str, Curve]) -> int | No
     return (record.get("config") or {}).get("updates") if is_done else None
 
 
-def _collected(record: Mapping[str, Any], curves: Mapping[str, Curve]) -> dict[str, Any]:
+def _collect_progress(record: Mapping[str, Any], curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Return what a run has collected, by its record once it has ended, else by its metrics."""
 
     def newest(name: str, recorded: Any) -> Any:
@@ -207,7 +207,7 @@ def _duration(record: Mapping[str, Any], status: str) -> float | None:
     return max(0.0, float(until_ms - started_ms) / 1000)
 
 
-def _asked(record: Mapping[str, Any]) -> dict[str, Any]:
+def _requested_options(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a record says that a run was asked for, and on which data."""
     datasets = [
         {key: one.get(key) for key in ("where", "where_steps", "reward")}

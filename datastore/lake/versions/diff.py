@@ -15,7 +15,7 @@ import duckdb
 import pyarrow as pa
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import ConfigInvalid, LogCorrupt, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, LogCorruptError, NotFoundError
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.scan import scan
@@ -35,7 +35,7 @@ _IS_WHOLE: Final = (
 
 
 @dataclass(frozen=True)
-class Changes:
+class ChangeCounts:
     """Numbers of what is only in the second version, only in the first, and in both but unlike."""
 
     added: int = 0
@@ -52,7 +52,7 @@ class EpisodeKey:
 
 
 @dataclass(frozen=True)
-class Difference:
+class VersionDiff:
     """What changed from one version to another.
 
     An episode changed if it is in both and steps of it were added, removed or changed. Steps count
@@ -62,9 +62,9 @@ class Difference:
     dataset: str
     from_version: int
     to_version: int
-    shards: Changes
-    episodes: Changes
-    steps: Changes
+    shards: ChangeCounts
+    episodes: ChangeCounts
+    steps: ChangeCounts
     added: tuple[EpisodeKey, ...] = ()
     removed: tuple[EpisodeKey, ...] = ()
     changed: tuple[EpisodeKey, ...] = ()
@@ -76,10 +76,10 @@ class Difference:
     @property
     def is_empty(self) -> bool:
         """Whether both versions hold the same steps and columns."""
-        return self.steps == Changes() and not self.columns_added and not self.columns_removed
+        return self.steps == ChangeCounts() and not self.columns_added and not self.columns_removed
 
 
-def diff(a: Snapshot, b: Snapshot, *, limit: int = 1000) -> Difference:
+def diff(a: Snapshot, b: Snapshot, *, limit: int = 1000) -> VersionDiff:
     """Compare two versions of one dataset, from `a` to `b`.
 
     Two rows of one step are alike if all columns of both versions are; a column that a version
@@ -94,28 +94,29 @@ def diff(a: Snapshot, b: Snapshot, *, limit: int = 1000) -> Difference:
     their two id columns are read); two passes over the others. Memory grows with the episodes of
     those, and with the steps of the episodes that differ.
 
-    Raises: ConfigInvalid for snapshots of two datasets, ShardCorrupt if a file is not there.
+    Raises: ConfigInvalidError for snapshots of two datasets, ShardCorruptError if a file is not
+    there.
     """
     if a.dataset != b.dataset:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"diff {a.dataset}@{a.version} {b.dataset}@{b.version}: found two datasets, expected "
             f"two versions of one, such as {a.dataset}@{max(a.version - 1, 0)} "
             f"{a.dataset}@{a.version}."
         )
     only_a, only_b = _without(a.files, b.files), _without(b.files, a.files)
     names_a, names_b = set(a.table.schema.names), set(b.table.schema.names)
-    basis = Difference(
+    basis = VersionDiff(
         dataset=a.dataset,
         from_version=a.version,
         to_version=b.version,
-        shards=Changes(len(only_b), len(only_a)),
-        episodes=Changes(),
-        steps=Changes(),
+        shards=ChangeCounts(len(only_b), len(only_a)),
+        episodes=ChangeCounts(),
+        steps=ChangeCounts(),
         columns_added=tuple(sorted(names_b - names_a)),
         columns_removed=tuple(sorted(names_a - names_b)),
     )
     if only_a and only_b:
-        moved = _moved(a.table, b.table)
+        moved = _find_moved_shards(a.table, b.table)
         only_a, only_b = (
             tuple(entry for entry in files if entry.path not in moved) for files in (only_a, only_b)
         )
@@ -123,7 +124,7 @@ def diff(a: Snapshot, b: Snapshot, *, limit: int = 1000) -> Difference:
         return basis
     left, right = replace(a.table, files=only_a), replace(b.table, files=only_b)
     shared = replace(a.table, files=_without(a.files, only_a))
-    with connect() as connection, _released(left, right):
+    with connect() as connection, _release_on_exit(left, right):
         wide = _union(a.table.schema, b.table.schema)
         _compare(connection, replace(left, schema=wide), replace(right, schema=wide))
         _conclude(connection, shared)
@@ -134,7 +135,7 @@ def diff(a: Snapshot, b: Snapshot, *, limit: int = 1000) -> Difference:
             added=_keys(connection, "added", limit),
             removed=_keys(connection, "removed", limit),
             changed=_keys(connection, "changed", limit),
-            columns_changed=_columns_changed(connection, sorted(names_a | names_b)),
+            columns_changed=_count_changed_columns(connection, sorted(names_a | names_b)),
         )
 
 
@@ -143,7 +144,7 @@ def _without(files: Sequence[FileEntry], others: Sequence[FileEntry]) -> tuple[F
     return tuple(entry for entry in files if entry.path not in paths)
 
 
-def _moved(a: TableSnapshot, b: TableSnapshot) -> set[str]:
+def _find_moved_shards(a: TableSnapshot, b: TableSnapshot) -> set[str]:
     """Return the shards of both whose rows the commits in between only moved.
 
     Cost: the commits between the two are read. Where the log no longer has them, nothing is known.
@@ -165,14 +166,14 @@ def _moved(a: TableSnapshot, b: TableSnapshot) -> set[str]:
             group = {one["path"] for one in added}.union(*(groups[path] for path in paths))
             groups |= dict.fromkeys(group, group)
             gone |= paths
-    except (NotFound, LogCorrupt):
+    except (NotFoundError, LogCorruptError):
         return set()
     live = {entry.path for entry in last.files}
     return {path for path, group in groups.items() if group - gone <= live}
 
 
 @contextmanager
-def _released(*tables: TableSnapshot) -> Iterator[None]:
+def _release_on_exit(*tables: TableSnapshot) -> Iterator[None]:
     """Let local copies of remote files go afterwards."""
     try:
         yield
@@ -251,7 +252,7 @@ def _conclude(connection: duckdb.DuckDBPyConnection, shared: TableSnapshot) -> N
     )
     connection.register("parts", parts)
     if parts.num_rows and shared.files:
-        with _released(shared):
+        with _release_on_exit(shared):
             execute(
                 connection,
                 f"CREATE TABLE going_on AS SELECT DISTINCT {_EPISODE} "
@@ -283,9 +284,9 @@ def _conclude(connection: duckdb.DuckDBPyConnection, shared: TableSnapshot) -> N
     )
 
 
-def _counts(connection: duckdb.DuckDBPyConnection, table: str) -> Changes:
+def _counts(connection: duckdb.DuckDBPyConnection, table: str) -> ChangeCounts:
     rows = execute(connection, f"SELECT kind, sum(n) AS n FROM {table} GROUP BY kind").to_pylist()
-    return Changes(**{row["kind"]: int(row["n"]) for row in rows})
+    return ChangeCounts(**{row["kind"]: int(row["n"]) for row in rows})
 
 
 def _keys(connection: duckdb.DuckDBPyConnection, kind: str, limit: int) -> tuple[EpisodeKey, ...]:
@@ -297,7 +298,9 @@ def _keys(connection: duckdb.DuckDBPyConnection, kind: str, limit: int) -> tuple
     return tuple(EpisodeKey(row[schema.EPISODE_ID], row[schema.AGENT_ID]) for row in rows)
 
 
-def _columns_changed(connection: duckdb.DuckDBPyConnection, names: Sequence[str]) -> dict[str, int]:
+def _count_changed_columns(
+    connection: duckdb.DuckDBPyConnection, names: Sequence[str]
+) -> dict[str, int]:
     columns = [name for name in names if name not in _STEP.split(", ")]
     counts = ", ".join(f'count(*) FILTER ("{c}") AS "{c}"' for c in columns)
     query = f"SELECT {counts} FROM unlike_steps WHERE kind = 'changed'"

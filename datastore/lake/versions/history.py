@@ -33,11 +33,11 @@ class History:
     num_older: int
 
 
-def history(dataset: Dataset, tags: Tags, *, limit: int | None = None) -> History:
+def read_history(dataset: Dataset, tags: Tags, *, limit: int | None = None) -> History:
     """Return the versions of a dataset, the newest `limit` of them, with their names in `tags`.
 
     Those that were dropped from the log are neither there nor counted. Cost: one file a version.
-    Raises: NotFound, LogCorrupt.
+    Raises: NotFoundError, LogCorruptError.
     """
     newest = dataset.snapshot().version
     names: dict[int, list[str]] = {}

@@ -10,14 +10,14 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from replaylake.datastore.errors import AlreadyExists, NotFound, ReplayLakeError
+from replaylake.datastore.errors import AlreadyExistsError, NotFoundError, ReplayLakeError
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import check_dataset_name, check_tag_name, new_ulid
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.commit_log import CommitLog
-from replaylake.datastore.storage.log.purges import purges_in
+from replaylake.datastore.storage.log.purges import list_purges
 from replaylake.datastore.storage.log.state import LogState
-from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.presence import check_shards_present
 
 _PREFIX: Final = "tag"
 
@@ -42,8 +42,8 @@ class Tags:
     def set(self, dataset: str, name: str, version: int, *, replace: bool = False) -> int | None:
         """Point a tag at a version; return where it pointed before, None if it is new.
 
-        The caller sees to it that the version exists. Raises: NameRefused; AlreadyExists where it
-        points at another version and `replace` is false.
+        The caller sees to it that the version exists. Raises: InvalidNameError; AlreadyExistsError
+        where it points at another version and `replace` is false.
         """
         key = _key(dataset, name)
         body = json.dumps({"version": version, "created_ms": time.time_ns() // 1_000_000})
@@ -55,7 +55,7 @@ class Tags:
             text = state.entries.get(key)
             previous = None if text is None else int(json.loads(text)["version"])
             if previous not in (None, version) and not replace:
-                raise AlreadyExists(
+                raise AlreadyExistsError(
                     f"tag {dataset}@{name}: points at version {previous}, found {version} to tag. "
                     "Move it with --replace, or choose another name."
                 )
@@ -65,7 +65,7 @@ class Tags:
         return previous
 
     def remove(self, dataset: str, name: str) -> None:
-        """Remove a tag. Raises: NotFound."""
+        """Remove a tag. Raises: NotFoundError."""
         key = _key(dataset, name)
         producer = f"tag/{new_ulid()}"
 
@@ -78,7 +78,7 @@ class Tags:
         self._log.commit(build)
 
     def version(self, dataset: str, name: str) -> int:
-        """Return the version that a tag points at. Raises: NotFound, NameRefused."""
+        """Return the version that a tag points at. Raises: NotFoundError, InvalidNameError."""
         text = self._log.newest().entries.get(_key(dataset, name))
         if text is None:
             raise self._absent(dataset, name)
@@ -88,7 +88,7 @@ class Tags:
         """Return the tags of a dataset, or of all, by dataset and name."""
         tags = []
         state = self._log.newest()
-        purges = purges_in(state, dataset)
+        purges = list_purges(state, dataset)
         for key, text in state.entries.items():
             kind, _, rest = key.partition("/")
             if kind == _PREFIX:
@@ -100,9 +100,9 @@ class Tags:
         chosen = [tag for tag in tags if dataset in (None, tag.dataset)]
         return sorted(chosen, key=lambda tag: (tag.dataset, tag.name))
 
-    def _absent(self, dataset: str, name: str) -> NotFound:
+    def _absent(self, dataset: str, name: str) -> NotFoundError:
         known = [tag.name for tag in self.list(dataset)]
-        return NotFound(
+        return NotFoundError(
             f"tag {dataset}@{name}: found none of that name, expected "
             f"{'one of ' + ', '.join(known) if known else 'a tag, and the dataset has none'}. "
             "`replaylake tag set` sets one."
@@ -112,13 +112,14 @@ class Tags:
 def tag_snapshot(tags: Tags, snapshot: Snapshot, name: str, *, replace: bool = False) -> int | None:
     """Point a tag at a snapshot's version; return where it pointed before, None if it is new.
 
-    Raises: NotFound or ShardCorrupt if that version or shards of it are gone, and the tag is then
-    as it was; AlreadyExists where it points at another version and `replace` is false; NameRefused.
+    Raises: NotFoundError or ShardCorruptError if that version or shards of it are gone, and the tag
+    is then as it was; AlreadyExistsError where it points at another version and `replace` is false;
+    InvalidNameError.
     """
     previous = tags.set(snapshot.dataset, name, snapshot.version, replace=replace)
     try:
         # Only now: a vacuum or expiry that looked before may be at work; a later one keeps them.
-        check_present(snapshot.table)
+        check_shards_present(snapshot.table)
         CommitLog(snapshot.table.storage, snapshot.table.root).at(snapshot.version)
     except ReplayLakeError:
         if previous is None:

@@ -12,25 +12,30 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Final
 
-from replaylake.datastore.episodes.compatibility import difference
+from replaylake.datastore.episodes.compatibility import find_spec_mismatch
 from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID, STEP
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    ConfigInvalid,
-    LogCorrupt,
-    NotFound,
-    SchemaMismatch,
+    AlreadyExistsError,
+    ConfigInvalidError,
+    LogCorruptError,
+    NotFoundError,
+    SchemaMismatchError,
 )
 from replaylake.datastore.lake.commit import DropCounts, commit_counts
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.maintenance.copy.shards import ShardMover
-from replaylake.datastore.query.table_files import fetched, located, rows_of, scanning
+from replaylake.datastore.maintenance.copy.shards import ShardCopier
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_rows,
+    scan_connection,
+)
 from replaylake.datastore.storage.log.state import FileEntry, LogState
 from replaylake.datastore.storage.table.shard import FOLDER, verify_shard
 from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
-from replaylake.datastore.storage.table.table_schema import merged_schema
+from replaylake.datastore.storage.table.table_schema import merge_schemas
 
 _PREFIX: Final = "copy/"
 # Those who commit without bringing in rows: a table with no other writers has only copied rows.
@@ -93,55 +98,57 @@ def copy(
         as_name: the dataset's name there, by default the same.
         on_progress: called after each shard.
 
-    Raises: NotFound, NameRefused; ConfigInvalid for a copy onto itself; SchemaMismatch if the
-    target's spaces or columns are others, before anything is written; ShardCorrupt if bytes of
-    the source are not those committed; StorageFailed.
+    Raises: NotFoundError, InvalidNameError; ConfigInvalidError for a copy onto itself;
+    SchemaMismatchError if the target's spaces or columns are others, before anything is written;
+    ShardCorruptError if bytes of the source are not those committed; StorageError.
     """
     snapshot = lake.snapshot(name)
     dataset = target.dataset(as_name or snapshot.dataset)
     if target.url == lake.url and dataset.name == snapshot.dataset:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"copy {name}: found the source itself as the target, expected another lake or another "
             "name. Name it with --as."
         )
     source = lake.dataset(snapshot.dataset).table
-    _ensure(dataset, snapshot)
+    _ensure_target(dataset, snapshot)
     job = _Copy(lake, source, snapshot, target, dataset, on_progress)
     while True:
         try:
             return job.run()
-        except _Raced:
+        except _RaceLostError:
             continue
 
 
-def _ensure(dataset: Dataset, snapshot: Snapshot) -> None:
-    """Create the target, or check that it can take these rows. Raises: SchemaMismatch."""
+def _ensure_target(dataset: Dataset, snapshot: Snapshot) -> None:
+    """Create the target, or check that it can take these rows. Raises: SchemaMismatchError."""
     if not dataset.exists():
         try:
             configuration = snapshot.spec.configuration()
             dataset.table.create(snapshot.table.schema, configuration)
-        except AlreadyExists:
+        except AlreadyExistsError:
             pass  # another copy was first
         else:
             return
-    if found := difference(dataset.spec, snapshot.spec):
-        raise SchemaMismatch(
+    if found := find_spec_mismatch(dataset.spec, snapshot.spec):
+        raise SchemaMismatchError(
             f"copy {snapshot.dataset} into {dataset.name}: {found}, expected one. Copy it into "
             "another dataset with --as."
         )
     if snapshot.spec.rewards_optional and not dataset.spec.rewards_optional:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"copy {snapshot.dataset} into {dataset.name}: rewards may be unknown in "
             f"{snapshot.dataset}, expected all known as in {dataset.name}. Copy it into another "
             "dataset with --as."
         )
     try:
-        merged_schema(dataset.snapshot().table.schema, snapshot.table.schema)
-    except SchemaMismatch as error:
-        raise SchemaMismatch(f"copy {snapshot.dataset} into {dataset.name}: {error}") from error
+        merge_schemas(dataset.snapshot().table.schema, snapshot.table.schema)
+    except SchemaMismatchError as error:
+        raise SchemaMismatchError(
+            f"copy {snapshot.dataset} into {dataset.name}: {error}"
+        ) from error
 
 
-class _Raced(Exception):
+class _RaceLostError(Exception):
     """Another copy into the target was first: what is there has to be looked at again."""
 
 
@@ -179,11 +186,11 @@ class _Copy:
         if present.files and not self._is_alone(state, plan, newest):
             compared = (*plan.fresh, *plan.mixed)
         total = sum(entry.size_bytes for entry in (*plan.fresh, *plan.mixed))
-        mover = ShardMover(self._snapshot.table, self._table)
+        mover = ShardCopier(self._snapshot.table, self._table)
         before = self._copied_before(plan)
         written: list[WrittenRows] = []
         num_episodes = num_present = moved = 0
-        with RowsPresent(self._snapshot.table, present, before) as known:
+        with PresentRows(self._snapshot.table, present, before) as known:
             doubled = known.among(compared)
             whole = [e for e in (*plan.fresh, *plan.mixed) if e.path not in doubled]
             for entry in (*plan.fresh, *plan.mixed):
@@ -200,7 +207,7 @@ class _Copy:
             # Last, because their bytes were checked as they were moved.
             num_episodes += known.num_episodes(whole)
         left_out = DropCounts(num_already_present_steps=num_present)
-        notes = notes_of(plan, newest if base is not None and plan.mixed and not before else None)
+        notes = make_notes(plan, newest if base is not None and plan.mixed and not before else None)
         return self._committed(written, num_episodes, left_out, state, notes)
 
     def _committed(
@@ -222,7 +229,7 @@ class _Copy:
 
         def check(found: LogState) -> None:
             if any(key.startswith(_PREFIX) and key not in seen for key in found.transactions):
-                raise _Raced
+                raise _RaceLostError
 
         info = {
             **commit_counts(num_episodes, num_steps, left_out),
@@ -267,7 +274,7 @@ class _Copy:
             return None
         try:
             before = self._source.snapshot(plan.base)
-        except NotFound:
+        except NotFoundError:
             return None
         there = set(self._source.storage.names(f"{self._source.root}/{FOLDER}"))
         is_whole = all(entry.path.rpartition("/")[2] in there for entry in before.files)
@@ -303,7 +310,7 @@ def _base(newest: int, version: int) -> int | None:
 _KEY: Final = (EPISODE_ID, AGENT_ID, STEP)
 
 
-class RowsPresent:
+class PresentRows:
     """The keys of a target's rows, and of those that an earlier copy had. A context manager.
 
     Cost: a scan of three columns of them for each question. Nothing is held in memory.
@@ -316,7 +323,7 @@ class RowsPresent:
         self._known = [one for one in (target, before) if one is not None and one.files]
         self._stack = ExitStack()
 
-    def __enter__(self) -> RowsPresent:
+    def __enter__(self) -> PresentRows:
         return self
 
     def __exit__(
@@ -330,30 +337,30 @@ class RowsPresent:
     def among(self, entries: Sequence[FileEntry]) -> dict[str, list[int]]:
         """Return the rows that are known, for each shard that shares an episode with them.
 
-        Raises: ShardCorrupt.
+        Raises: ShardCorruptError.
         """
         if not entries or not self._known:
             return {}
         with ExitStack() as stack:
-            paths = stack.enter_context(fetched(self._source, entries))
+            paths = stack.enter_context(fetch_files(self._source, entries))
             for path, entry in zip(paths, entries, strict=True):
                 verify_shard(path, entry)  # DuckDB reads flipped bits as other ids
             sources = []
             for one in self._known:
-                files = stack.enter_context(fetched(one, one.files))
-                sources.append(f"SELECT {', '.join(_KEY)} FROM {located(one, files)}")
+                files = stack.enter_context(fetch_files(one, one.files))
+                sources.append(f"SELECT {', '.join(_KEY)} FROM {from_clause(one, files)}")
             known = " UNION ALL ".join(sources)
-            connection = stack.enter_context(scanning())
-            shared = rows_of(
+            connection = stack.enter_context(scan_connection())
+            shared = query_rows(
                 connection,
-                f"SELECT DISTINCT file_index FROM {located(self._source, paths)} "
+                f"SELECT DISTINCT file_index FROM {from_clause(self._source, paths)} "
                 f"SEMI JOIN ({known}) USING ({EPISODE_ID}, {AGENT_ID})",
             )
             found = {}
             for (index,) in sorted(shared):
-                rows = rows_of(
+                rows = query_rows(
                     connection,
-                    f"SELECT file_row_number FROM {located(self._source, [paths[index]])} "
+                    f"SELECT file_row_number FROM {from_clause(self._source, [paths[index]])} "
                     f"SEMI JOIN ({known}) USING ({', '.join(_KEY)}) ORDER BY 1",
                 )
                 found[entries[index].path] = [row for (row,) in rows]
@@ -364,11 +371,11 @@ class RowsPresent:
         if not entries:
             return 0
         columns = (EPISODE_ID, AGENT_ID)
-        with fetched(self._source, entries) as paths, scanning() as connection:
-            ((num,),) = rows_of(
+        with fetch_files(self._source, entries) as paths, scan_connection() as connection:
+            ((num,),) = query_rows(
                 connection,
                 f"SELECT count(*) FROM (SELECT DISTINCT {', '.join(columns)} "
-                f"FROM {located(self._source, paths)})",
+                f"FROM {from_clause(self._source, paths)})",
             )
         return int(num)
 
@@ -404,10 +411,10 @@ def plan_copy(source: Table, snapshot: TableSnapshot, base: int | None) -> CopyP
     for version in range(base + 1, snapshot.version + 1):
         try:
             actions = source.log.actions(version)
-        except (NotFound, LogCorrupt):
+        except (NotFoundError, LogCorruptError):
             # Expired since: nothing is known, so everything is compared.
             return CopyPlan(None, (), snapshot.files)
-        if _follow(kinds, actions):
+        if _note_commit(kinds, actions):
             changed.append(version)
     return CopyPlan(
         base,
@@ -417,7 +424,7 @@ def plan_copy(source: Table, snapshot: TableSnapshot, base: int | None) -> CopyP
     )
 
 
-def notes_of(plan: CopyPlan, forgotten: int | None) -> tuple[str, ...]:
+def make_notes(plan: CopyPlan, forgotten: int | None) -> tuple[str, ...]:
     """Say what may surprise; `forgotten` is the version copied last where it is not there now."""
     notes = []
     if plan.changed_at:
@@ -435,7 +442,7 @@ def notes_of(plan: CopyPlan, forgotten: int | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _follow(kinds: dict[str, int], actions: Sequence[Mapping[str, Any]]) -> bool:
+def _note_commit(kinds: dict[str, int], actions: Sequence[Mapping[str, Any]]) -> bool:
     """Note what a commit's shards hold; return whether it changed rows that were copied."""
     added = [action["add"] for action in actions if "add" in action]
     removed = [action["remove"] for action in actions if "remove" in action]

@@ -11,20 +11,20 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID
-from replaylake.datastore.errors import NotFound, ShardCorrupt
+from replaylake.datastore.errors import NotFoundError, ShardCorruptError
 from replaylake.datastore.names import content_ulid, new_ulid
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.storage import StoredFile
 from replaylake.datastore.storage.table.shard import FOLDER, blob_of, read_shard
 from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
-from replaylake.datastore.storage.table.table_schema import conform, has_other_ids, merged_schema
+from replaylake.datastore.storage.table.table_schema import conform, has_other_ids, merge_schemas
 
 # A shard that an earlier copy put down, before it was killed, is used again while it is younger. An
 # older one is left to vacuum, which may be about to delete it.
 _REUSE_MS: Final = 86_400_000
 
 
-class ShardMover:
+class ShardCopier:
     """Puts shards of one snapshot durably into a table, for its `commit` to make readable."""
 
     def __init__(self, source: TableSnapshot, target: Table) -> None:
@@ -36,20 +36,20 @@ class ShardMover:
     def whole(self, entry: FileEntry) -> WrittenRows:
         """Put a shard into the target, as it is where its field ids are the target's too."""
         schema = self._source.schema
-        if has_other_ids(merged_schema(self._target.snapshot().schema, schema), schema):
+        if has_other_ids(merge_schemas(self._target.snapshot().schema, schema), schema):
             return self._target.write(conform(self._read(entry), schema))
         path, modified_ms = self._place(entry)
         if modified_ms is None:
             where = f"{self._source.root}/{entry.path}"
             data = self._source.storage.get(where)
             if data is None:
-                raise NotFound(
+                raise NotFoundError(
                     f"copy {self._source.root}@{self._source.version}: found no {where}, "
                     "expected the shard that this version names: it was vacuumed meanwhile. Copy "
                     "the newest version."
                 )
             if hashlib.sha256(data).hexdigest() != entry.sha256:
-                raise ShardCorrupt(
+                raise ShardCorruptError(
                     f"{where}: found another sha256 than the log has. Nothing was added to the "
                     "target. `replaylake fsck --repair` takes the shard out."
                 )

@@ -15,21 +15,21 @@ import duckdb
 import pyarrow as pa
 
 from replaylake.datastore.episodes.schema import EPISODE_ID
-from replaylake.datastore.errors import LogCorrupt, NotFound, StorageFailed
+from replaylake.datastore.errors import LogCorruptError, NotFoundError, StorageError
 from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding, Findings
-from replaylake.datastore.maintenance.fsck.log_check import CheckedLog, check_log, mend_log
+from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, FsckFinding, FsckFindings
+from replaylake.datastore.maintenance.fsck.log_check import CheckedLog, check_log, repair_log
 from replaylake.datastore.maintenance.fsck.quarantine import (
     Damage,
     Orphan,
     Repair,
+    quarantine_damage,
     quarantine_orphans,
-    take_out,
 )
 from replaylake.datastore.maintenance.fsck.shard_check import CheckedShard, check_shard, run_schema
-from replaylake.datastore.maintenance.kept import kept_files
+from replaylake.datastore.maintenance.kept import find_retained_files
 from replaylake.datastore.query import summaries
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.storage.log.state import FileEntry
@@ -55,7 +55,7 @@ class CheckedDataset:
 
 
 @dataclass
-class _Plan:
+class _CheckPlan:
     """The shards of one table to look at; `live` are those of the newest version."""
 
     table: Table
@@ -81,7 +81,7 @@ class DatasetCheck:
         self._horizon_ms = horizon_ms
         self._on_progress = on_progress
         self._name = ""
-        self.findings = Findings()
+        self.findings = FsckFindings()
         self.datasets: list[CheckedDataset] = []
         self.repairs: list[Repair] = []
 
@@ -90,7 +90,7 @@ class DatasetCheck:
         self._name = name
         handle = self._lake.dataset(name)
         if not self._lake.storage.names(f"{handle.table.root}/_delta_log"):
-            raise NotFound(
+            raise NotFoundError(
                 f"dataset {name!r}: not in this lake. `replaylake list` names those that are."
             )
         plans = [self._planned(table) for table in self._tables(handle)]
@@ -139,22 +139,22 @@ class DatasetCheck:
             if self._lake.storage.names(f"{table.root}/_delta_log"):
                 yield table
 
-    def _planned(self, table: Table) -> _Plan:
+    def _planned(self, table: Table) -> _CheckPlan:
         log = check_log(table.storage, table.root)
         self._note_log(log)
         if log.state is None:
-            return _Plan(table, log, None, ())
+            return _CheckPlan(table, log, None, ())
         try:
             schema = table_schema(log.state)
-        except LogCorrupt as error:
+        except LogCorruptError as error:
             self.add(ERROR, "log", f"{table.root}/_delta_log", str(error))
-            return _Plan(table, log, None, ())
+            return _CheckPlan(table, log, None, ())
         live = tuple(sorted(log.state.files.values(), key=lambda entry: entry.since))
         older: tuple[FileEntry, ...] = ()
         if self._all_versions:
             purges = self._lake.purges.list(self._name)
             # What a purge deleted is gone for good, which is no fault.
-            kept = kept_files(self._lake, self._name).paths - {
+            kept = find_retained_files(self._lake, self._name).paths - {
                 p for one in purges for p in one.paths
             }
             older = tuple(
@@ -162,13 +162,13 @@ class DatasetCheck:
                 for path, (entry, _) in log.named.items()
                 if path not in log.state.files and f"{table.root}/{path}" in kept
             )
-        return _Plan(table, log, schema, live, older)
+        return _CheckPlan(table, log, schema, live, older)
 
     def _forget_summaries(self, table: Table) -> None:
         """Drop what was derived from damaged bytes, perhaps before the file was restored."""
         try:
-            summaries.forget(table.storage, table.root)
-        except StorageFailed:
+            summaries.delete_summaries(table.storage, table.root)
+        except StorageError:
             if self._repair:
                 raise
             # A lake that we may only read: what is wrong is said all the same.
@@ -178,7 +178,7 @@ class DatasetCheck:
             check = "checkpoint" if fault.is_derived else "log"
             self.add(ERROR, check, fault.path, fault.message, fault.version)
 
-    def _checked(self, plan: _Plan, key: str | None) -> Iterator[tuple[CheckedShard, int]]:
+    def _checked(self, plan: _CheckPlan, key: str | None) -> Iterator[tuple[CheckedShard, int]]:
         """Check the shards on two threads, a few ahead of who takes the results."""
         schema = plan.schema
         if schema is None:
@@ -198,7 +198,7 @@ class DatasetCheck:
                 ahead += started(1)
 
     def _take(
-        self, plan: _Plan, checked: CheckedShard, rows: RowCheck, number: int, is_steps: bool
+        self, plan: _CheckPlan, checked: CheckedShard, rows: RowCheck, number: int, is_steps: bool
     ) -> None:
         entry, is_live = checked.entry, number < len(plan.live)
         version = plan.log.named.get(entry.path, (entry, None))[1]
@@ -219,9 +219,9 @@ class DatasetCheck:
             elif checked.rows.num_columns:
                 rows.add_ids(checked.rows)
 
-    def _find_row_faults(self, plan: _Plan, rows: RowCheck) -> None:
+    def _find_row_faults(self, plan: _CheckPlan, rows: RowCheck) -> None:
         for run in rows.problems():
-            for severity, check, message in faults_of(run):
+            for severity, check, message in iter_faults(run):
                 shard = plan.live[run["shard"]]
                 version = plan.log.named.get(shard.path, (shard, None))[1]
                 agent = f" of agent {run['agent']!r}" if run["agent"] else ""
@@ -229,7 +229,7 @@ class DatasetCheck:
                 path = f"{plan.table.root}/{shard.path}"
                 self.add(severity, check, path, text, version)
 
-    def _find_doubled_decisions(self, plan: _Plan, rows: RowCheck) -> None:
+    def _find_doubled_decisions(self, plan: _CheckPlan, rows: RowCheck) -> None:
         for decision_id, num in rows.duplicate_ids():
             message = (
                 f"decision {decision_id}: found {num} rows, expected one. Restore the table from a "
@@ -237,7 +237,7 @@ class DatasetCheck:
             )
             self.add(ERROR, "decision", plan.table.root, message)
 
-    def _orphans(self, plan: _Plan) -> Iterator[Orphan]:
+    def _orphans(self, plan: _CheckPlan) -> Iterator[Orphan]:
         if plan.log.state is None:
             return  # which files have a name is not known
         root = plan.table.root
@@ -248,7 +248,7 @@ class DatasetCheck:
             and file.modified_ms < self._horizon_ms
         ]
         # Of an old version that is kept, the commit that named the file may have expired.
-        kept = kept_files(self._lake, self._name).paths if old else ()
+        kept = find_retained_files(self._lake, self._name).paths if old else ()
         for file in old:
             if file.path not in kept:
                 message = (
@@ -259,18 +259,18 @@ class DatasetCheck:
                 self.add(NOTE, "orphan", file.path, message)
                 yield Orphan(file.path, message)
 
-    def _mend(self, plan: _Plan, rows: RowCheck | None, orphans: Sequence[Orphan]) -> None:
+    def _mend(self, plan: _CheckPlan, rows: RowCheck | None, orphans: Sequence[Orphan]) -> None:
         if plan.log.state is None:
             return
         self._mend_log(plan.table.root, plan.log)
         doubled = {} if rows is None else rows.doubled_rows()
         twice = {plan.live[number].path: numbers for number, numbers in doubled.items()}
-        done = take_out(plan.table, self._name, plan.damages, twice)
+        done = quarantine_damage(plan.table, self._name, plan.damages, twice)
         done += quarantine_orphans(plan.table, self._name, orphans)
         self.repairs += done
 
     def _mend_log(self, root: str, log: CheckedLog) -> None:
-        for path in mend_log(self._lake.storage, root, log):
+        for path in repair_log(self._lake.storage, root, log):
             self.repairs.append(Repair("rewritten", self._name, path, "", None, 0, 0))
 
     def add(
@@ -283,10 +283,12 @@ class DatasetCheck:
         num_steps: int = 0,
     ) -> None:
         """Note a finding of the dataset that is looked at."""
-        self.findings.add(Finding(severity, check, self._name, path, message, version, num_steps))
+        self.findings.add(
+            FsckFinding(severity, check, self._name, path, message, version, num_steps)
+        )
 
 
-def _key(plan: _Plan, handle: Dataset) -> str | None:
+def _key(plan: _CheckPlan, handle: Dataset) -> str | None:
     """Return the column of ids that the checks across shards need; None for steps: their runs."""
     if plan.table is handle.table:
         return None
@@ -397,7 +399,7 @@ class RowCheck:
             self._connection.unregister("incoming")
 
 
-def faults_of(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def iter_faults(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield severity, check and message of what is wrong with one of the `problems`."""
     first, last, reached, ended_at = (
         run[name] for name in ("first", "last", "reached", "ended_at")

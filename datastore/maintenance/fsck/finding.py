@@ -16,7 +16,7 @@ _MAX_SHOWN: Final = 100
 
 
 @dataclass(frozen=True)
-class Finding:
+class FsckFinding:
     """What is wrong, where, and what to do.
 
     `path` is below the lake, "" where no one file is meant; `version` is the one that named the
@@ -36,14 +36,14 @@ class Finding:
         return asdict(self)
 
 
-class Findings:
+class FsckFindings:
     """Findings as they come: all are counted, the first hundred of a kind and dataset are kept."""
 
     def __init__(self) -> None:
-        self.shown: list[Finding] = []
+        self.shown: list[FsckFinding] = []
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: FsckFinding) -> None:
         key = (finding.severity, finding.check, finding.dataset)
         self._counts[key] += 1
         if self._counts[key] <= _MAX_SHOWN:

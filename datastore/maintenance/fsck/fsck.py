@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.manifest import MANIFEST, Manifest
 from replaylake.datastore.lake.policies.package import check_package
 from replaylake.datastore.lake.policies.registry import PolicyRef
-from replaylake.datastore.lake.runs.metrics import damaged_pieces
+from replaylake.datastore.lake.runs.metrics import find_damaged_pieces
 from replaylake.datastore.maintenance.fsck.dataset_check import (
     CheckedDataset,
     DatasetCheck,
     OnProgress,
     age_text,
 )
-from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, Finding
+from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, FsckFinding
 from replaylake.datastore.maintenance.fsck.quarantine import Repair
 from replaylake.datastore.names import LAKE_ROOT
 
@@ -41,7 +41,7 @@ class FsckReport:
     num_errors: int
     num_notes: int
     counts: dict[str, int]
-    findings: tuple[Finding, ...]
+    findings: tuple[FsckFinding, ...]
     repairs: tuple[Repair, ...] = ()
 
     @property
@@ -86,12 +86,12 @@ def fsck(
         on_progress: called after each shard.
         now_ms: the time to judge age by; the clock's by default.
 
-    Raises: NotFound for a name that is no dataset, ConfigInvalid for an age below an hour,
-    StorageFailed. Cost: reads every shard once. Memory: a row group a thread (on an object store a
-    shard), 512 MB for the steps of all shards, the rest on disk.
+    Raises: NotFoundError for a name that is no dataset, ConfigInvalidError for an age below an
+    hour, StorageError. Cost: reads every shard once. Memory: a row group a thread (on an object
+    store a shard), 512 MB for the steps of all shards, the rest on disk.
     """
     if orphan_age_s < MIN_ORPHAN_AGE_S:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"orphan_age_s: found {orphan_age_s:g}, expected at least {MIN_ORPHAN_AGE_S:g}: a "
             "younger file may be of a writer that is about to commit it."
         )
@@ -138,7 +138,7 @@ def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int, *, repair: boo
             age = age_text(file.modified_ms)
             message = f"was left by a writer that did not end, {age}. `vacuum` removes it."
             check.add(NOTE, "temporary", file.path, message)
-    for path, reason in damaged_pieces(storage):
+    for path, reason in find_damaged_pieces(storage):
         check.add(ERROR, "metrics", path, reason)
     if checked.state is None:
         return 0

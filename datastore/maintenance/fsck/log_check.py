@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from replaylake.datastore.errors import FormatTooNew, LogCorrupt
+from replaylake.datastore.errors import FormatTooNewError, LogCorruptError
 from replaylake.datastore.storage.log.checkpoint import write_checkpoint
 from replaylake.datastore.storage.log.folder import Listing, LogFolder
 from replaylake.datastore.storage.log.state import FileEntry, LogState
@@ -14,7 +14,7 @@ from replaylake.datastore.storage.storage import Storage
 
 # Versions applied at once: every application copies what changes.
 _BATCH: Final = 100
-_OURS: Final = "replaylake"
+_ENGINE_NAME: Final = "replaylake"
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def check_log(storage: Storage, root: str) -> CheckedLog:
     return _LogCheck(LogFolder(storage, root)).run()
 
 
-def mend_log(storage: Storage, root: str, checked: CheckedLog) -> list[str]:
-    """Write damaged checkpoints again from the commits; return the paths. Raises: StorageFailed.
+def repair_log(storage: Storage, root: str, checked: CheckedLog) -> list[str]:
+    """Write damaged checkpoints again from the commits; return the paths. Raises: StorageError.
 
     Nothing else of a log can be mended without guessing.
     """
@@ -91,7 +91,7 @@ class _LogCheck:
             return LogState()
         try:
             state = self._folder.checkpoint(oldest)
-        except (LogCorrupt, FormatTooNew) as error:
+        except (LogCorruptError, FormatTooNewError) as error:
             self._fault(self._folder.checkpoint_path(oldest), oldest, str(error))
             return None
         if state is not None:
@@ -122,7 +122,7 @@ class _LogCheck:
         path = self._folder.commit_path(version)
         try:
             actions = self._folder.commit(version)
-        except LogCorrupt as error:
+        except LogCorruptError as error:
             self._fault(path, version, str(error))
             return None
         if actions is None:
@@ -130,7 +130,9 @@ class _LogCheck:
             self._fault(path, version, f"{message} from a copy of the lake.")
             return None
         info: Any = next((a["commitInfo"] for a in actions if "commitInfo" in a), {})
-        if not isinstance(info, dict) or (info.get("engineInfo") == _OURS and "sha256" not in info):
+        if not isinstance(info, dict) or (
+            info.get("engineInfo") == _ENGINE_NAME and "sha256" not in info
+        ):
             self._fault(path, version, "its first line was changed: it has no sha256 any more.")
             return None
         return actions if self._tracked(actions, path, version) else None
@@ -157,7 +159,7 @@ class _LogCheck:
     def _applied(self, state: LogState, batch: list[list[dict[str, Any]]]) -> LogState | None:
         try:
             return state.apply(batch)
-        except (FormatTooNew, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (FormatTooNewError, KeyError, TypeError, ValueError, AttributeError) as error:
             versions = f"versions {state.version + 1}..{state.version + len(batch)}"
             self._fault(self._folder.path, None, f"{versions} do not add up: {error!r}.")
             return None
@@ -166,11 +168,11 @@ class _LogCheck:
         path = self._folder.checkpoint_path(version)
         try:
             found = self._folder.checkpoint(version)
-        except (LogCorrupt, FormatTooNew) as error:
+        except (LogCorruptError, FormatTooNewError) as error:
             message = str(error).partition(", expected")[0].removeprefix(f"{path}: ")
             found = None
         else:
-            message = _difference(found, state, self._folder.storage.get(path))
+            message = _describe_difference(found, state, self._folder.storage.get(path))
         if message:
             self._fault(
                 path,
@@ -186,7 +188,7 @@ class _LogCheck:
         for version in sorted(v for v in checkpoints if v >= broken):
             try:
                 self._folder.checkpoint(version)
-            except (LogCorrupt, FormatTooNew) as error:
+            except (LogCorruptError, FormatTooNewError) as error:
                 self._fault(self._folder.checkpoint_path(version), version, str(error))
 
     def _check_pointer(self, listing: Listing) -> None:
@@ -198,7 +200,7 @@ class _LogCheck:
         if version in listing.checkpoints:
             try:
                 state = self._folder.checkpoint(version)
-            except (LogCorrupt, FormatTooNew):
+            except (LogCorruptError, FormatTooNewError):
                 return  # said of the checkpoint itself
         try:
             body = json.loads(data or b"")
@@ -221,7 +223,7 @@ class _LogCheck:
         self._found.faults.append(LogFault(path or self._folder.path, version, message, is_derived))
 
 
-def _difference(found: LogState | None, state: LogState, data: bytes | None) -> str:
+def _describe_difference(found: LogState | None, state: LogState, data: bytes | None) -> str:
     """Say what a checkpoint has otherwise than its commits; "" if nothing."""
     if found is None or data is None:
         return "cannot be read"

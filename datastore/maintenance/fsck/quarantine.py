@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID
-from replaylake.datastore.errors import CommitConflict, ReplayLakeError
+from replaylake.datastore.errors import CommitConflictError, ReplayLakeError
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
@@ -63,7 +63,7 @@ class Repair:
         return asdict(self)
 
 
-def take_out(
+def quarantine_damage(
     table: Table,
     dataset: str,
     damages: Sequence[Damage],
@@ -74,7 +74,7 @@ def take_out(
     Of a shard with doubled rows all of it is copied, and the rest of it stays in the dataset. A
     shard that another writer replaced in the meantime is passed over: fsck has to look again.
 
-    Raises: StorageFailed, ShardCorrupt; then nothing was taken out.
+    Raises: StorageError, ShardCorruptError; then nothing was taken out.
     """
     producer, copies = f"fsck/{new_ulid()}", dict[str, str]()
     whole = {damage.entry.path: damage for damage in damages}
@@ -87,7 +87,7 @@ def take_out(
         for entry in (*lost, *thinned):
             if entry.path not in copies:
                 why = whole[entry.path].why if entry.path in whole else "rows that are there twice"
-                copies[entry.path] = _copied(table, entry.path, why, entry)
+                copies[entry.path] = _copy_with_record(table, entry.path, why, entry)
         written, repairs = [], []
         for entry in lost:
             path, to = f"{table.root}/{entry.path}", copies[entry.path]
@@ -103,19 +103,19 @@ def take_out(
             repairs.append(Repair("doubled rows", dataset, path, copies[entry.path], None, num, 0))
         try:
             version = _commit(table, producer, repairs, written, [*lost, *thinned])
-        except CommitConflict:
+        except CommitConflictError:
             continue
-        return [_at(repair, version) for repair in repairs]
+        return [_with_version(repair, version) for repair in repairs]
 
 
 def quarantine_orphans(table: Table, dataset: str, orphans: Sequence[Orphan]) -> list[Repair]:
-    """Move files that no version names into the quarantine. Raises: StorageFailed."""
+    """Move files that no version names into the quarantine. Raises: StorageError."""
     repairs = []
     for orphan in orphans:
         path = orphan.path.removeprefix(f"{table.root}/")
         if path in table.log.newest().files:
             continue  # its writer was slow, and has committed it now
-        to = _copied(table, path, orphan.why, None)
+        to = _copy_with_record(table, path, orphan.why, None)
         table.storage.delete([orphan.path])
         repairs.append(Repair("orphan", dataset, orphan.path, to, None, 0, 0))
     return repairs
@@ -142,7 +142,7 @@ def _commit(
     ).version
 
 
-def _copied(table: Table, path: str, why: str, entry: FileEntry | None) -> str:
+def _copy_with_record(table: Table, path: str, why: str, entry: FileEntry | None) -> str:
     """Copy a file and its record, durably; return where, "" if there is no file."""
     data = table.storage.get(f"{table.root}/{path}")
     to = f"{table.root}/{FOLDER}/{path.rpartition('/')[2]}"
@@ -182,5 +182,5 @@ def _num_episodes(table: Table, entry: FileEntry, copy: str) -> int | None:
         return None
 
 
-def _at(repair: Repair, version: int) -> Repair:
+def _with_version(repair: Repair, version: int) -> Repair:
     return Repair(**{**asdict(repair), "version": version})

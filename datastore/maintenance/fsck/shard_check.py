@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID, STEP, TERMINATED, TRUNCATED
-from replaylake.datastore.errors import ReplayLakeError, SchemaMismatch
+from replaylake.datastore.errors import ReplayLakeError, SchemaMismatchError
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.storage.table.delta_schema import FIELD_ID, field_id
@@ -35,7 +35,7 @@ _RUNS: Final = pa.schema(
 
 
 @dataclass(frozen=True)
-class Fault:
+class ShardFault:
     """What is wrong with one file."""
 
     check: str
@@ -50,7 +50,7 @@ class CheckedShard:
     """
 
     entry: FileEntry
-    faults: tuple[Fault, ...]
+    faults: tuple[ShardFault, ...]
     rows: pa.Table | None = None
 
 
@@ -73,34 +73,38 @@ def check_shard(
     """
     path = f"{root}/{entry.path}"
     try:
-        source, digest, size = _opened(storage, path)
+        source, digest, size = _open_and_hash(storage, path)
     except FileNotFoundError:
         return CheckedShard(
             entry,
-            (Fault("missing", f"found no file, expected {entry.num_rows:,} rows. {_RESTORE}."),),
+            (
+                ShardFault(
+                    "missing", f"found no file, expected {entry.num_rows:,} rows. {_RESTORE}."
+                ),
+            ),
         )
     except (OSError, ReplayLakeError) as error:
-        return CheckedShard(entry, (Fault("unreadable", f"{error}. {_RESTORE}."),))
+        return CheckedShard(entry, (ShardFault("unreadable", f"{error}. {_RESTORE}."),))
     if digest != entry.sha256:
         found = f"found sha256 {digest[:16]} and {size:,} bytes"
         expected = f"expected {entry.sha256[:16] or 'one'} and {entry.size_bytes:,}"
         message = f"{found}, {expected} as committed: its bytes were changed. {_RESTORE}."
-        return CheckedShard(entry, (Fault("sha256", message),))
-    faults: list[Fault] = []
+        return CheckedShard(entry, (ShardFault("sha256", message),))
+    faults: list[ShardFault] = []
     if size != entry.size_bytes:
         message = f"found {size:,} bytes, expected {entry.size_bytes:,} as the log says. {_RESTORE}"
-        faults.append(Fault("size", f"{message}."))
+        faults.append(ShardFault("size", f"{message}."))
     try:
-        rows = _decoded(source, entry, schema, number, key, faults)
-    except SchemaMismatch as error:
-        faults.append(Fault("schema", f"{error} Its bytes are those committed. {_RESTORE}."))
+        rows = _decode_rows(source, entry, schema, number, key, faults)
+    except SchemaMismatchError as error:
+        faults.append(ShardFault("schema", f"{error} Its bytes are those committed. {_RESTORE}."))
     except _UNREADABLE as error:
         message = f"{type(error).__name__}: {error}, expected Parquet that can be read. {_RESTORE}."
-        faults.append(Fault("unreadable", message))
+        faults.append(ShardFault("unreadable", message))
     return CheckedShard(entry, tuple(faults), None if faults else rows)
 
 
-def _opened(storage: Storage, path: str) -> tuple[Any, str, int]:
+def _open_and_hash(storage: Storage, path: str) -> tuple[Any, str, int]:
     """Return what Parquet reads, the sha256 and the size. Raises: FileNotFoundError."""
     digest = hashlib.sha256()
     if storage.is_remote:
@@ -118,13 +122,13 @@ def _opened(storage: Storage, path: str) -> tuple[Any, str, int]:
     return local, digest.hexdigest(), size
 
 
-def _decoded(
+def _decode_rows(
     source: Any,
     entry: FileEntry,
     schema: pa.Schema,
     number: int,
     key: str | None,
-    faults: list[Fault],
+    faults: list[ShardFault],
 ) -> pa.Table:
     parts = []
     num_rows = 0
@@ -140,22 +144,22 @@ def _decoded(
         in_footer = file.metadata.num_rows
     if not num_rows == in_footer == entry.num_rows:
         found = f"found {num_rows:,} rows and {in_footer:,} in the footer"
-        faults.append(Fault("num_rows", f"{found}, expected {entry.num_rows:,}. {_RESTORE}."))
+        faults.append(ShardFault("num_rows", f"{found}, expected {entry.num_rows:,}. {_RESTORE}."))
     return pa.concat_tables(parts) if parts else _RUNS.empty_table()
 
 
 def _check_columns(found: pa.Schema, schema: pa.Schema) -> None:
     for field in found:
         if field.name not in schema.names:
-            raise SchemaMismatch(f"column {field.name!r}: is none of the table's.")
+            raise SchemaMismatchError(f"column {field.name!r}: is none of the table's.")
         expected = schema.field(field.name)
         if not field.type.equals(expected.type):
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"column {field.name!r}: found {field.type}, expected {expected.type}."
             )
         number = (field.metadata or {}).get(FIELD_ID)
         if number is None or int(number) != field_id(expected):
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"column {field.name!r}: found field id {number and number.decode()}, expected "
                 f"{field_id(expected)}."
             )

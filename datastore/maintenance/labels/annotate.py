@@ -33,7 +33,7 @@ from replaylake.datastore.episodes.schema import (
     TRUNCATED,
     check_names,
 )
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError, SchemaMismatchError
 from replaylake.datastore.feedback.decisions import (
     DECISION_ID,
     REPORTED,
@@ -46,16 +46,21 @@ from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.labels.expression import LabelExpression, parse_expression
 from replaylake.datastore.maintenance.labels.labels import (
     MAX_EXAMPLES,
-    Key,
+    LabelKey,
     Labels,
     check_key,
     parse_key,
-    prepare,
-    renamed,
+    parse_names,
+    prepare_labels,
 )
-from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_arrow,
+    scan_connection,
+)
 from replaylake.datastore.storage.log.state import FileEntry
-from replaylake.datastore.storage.table.rewrite import ChangeRows, Plan, rewrite, with_values
+from replaylake.datastore.storage.table.rewrite import ChangeRows, RewritePlan, rewrite, with_values
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 To = Literal["last", "each"]
@@ -141,28 +146,31 @@ def annotate(
         strict: write nothing if a label is unmatched or ambiguous.
         on_progress: called with (shards looked through, shards).
 
-    Raises: NotFound, ConfigInvalid, SchemaMismatch, QueryRefused, QueryFailed, ShardCorrupt. Cost:
-    two scans of the key's columns; memory is one shard and a few numbers a label and matched step.
+    Raises: NotFoundError, ConfigInvalidError, SchemaMismatchError, QueryRefusedError, QueryError,
+    ShardCorruptError. Cost: two scans of the key's columns; memory is one shard and a few numbers a
+    label and matched step.
     """
     handle = lake.dataset(dataset)
     schema = handle.snapshot().table.schema
     key = parse_key(on)
     check_key(key, schema)
-    added = renamed(add)
+    added = parse_names(add)
     check_assigned(set or {}, added, key, to)
     expression = None
     if set:
         expression = parse_expression(set[REWARD], labels.column_names, schema.names)
         if again and expression.step_columns:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"--again: found a reward of {', '.join(expression.step_columns)} of the step, "
                 "expected one of the labels alone: applied twice, it would count twice."
             )
     used = [*added.values(), *(expression.label_columns if expression else ())]
-    ready = prepare(labels, key, used)
+    ready = prepare_labels(labels, key, used)
     producer = _producer(key, ready, expression, added, to)
     sequence = handle.next_sequence(producer) if again else 0
-    work = _Work(dataset, key, ready, expression, typed_columns(ready, added, schema), to, strict)
+    work = _Annotation(
+        dataset, key, ready, expression, cast_columns(ready, added, schema), to, strict
+    )
     work.on_progress = on_progress
     done = rewrite(
         handle.table, work.plan, producer=producer, sequence=sequence, operation="ANNOTATE"
@@ -179,12 +187,12 @@ def _counts(handle: Dataset, version: int) -> dict[str, Any]:
     """Return what an annotation counted; nothing where its commit was dropped from the log."""
     try:
         return dict(handle.commit_info(version)[_INFO])
-    except NotFound:
+    except NotFoundError:
         return {}
 
 
 def _producer(
-    key: Key,
+    key: LabelKey,
     labels: Labels,
     expression: LabelExpression | None,
     added: Mapping[str, str],
@@ -196,13 +204,13 @@ def _producer(
     return f"annotate/{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]}"
 
 
-class _Work:
+class _Annotation:
     """An annotation as it is planned, perhaps several times; `receipt` is of the last plan."""
 
     def __init__(
         self,
         dataset: str,
-        key: Key,
+        key: LabelKey,
         labels: Labels,
         expression: LabelExpression | None,
         added: Mapping[str, pa.Array],
@@ -218,7 +226,7 @@ class _Work:
             labels.num_repeated, 0, 0, 0, 0, tuple(columns),
         )  # fmt: skip
 
-    def plan(self, snapshot: TableSnapshot) -> Plan:
+    def plan(self, snapshot: TableSnapshot) -> RewritePlan:
         """Find the steps of the labels, and the shards of which some step changes."""
         if self._expression is not None:
             # What DuckDB refuses is refused also where no label finds a step.
@@ -226,7 +234,7 @@ class _Work:
                 self._labels.values.slice(0, 0), snapshot.schema.empty_table()
             )
         only_last = self._expression is not None and self._to == "last"
-        found = match(snapshot, self._key, self._labels, only_last=only_last)
+        found = match_labels(snapshot, self._key, self._labels, only_last=only_last)
         self.receipt = replace(
             self.receipt,
             matched=found.num_matched,
@@ -238,10 +246,10 @@ class _Work:
         )
         if self._strict and (self.receipt.unmatched or self.receipt.ambiguous):
             self.receipt = replace(self.receipt, refused=True)
-            return Plan({})
+            return RewritePlan({})
         return self._planned(snapshot, found)
 
-    def _planned(self, snapshot: TableSnapshot, found: Match) -> Plan:
+    def _planned(self, snapshot: TableSnapshot, found: LabelMatch) -> RewritePlan:
         changes: dict[FileEntry, ChangeRows] = {}
         num_steps = num_matched = 0
         for index, entry in enumerate(snapshot.files):
@@ -264,7 +272,7 @@ class _Work:
         )
         # Counts alone: keys and expressions may name people, and a purge cannot reach the log.
         body = asdict(self.receipt)
-        return Plan(changes, {_INFO: {name: body[name] for name in _COUNTS}})
+        return RewritePlan(changes, {_INFO: {name: body[name] for name in _COUNTS}})
 
     def _num_changed(self, snapshot: TableSnapshot, entry: FileEntry, hits: pa.Table) -> int:
         """Count the steps of a shard that change, reading only the columns that it takes."""
@@ -300,11 +308,11 @@ class _Work:
         for name, column in self._added.items():
             values = column.take(hits.column("label").combine_chunks())
             found.append((name, hits.column("row").combine_chunks(), values))
-        changed = [(name, *_differing(rows, name, at, values)) for name, at, values in found]
+        changed = [(name, *_drop_unchanged(rows, name, at, values)) for name, at, values in found]
         return [(name, at, values) for name, at, values in changed if len(at)]
 
 
-def _differing(
+def _drop_unchanged(
     rows: pa.Table, name: str, at: pa.Array, values: pa.Array
 ) -> tuple[NDArray[np.int64], pa.Array]:
     """Leave out values that are null, and those that the step has already."""
@@ -312,9 +320,9 @@ def _differing(
     if name in rows.column_names:
         old = rows.column(name).take(at).combine_chunks()
         pairs = pa.table({"old": _plain(old), "new": _plain(values), "place": range(len(at))})
-        with scanning({"pairs": pairs}) as connection:
+        with scan_connection({"pairs": pairs}) as connection:
             query = "SELECT old IS DISTINCT FROM new AS differs FROM pairs ORDER BY place"
-            other = arrow_of(connection, query).column("differs").combine_chunks()
+            other = query_arrow(connection, query).column("differs").combine_chunks()
         differs = pc.and_(differs, other)
     return at.filter(differs).to_numpy().astype(np.int64), values.filter(differs)
 
@@ -333,33 +341,40 @@ _RESERVED: Final = (
 )
 
 
-def check_assigned(given: Mapping[str, str], added: Mapping[str, str], key: Key, to: str) -> None:
-    """Refuse what labels may not write. Raises: ConfigInvalid."""
+def check_assigned(
+    given: Mapping[str, str], added: Mapping[str, str], key: LabelKey, to: str
+) -> None:
+    """Refuse what labels may not write. Raises: ConfigInvalidError."""
     if not given and not added:
-        raise ConfigInvalid("annotate: found nothing to write, expected --set reward=... or --add.")
+        raise ConfigInvalidError(
+            "annotate: found nothing to write, expected --set reward=... or --add."
+        )
     if other := sorted({*given} - {REWARD}):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--set: found {other[0]}, expected reward: what else a step has says what happened. "
             "Ends come with the log or with feedback; new columns with --add."
         )
     if taken := sorted({*added} & {*_RESERVED}):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--add: found {taken[0]}, expected none of the columns that every step has. Name it "
             f"otherwise, as in --add my_{taken[0]}={added[taken[0]]}; a reward is --set."
         )
     if to not in ("last", "each"):
-        raise ConfigInvalid(f"--to: found {to!r}, expected last or each.")
+        raise ConfigInvalidError(f"--to: found {to!r}, expected last or each.")
     if to == "each" and (not given or key.names_steps):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             "--to each: expected a reward and a key of episodes: other labels go to all steps that "
             "they name. Leave it out."
         )
 
 
-def typed_columns(
+def cast_columns(
     labels: Labels, added: Mapping[str, str], schema: pa.Schema
 ) -> dict[str, pa.Array]:
-    """Return the columns to add in the types that the dataset keeps. Raises: SchemaMismatch."""
+    """Return the columns to add in the types that the dataset keeps.
+
+    Raises: SchemaMismatchError.
+    """
     check_names(name for name in added if name not in schema.names)
     typed = {}
     for name, source in added.items():
@@ -380,12 +395,12 @@ def _cast(values: pa.Array, name: str, kind: pa.DataType) -> pa.Array:
         if texts or numbers:
             return values.dictionary_encode().cast(kind) if texts else values.cast(kind)
     except pa.ArrowException as error:
-        raise _other_type(name, f"{found} ({error})", kind) from error
-    raise _other_type(name, str(found), kind)
+        raise _type_mismatch_error(name, f"{found} ({error})", kind) from error
+    raise _type_mismatch_error(name, str(found), kind)
 
 
-def _other_type(name: str, found: str, kind: pa.DataType) -> SchemaMismatch:
-    return SchemaMismatch(
+def _type_mismatch_error(name: str, found: str, kind: pa.DataType) -> SchemaMismatchError:
+    return SchemaMismatchError(
         f"column {name!r}: found {found}, expected {kind} as the dataset has it. Cast it, or add "
         f"it under another name, as in --add {name}_2={name}."
     )
@@ -402,7 +417,7 @@ _HITS: Final = pa.schema(
 
 
 @dataclass(frozen=True)
-class Match:
+class LabelMatch:
     """Which labels name what.
 
     hits: one row a matched step, by `file` (its place in the snapshot) and `row`: `label`, the row
@@ -425,30 +440,35 @@ class Match:
         return self.hits.slice(begin, end - begin)
 
 
-def match(snapshot: TableSnapshot, key: Key, labels: Labels, *, only_last: bool) -> Match:
+def match_labels(
+    snapshot: TableSnapshot, key: LabelKey, labels: Labels, *, only_last: bool
+) -> LabelMatch:
     """Find the steps of labels.
 
     `only_last` says that a label of an episode is for its last step, which has to be one: an
-    episode of several agents has several. Raises: ShardCorrupt.
+    episode of several agents has several. Raises: ShardCorruptError.
     """
     num = labels.keys.num_rows
     if not snapshot.files or not num:
         hits = _HITS.empty_table()
-        return Match(hits, 0, num, 0, 0, _examples(labels, np.arange(num)), ())
+        return LabelMatch(hits, 0, num, 0, 0, _examples(labels, np.arange(num)), ())
     keyed = labels.keys.append_column("label", pa.array(np.arange(num)))
     same = " AND ".join(f's."{name}" = l."{name}"' for name in key.columns)
-    with fetched(snapshot, snapshot.files) as paths, scanning({"labels": keyed}) as connection:
-        pairs = f"labels l JOIN {located(snapshot, paths)} s ON {same}"
-        groups = arrow_of(
+    with (
+        fetch_files(snapshot, snapshot.files) as paths,
+        scan_connection({"labels": keyed}) as connection,
+    ):
+        pairs = f"labels l JOIN {from_clause(snapshot, paths)} s ON {same}"
+        groups = query_arrow(
             connection,
-            f"SELECT l.label, {_is_good(key, only_last)} AS is_good, max(s.{STEP}) AS last, "
+            f"SELECT l.label, {_is_match_sql(key, only_last)} AS is_good, max(s.{STEP}) AS last, "
             f"bool_or(s.{TERMINATED} OR s.{TRUNCATED}) AS has_ended "
             f"FROM {pairs} GROUP BY l.label ORDER BY l.label",
         )
         good = groups.filter(groups.column("is_good"))
         connection.register("good", good)
         is_target = f"s.{STEP} = good.last" if only_last and not key.names_steps else "true"
-        hits = arrow_of(
+        hits = query_arrow(
             connection,
             f"SELECT s.file_index::BIGINT AS file, s.file_row_number::BIGINT AS row, l.label, "
             f"{is_target} AS is_target "
@@ -457,7 +477,7 @@ def match(snapshot: TableSnapshot, key: Key, labels: Labels, *, only_last: bool)
     bad = groups.filter(pc.invert(groups.column("is_good"))).column("label").to_numpy()
     unmatched = np.setdiff1d(np.arange(num), groups.column("label").to_numpy())
     num_ended = pc.sum(good.column("has_ended")).as_py() or 0
-    return Match(
+    return LabelMatch(
         hits=hits,
         num_matched=good.num_rows,
         num_unmatched=len(unmatched),
@@ -468,7 +488,7 @@ def match(snapshot: TableSnapshot, key: Key, labels: Labels, *, only_last: bool)
     )
 
 
-def _is_good(key: Key, only_last: bool) -> str:
+def _is_match_sql(key: LabelKey, only_last: bool) -> str:
     """Return an aggregate that is true where a label names one step, or one episode."""
     if key.names_steps:
         return "count(*) = 1"

@@ -10,10 +10,10 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore.errors import QueryFailed, QueryRefused, SchemaMismatch
+from replaylake.datastore.errors import QueryError, QueryRefusedError, SchemaMismatchError
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.query.statements import execute, parse, walk
-from replaylake.datastore.query.table_files import scanning
+from replaylake.datastore.query.table_files import scan_connection
 
 _PREFIX: Final = "SELECT 1 FROM episodes WHERE "
 _LABEL: Final = "label"
@@ -33,8 +33,8 @@ class LabelExpression:
     def evaluate(self, labels: pa.Table, steps: pa.Table) -> pa.Array:
         """Return a double a row; label and step of a row are at the same place.
 
-        Raises: QueryFailed if DuckDB refuses it, QueryRefused if it is not one number a row,
-        SchemaMismatch if one is not finite.
+        Raises: QueryError if DuckDB refuses it, QueryRefusedError if it is not one number a row,
+        SchemaMismatchError if one is not finite.
         """
         place = pa.array(range(steps.num_rows), pa.int64())
         tables = {
@@ -47,10 +47,10 @@ class LabelExpression:
             f'FROM {_LABEL} JOIN {_STEPS} ON {_LABEL}."{_PLACE}" = {_STEPS}."{_PLACE}" '
             "ORDER BY place"
         )
-        with scanning(sides) as connection:
+        with scan_connection(sides) as connection:
             found = execute(connection, query)
         if found.num_rows != steps.num_rows:
-            raise QueryRefused(
+            raise QueryRefusedError(
                 f"reward {self.text}: found {found.num_rows} values for {steps.num_rows} labels, "
                 "expected one each. Leave out aggregates and unnest."
             )
@@ -64,12 +64,12 @@ def parse_expression(
 ) -> LabelExpression:
     """Check an expression and say whose its columns are: the label's where both have the name.
 
-    `steps.reward` and `label.reward` tell them apart. Raises: QueryRefused, QueryFailed also for a
-    column of neither.
+    `steps.reward` and `label.reward` tell them apart. Raises: QueryRefusedError, QueryError also
+    for a column of neither.
     """
-    ours = {_LABEL: _folded(label_columns), _STEPS: _folded(step_columns)}
+    ours = {_LABEL: _fold_case(label_columns), _STEPS: _fold_case(step_columns)}
     used: dict[str, dict[str, None]] = {_LABEL: {}, _STEPS: {}}
-    with scanning() as connection:
+    with scan_connection() as connection:
         tree = parse(connection, f"{_PREFIX}({canonical_expression(text)})")
         nodes = list(walk(tree))
         unknown = [
@@ -79,7 +79,7 @@ def parse_expression(
         ]
         # Of a lambda's own names nothing is known here: DuckDB looks at those.
         if unknown and not any(node.get("class") == "LAMBDA" for node in nodes):
-            raise QueryFailed(
+            raise QueryError(
                 f"reward {text}: found no column {unknown[0]}, expected one of the labels "
                 f"({', '.join(label_columns)}) or of their steps ({', '.join(step_columns)})."
             )
@@ -107,7 +107,7 @@ def _qualify(
     return column in ours[table]
 
 
-def _folded(names: Sequence[str]) -> dict[str, str]:
+def _fold_case(names: Sequence[str]) -> dict[str, str]:
     return {name.lower(): name for name in names}
 
 
@@ -118,7 +118,7 @@ def _with_place(table: pa.Table, place: pa.Array) -> pa.Table:
 def _check_finite(rewards: pa.Array, expression: LabelExpression) -> None:
     finite = pc.is_finite(rewards.drop_null())
     if not pc.all(finite).as_py() and len(finite):
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"reward {expression.text}: found infinity or NaN for "
             f"{pc.sum(pc.invert(finite)).as_py()} of {len(rewards)} steps, expected finite "
             "numbers; NULL leaves a reward as it is."

@@ -23,16 +23,22 @@ from replaylake.datastore.episodes.schema import (
     EPISODE_ID,
     SOURCE_EPISODE_ID,
     STEP,
-    widened,
+    widen,
 )
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SchemaMismatch, SourceInvalid
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    NotFoundError,
+    SchemaMismatchError,
+    SourceInvalidError,
+)
 from replaylake.datastore.feedback.decisions import DECISION_ID, REQUEST_ID
 from replaylake.datastore.interchange.formats.generic.csv import CsvTables
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables
 from replaylake.datastore.interchange.formats.generic.parquet import ParquetTables
-from replaylake.datastore.interchange.sources.source import find_source, unreadable
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.query.table_files import arrow_of, rows_of, scanning
+from replaylake.datastore.query.table_files import query_arrow, query_rows, scan_connection
 
 _OF_STEPS: Final = (DECISION_ID, REQUEST_ID)
 _OF_EPISODES: Final = (EPISODE_ID, SOURCE_EPISODE_ID)
@@ -43,7 +49,7 @@ MAX_EXAMPLES: Final = 10
 
 
 @dataclass(frozen=True)
-class Key:
+class LabelKey:
     """Which columns of the dataset name a step or an episode, and the labels' columns for them."""
 
     columns: Mapping[str, str]
@@ -73,42 +79,42 @@ class Labels:
     content_hash: str
 
 
-def renamed(names: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+def parse_names(names: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
     """Return what the labels call each of our names, which is the same unless it says otherwise."""
     if isinstance(names, str):
         return {names: names}
     return dict(names) if isinstance(names, Mapping) else {name: name for name in names}
 
 
-def parse_key(on: str | Sequence[str] | Mapping[str, str]) -> Key:
-    """Check the columns of a key, such as `episode_id` and `step`. Raises: ConfigInvalid."""
-    columns = renamed(on)
+def parse_key(on: str | Sequence[str] | Mapping[str, str]) -> LabelKey:
+    """Check the columns of a key, such as `episode_id` and `step`. Raises: ConfigInvalidError."""
+    columns = parse_names(on)
     first = [name for name in columns if name in (*_OF_STEPS, *_OF_EPISODES)]
     rest = sorted(set(columns) - set(first))
     allowed = [[], [AGENT_ID], [STEP], [AGENT_ID, STEP]]
     is_known = len(first) == 1 and (rest in allowed if first[0] in _OF_EPISODES else not rest)
     if not is_known:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--on: found {', '.join(columns) or 'nothing'}, expected decision_id or request_id; "
             "or episode_id or source_episode_id, to which step and agent_id may be added."
         )
-    return Key(columns)
+    return LabelKey(columns)
 
 
-def check_key(key: Key, schema: pa.Schema) -> None:
-    """Refuse a key that the dataset has not. Raises: NotFound."""
+def check_key(key: LabelKey, schema: pa.Schema) -> None:
+    """Refuse a key that the dataset has not. Raises: NotFoundError."""
     if absent := [name for name in key.columns if name not in schema.names]:
-        raise NotFound(
+        raise NotFoundError(
             f"--on: found {absent[0]}, which the dataset has not, expected a key of it. Only "
             "served steps have decision_id and request_id: `replaylake sessionise` writes them."
         )
 
 
-def read_labels(lake: Lake, source: str | Path, key: Key) -> pa.Table:
+def read_labels(lake: Lake, source: str | Path, key: LabelKey) -> pa.Table:
     """Read labels from one SELECT over the lake, or a CSV, Parquet, JSONL or JSON file.
 
     A text that begins with SELECT, WITH or FROM is SQL. Ids stay texts: 007 is not 7.
-    Raises: NotFound, SourceInvalid, QueryRefused, QueryFailed.
+    Raises: NotFoundError, SourceInvalidError, QueryRefusedError, QueryError.
     """
     if isinstance(source, str) and _SELECT.match(source):
         return lake.sql(source)
@@ -127,7 +133,7 @@ def read_labels(lake: Lake, source: str | Path, key: Key) -> pa.Table:
         ".parquet": lambda: ParquetTables(files),
     }
     if suffix not in readers:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{path}: found suffix {path.suffix!r}, expected .csv, .parquet, .jsonl or .json, or a "
             "text that begins with SELECT. Rename the file."
         )
@@ -138,7 +144,7 @@ def read_labels(lake: Lake, source: str | Path, key: Key) -> pa.Table:
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowException, ValueError) as error:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{path}: {error}, expected each column to have one type. Mend the file."
         ) from error
 
@@ -148,11 +154,11 @@ def _read_json(path: Path) -> pa.Table:
     try:
         rows = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise NotFound(f"{path}: found no such file or folder. Check the path.") from error
+        raise NotFoundError(f"{path}: found no such file or folder. Check the path.") from error
     except (OSError, ValueError) as error:
-        raise unreadable(str(path), error) from error
+        raise unreadable_error(str(path), error) from error
     if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{path}: expected a JSON array of objects, one a label. JSON lines are read from a "
             "file whose name ends in .jsonl."
         )
@@ -160,29 +166,31 @@ def _read_json(path: Path) -> pa.Table:
     try:
         return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
     except (pa.ArrowException, TypeError, OverflowError) as error:
-        raise SourceInvalid(f"{path}: {error}, expected one type a column. Mend it.") from error
+        raise SourceInvalidError(
+            f"{path}: {error}, expected one type a column. Mend it."
+        ) from error
 
 
-def prepare(table: pa.Table, key: Key, used: Sequence[str]) -> Labels:
+def prepare_labels(table: pa.Table, key: LabelKey, used: Sequence[str]) -> Labels:
     """Check labels, leave out what is there twice, and hash what is used of them.
 
-    Raises: NotFound for a column that is not there, SchemaMismatch for a key of a wrong type
-    and for types that no dataset keeps.
+    Raises: NotFoundError for a column that is not there, SchemaMismatchError for a key of a wrong
+    type and for types that no dataset keeps.
     """
     for name in (*key.columns.values(), *used):
         if name not in table.column_names:
-            raise NotFound(
+            raise NotFoundError(
                 f"labels: found no column {name!r}, expected one of "
                 f"{', '.join(table.column_names)}. --on KEY=COLUMN and --add NAME=COLUMN say what "
                 "is called otherwise."
             )
     columns = {name: table.column(name).unify_dictionaries() for name in dict.fromkeys(used)}
     # At the door's types also because DuckDB does not know all of Arrow's, such as float16.
-    values = pa.table({name: widened(column, name) for name, column in columns.items()})
+    values = pa.table({name: widen(column, name) for name, column in columns.items()})
     keys = pa.table(
         {ours: _key(table.column(theirs), ours) for ours, theirs in key.columns.items()}
     )
-    groups, content_hash = _grouped(keys, values)
+    groups, content_hash = _group_by_key(keys, values)
     one = groups.filter(groups.column("is_one"))
     several = groups.filter(pc.invert(groups.column("is_one")))
     num_one, num_several = (pc.sum(part.column("n")).as_py() or 0 for part in (one, several))
@@ -199,7 +207,7 @@ def prepare(table: pa.Table, key: Key, used: Sequence[str]) -> Labels:
     )
 
 
-def _grouped(keys: pa.Table, values: pa.Table) -> tuple[pa.Table, str]:
+def _group_by_key(keys: pa.Table, values: pa.Table) -> tuple[pa.Table, str]:
     """Return one row a key, with its first row and whether all say the same; and a hash of all.
 
     The hash is of the rows as JSON, whatever their order: a sum, so that none cancels another.
@@ -217,14 +225,14 @@ def _grouped(keys: pa.Table, values: pa.Table) -> tuple[pa.Table, str]:
     same = f"min(hash({', '.join(of_values)})) = max(hash({', '.join(of_values)}))"
     is_whole = " AND ".join(f"{name} IS NOT NULL" for name in of_keys)
     row = ", ".join(f"'{i}': {name}" for i, name in enumerate([*of_keys, *of_values]))
-    with scanning({"labels": indexed}) as connection:
-        groups = arrow_of(
+    with scan_connection({"labels": indexed}) as connection:
+        groups = query_arrow(
             connection,
             f'SELECT min("{_ROW}") AS "{_ROW}", count(*) AS n, {named}, '
             f"{same if of_values else 'true'} AS is_one FROM labels WHERE {is_whole} "
             f'GROUP BY {", ".join(of_keys)} ORDER BY "{_ROW}"',
         )
-        (sums,) = rows_of(
+        (sums,) = query_rows(
             connection,
             "SELECT count(*), sum(md5_number_lower(text)::HUGEINT) "
             f"FROM (SELECT to_json({{{row}}})::VARCHAR AS text FROM labels)",
@@ -240,7 +248,7 @@ def _key(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
             column = column.cast(pa.int64())  # 3.0, as where a table had gaps
         return column.cast(kind)
     except pa.ArrowException as error:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"labels: column {name!r}: found {column.type} ({error}), expected {kind}. Cast it, or "
             "name another column with --on."
         ) from error

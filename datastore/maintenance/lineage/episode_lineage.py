@@ -13,32 +13,35 @@ from typing import Any, Final, Literal
 import pyarrow.parquet as pq
 
 from replaylake.datastore.episodes.schema import EPISODE_ID
-from replaylake.datastore.errors import NotFound, ReplayLakeError
+from replaylake.datastore.errors import NotFoundError, ReplayLakeError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.maintenance.lineage.lineage import ingests_of
-from replaylake.datastore.maintenance.lineage.served_versions import ServedVersion, served_versions
+from replaylake.datastore.maintenance.lineage.lineage import list_ingests
+from replaylake.datastore.maintenance.lineage.served_versions import (
+    ServedVersion,
+    list_served_versions,
+)
 from replaylake.datastore.query.expressions import reproducible_views
 from replaylake.datastore.query.statements import execute
-from replaylake.datastore.storage.log.folder import FETCHED_AT_ONCE
+from replaylake.datastore.storage.log.folder import FETCH_BATCH
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.shard import blob_of
 
-Holds = Literal["yes", "no", "unknown"]
+HoldsAnswer = Literal["yes", "no", "unknown"]
 _UNREADABLE: Final = "its shards are gone, or cannot be read"
 
 
 @dataclass(frozen=True)
-class Span:
+class VersionSpan:
     """Consecutive versions that hold an episode, or of which that is not known."""
 
     first: int
     last: int
-    holds: Holds
+    holds: HoldsAnswer
 
 
 @dataclass(frozen=True)
-class Learned:
+class TrainingUse:
     """Whether a policy version was trained on an episode, and how that is known.
 
     trained: `yes` where its selection has the episode; of a run that followed the dataset, where
@@ -48,7 +51,7 @@ class Learned:
 
     policy: str
     version: int
-    trained: Holds
+    trained: HoldsAnswer
     why: str
     deleted: bool
     served: tuple[ServedVersion, ...]
@@ -58,21 +61,21 @@ class Learned:
         return {**asdict(self), "served": [one.to_json() for one in self.served]}
 
 
-def of_episode(lake: Lake, name: str, episode_id: str) -> dict[str, Any]:
+def trace_episode(lake: Lake, name: str, episode_id: str) -> dict[str, Any]:
     """Trace an episode of a dataset up: its `versions`, `tags`, `ingests` and `policies`.
 
     policies are those whose training names the dataset, but such as did not have the episode;
     where that cannot be told they are there with `unknown`. Cost: the episode ids of every shard
     that the log still names, and a query for each version and condition that a policy was trained
-    with. Raises: NotFound if there is no such dataset, or no readable version has the episode.
+    with. Raises: NotFoundError if there is no such dataset, or no readable version has the episode.
     """
     dataset = lake.dataset(name)
-    dataset.snapshot()  # Raises: NotFound, with the advice that goes with it
+    dataset.snapshot()  # Raises: NotFoundError, with the advice that goes with it
     spans = list(_spans(dataset, episode_id))
     if not any(span.holds == "yes" for span in spans):
         unknown = sum(span.last - span.first + 1 for span in spans)
         beside = f" ({unknown} versions cannot be read any more)" if unknown else ""
-        raise NotFound(
+        raise NotFoundError(
             f"dataset {name!r}, episode {episode_id!r}: found in no version of it{beside}, "
             f'expected an id as in {name}.episodes. `replaylake sql "SELECT episode_id FROM '
             f'{name}.episodes"` lists them.'
@@ -87,16 +90,18 @@ def of_episode(lake: Lake, name: str, episode_id: str) -> dict[str, Any]:
             for span in spans
             if span.first <= tag.version <= span.last
         ],
-        "ingests": [one for one in ingests_of(dataset, first) if first in one["versions"]],
-        "policies": [one.to_json() for one in _learned(lake, name, episode_id, first, spans)],
+        "ingests": [one for one in list_ingests(dataset, first) if first in one["versions"]],
+        "policies": [
+            one.to_json() for one in _trace_training(lake, name, episode_id, first, spans)
+        ],
     }
 
 
-def _spans(dataset: Dataset, episode_id: str) -> Iterator[Span]:
+def _spans(dataset: Dataset, episode_id: str) -> Iterator[VersionSpan]:
     """Yield the versions that hold the episode or may, joined where they follow each other."""
 
-    def each() -> Iterator[tuple[int, Holds]]:
-        live: dict[str, Holds] = {}
+    def each() -> Iterator[tuple[int, HoldsAnswer]]:
+        live: dict[str, HoldsAnswer] = {}
         for version, added, removed in _changes(dataset):
             for path in removed:
                 live.pop(path, None)
@@ -109,7 +114,7 @@ def _spans(dataset: Dataset, episode_id: str) -> Iterator[Span]:
     for held, group in groupby(each(), key=lambda pair: pair[1]):
         versions = [version for version, _ in group]
         if held != "no":
-            yield Span(versions[0], versions[-1], held)
+            yield VersionSpan(versions[0], versions[-1], held)
 
 
 def _changes(dataset: Dataset) -> Iterator[tuple[int, list[FileEntry], list[str]]]:
@@ -120,15 +125,15 @@ def _changes(dataset: Dataset) -> Iterator[tuple[int, list[FileEntry], list[str]
     log = dataset.table.log
     first, newest = log.oldest(), log.newest().version
     yield first, list(log.at(first).files.values()), []
-    for start in range(first + 1, newest + 1, FETCHED_AT_ONCE):
-        versions = range(start, min(start + FETCHED_AT_ONCE, newest + 1))
+    for start in range(first + 1, newest + 1, FETCH_BATCH):
+        versions = range(start, min(start + FETCH_BATCH, newest + 1))
         for version, actions in zip(versions, log.folder.commits(versions), strict=True):
             changed = actions or []  # none of one that expired in this moment
             added = [FileEntry.from_action(a["add"], version) for a in changed if "add" in a]
             yield version, added, [a["remove"]["path"] for a in changed if "remove" in a]
 
 
-def _shard_holds(dataset: Dataset, entry: FileEntry, episode_id: str) -> Holds:
+def _shard_holds(dataset: Dataset, entry: FileEntry, episode_id: str) -> HoldsAnswer:
     try:
         (path,) = dataset.table.storage.fetch([blob_of(dataset.table.root, entry)])
         # Row groups are skipped by their statistics, and one column is read of the others.
@@ -138,14 +143,16 @@ def _shard_holds(dataset: Dataset, entry: FileEntry, episode_id: str) -> Holds:
     return "yes" if rows.num_rows else "no"
 
 
-def _learned(
-    lake: Lake, name: str, episode_id: str, first: int, spans: Sequence[Span]
-) -> Iterator[Learned]:
+def _trace_training(
+    lake: Lake, name: str, episode_id: str, first: int, spans: Sequence[VersionSpan]
+) -> Iterator[TrainingUse]:
     there = lake.registry.lineages()
-    answers: dict[str, tuple[Holds, str]] = {}
+    answers: dict[str, tuple[HoldsAnswer, str]] = {}
     for (policy, version), lineage in sorted(lake.registry.lineages(deleted=True).items()):
         if lineage.get("datasets") is None:
-            found: set[tuple[Holds, str]] = {("unknown", "its lineage names no training episodes")}
+            found: set[tuple[HoldsAnswer, str]] = {
+                ("unknown", "its lineage names no training episodes")
+            }
         else:
             found = set()
             for selection in lineage["datasets"]:
@@ -159,19 +166,23 @@ def _learned(
         trained = sorted(one for one in found if one[0] != "no")
         if trained:
             held, why = trained[-1]
-            yield Learned(
+            yield TrainingUse(
                 policy,
                 version,
                 held,
                 why,
                 deleted=(policy, version) not in there,
-                served=tuple(served_versions(lake, policy, [version])),
+                served=tuple(list_served_versions(lake, policy, [version])),
             )
 
 
 def _selects(
-    lake: Lake, selection: Mapping[str, Any], episode_id: str, first: int, spans: Sequence[Span]
-) -> tuple[Holds, str]:
+    lake: Lake,
+    selection: Mapping[str, Any],
+    episode_id: str,
+    first: int,
+    spans: Sequence[VersionSpan],
+) -> tuple[HoldsAnswer, str]:
     """Evaluate a stored selection for one episode."""
     name, version = selection["dataset"], int(selection["version"])
     if (since := selection.get("since")) is not None:
@@ -180,7 +191,7 @@ def _selects(
         came = int(since) < first <= version
         return "yes" if came else "no", f"came while the run followed {name}@{since} to {version}"
     try:
-        held = _query_selects(lake, selection, episode_id)
+        held = _is_selected_by_query(lake, selection, episode_id)
     except ReplayLakeError:
         purge = lake.purges.of_version(name, version)
         by = _UNREADABLE if purge is None else f"purge {purge.id} took shards out of it"
@@ -189,7 +200,7 @@ def _selects(
     return ("yes" if held else "no"), f"in {name}@{version}, {condition}"
 
 
-def _query_selects(lake: Lake, selection: Mapping[str, Any], episode_id: str) -> bool:
+def _is_selected_by_query(lake: Lake, selection: Mapping[str, Any], episode_id: str) -> bool:
     snapshot = lake.dataset(selection["dataset"]).snapshot(int(selection["version"]))
     key = {"id": episode_id}
     with reproducible_views(snapshot.table) as connection:

@@ -13,21 +13,21 @@ from datetime import UTC, datetime
 from typing import Any
 
 from replaylake.datastore.episodes.schema import EPISODE_ID, STEP
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.feedback.decision_id import DecisionId, DecisionSigner
 from replaylake.datastore.feedback.decisions import DECISION_ID, REQUEST_ID
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.maintenance.lineage.served_versions import served_versions
+from replaylake.datastore.maintenance.lineage.served_versions import list_served_versions
 
 
-def of_decision(lake: Lake, decision_id: str) -> dict[str, Any]:
-    """Trace a decision id that the lake signed; `decision`, then what of_policy returns.
+def trace_decision(lake: Lake, decision_id: str) -> dict[str, Any]:
+    """Trace a decision id that the lake signed; `decision`, then what trace_policy returns.
 
-    Also where the version that decided was deleted since. Raises: NotFound if no dataset of this
-    lake signed it.
+    Also where the version that decided was deleted since. Raises: NotFoundError if no dataset of
+    this lake signed it.
     """
-    dataset, said = _signed_by(lake, decision_id)
+    dataset, said = _find_signer(lake, decision_id)
     decision = {
         "decision_id": decision_id,
         "dataset": dataset.name,
@@ -35,27 +35,30 @@ def of_decision(lake: Lake, decision_id: str) -> dict[str, Any]:
         "version": said.policy_version,
         "decided_at": _time(said.timestamp / 1000),
         "worker": said.worker,
-        **_logged(lake, dataset, decision_id),
+        **_read_decision(lake, dataset, decision_id),
     }
     trace = _trace(lake, said.policy, said.policy_version, "version")
     return {"decision": decision, **trace}
 
 
-def of_policy(lake: Lake, text: str) -> dict[str, Any]:
+def trace_policy(lake: Lake, text: str) -> dict[str, Any]:
     """Trace `name:version`, `name@alias` or `name`: its `policy`, `run`, and `datasets`.
 
     `served` says into which datasets it answered, when and how often, `moves` which aliases came to
     it and left it. Each dataset has the version, the SQL (`where`, `where_steps`, `reward`), the
     options, the content hash and the counts of what was selected, and its `ingests` up to that
     version, from `since` on of a run that followed it; None for what a policy of an earlier release
-    does not say. Raises: NotFound, NameRefused.
+    does not say. Raises: NotFoundError, InvalidNameError.
     """
     ref = lake.registry.resolve(text)
     return _trace(lake, ref.name, ref.version, ref.selected_by)
 
 
-def of_dataset(lake: Lake, name: str) -> dict[str, Any]:
-    """Trace a dataset both ways: its `ingests`, and `policies` trained on it. Raises: NotFound."""
+def trace_dataset(lake: Lake, name: str) -> dict[str, Any]:
+    """Trace a dataset both ways: its `ingests`, and `policies` trained on it.
+
+    Raises: NotFoundError.
+    """
     dataset = lake.dataset(name)
     snapshot = dataset.snapshot()
     policies = []
@@ -80,7 +83,7 @@ def of_dataset(lake: Lake, name: str) -> dict[str, Any]:
             "num_steps": snapshot.num_steps,
             "num_shards": len(snapshot.files),
         },
-        "ingests": ingests_of(dataset, snapshot.version),
+        "ingests": list_ingests(dataset, snapshot.version),
         "policies": policies,
     }
 
@@ -107,7 +110,7 @@ def _trace(lake: Lake, name: str, version: int, selected_by: str) -> dict[str, A
         "datasets": [
             {
                 **_selection(lake, {"policy": name, "version": version}, selection),
-                "ingests": ingests_of(
+                "ingests": list_ingests(
                     lake.dataset(selection["dataset"]),
                     selection["version"],
                     since=selection.get("since"),
@@ -115,7 +118,7 @@ def _trace(lake: Lake, name: str, version: int, selected_by: str) -> dict[str, A
             }
             for selection in entry["lineage"].get("datasets") or ()
         ],
-        "served": [one.to_json() for one in served_versions(lake, name, [version])],
+        "served": [one.to_json() for one in list_served_versions(lake, name, [version])],
         "moves": [
             {**move.to_json(), "at": _time(move.at_ms)}
             for move in lake.registry.alias_history(name)
@@ -153,7 +156,9 @@ def _selection(
     }
 
 
-def ingests_of(dataset: Dataset, version: int, *, since: int | None = None) -> list[dict[str, Any]]:
+def list_ingests(
+    dataset: Dataset, version: int, *, since: int | None = None
+) -> list[dict[str, Any]]:
     """Return who wrote the steps that came up to a version, one entry a producer.
 
     In the order of their first commits: an ingest of much data is several. since: leave out what
@@ -184,22 +189,22 @@ def ingests_of(dataset: Dataset, version: int, *, since: int | None = None) -> l
     return list(found.values())
 
 
-def _signed_by(lake: Lake, decision_id: str) -> tuple[Dataset, DecisionId]:
+def _find_signer(lake: Lake, decision_id: str) -> tuple[Dataset, DecisionId]:
     # A read makes no key: without one, nothing was ever signed.
-    with suppress(NotFound):
+    with suppress(NotFoundError):
         key = lake.signing_key(create=False)
         for name in lake.datasets():
             said = DecisionSigner(key, name).read(decision_id)
             if said is not None:
                 return lake.dataset(name), said
-    raise NotFound(
+    raise NotFoundError(
         f"decision {decision_id!r}: found no dataset of this lake that signed it, expected an id "
         "that /act answered while serving with --log-to. Check the id and --lake; a server without "
         "--log-to keeps no record."
     )
 
 
-def _logged(lake: Lake, dataset: Dataset, decision_id: str) -> dict[str, Any]:
+def _read_decision(lake: Lake, dataset: Dataset, decision_id: str) -> dict[str, Any]:
     """Return what the tables hold of a decision; one not committed yet is `logged` false."""
     rows = (
         _rows(lake, f"{dataset.name}.decisions", decision_id) if dataset.decisions.exists() else []

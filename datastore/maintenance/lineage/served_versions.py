@@ -33,7 +33,7 @@ class ServedVersion:
         }
 
 
-def served_versions(
+def list_served_versions(
     lake: Lake, policy: str | None = None, versions: Iterable[int] | None = None
 ) -> list[ServedVersion]:
     """Return when versions of a policy, or of all, answered, by policy, version and dataset.

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from replaylake.datastore.feedback.leftovers import drop_damaged, journals_with
+from replaylake.datastore.feedback.leftovers import drop_damaged, find_journals
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.fsck.quarantine import FOLDER as QUARANTINE
-from replaylake.datastore.maintenance.purge.earlier_versions import named_paths
-from replaylake.datastore.maintenance.purge.traces import Trace, Wanted, find_traces
+from replaylake.datastore.maintenance.purge.earlier_versions import list_named_paths
+from replaylake.datastore.maintenance.purge.traces import IdSearch, Trace, find_traces
 from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.query import summaries
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
@@ -35,10 +35,10 @@ class DatasetFiles:
         self._name = handle.name
         self.tables = handle.tables()
 
-    def doomed(self, wanted: Wanted) -> list[str]:
+    def doomed(self, wanted: IdSearch) -> list[str]:
         """Return the files that hold a row of it and may go: no version needs them any more."""
         live = self._live()
-        named = {f"{t.root}/{path}" for t in self.tables for path in named_paths(t)}
+        named = {f"{t.root}/{path}" for t in self.tables for path in list_named_paths(t)}
         return [
             file.path
             for file, trace in self.traces(wanted)
@@ -54,17 +54,17 @@ class DatasetFiles:
         records = [f"{path}.json" for path in doomed if f"/{QUARANTINE}/" in path]
         self._storage.delete([*doomed, *records])
         # Copies of shards that are long gone from the lake may still be here.
-        named = [f"{t.root}/{path}" for t in self.tables for path in named_paths(t)]
+        named = [f"{t.root}/{path}" for t in self.tables for path in list_named_paths(t)]
         self._storage.forget(sorted({*doomed, *named} - self._live()))
         # After the shards: who writes one now looks at them again.
-        summaries.forget(self._storage, self._name)
+        summaries.delete_summaries(self._storage, self._name)
         ViewCache(self._storage, self._name).forget()
         derived = self._storage.files(f"{self._name}/_derived")
         # What crashes left unfinished may be any shard; nothing reads it.
         leftovers = (file for file in self._storage.files(f"{LAKE_ROOT}/tmp") if _is_old(file))
         self._storage.delete([file.path for file in (*derived, *leftovers)])
 
-    def left(self, wanted: Wanted) -> tuple[int, list[Trace]]:
+    def left(self, wanted: IdSearch) -> tuple[int, list[Trace]]:
         """Look into every file of the dataset; return how many, and those with a trace."""
         num_scanned = sum(1 for _ in self._files())
         live = self._live()
@@ -73,11 +73,11 @@ class DatasetFiles:
             for file, trace in self.traces(wanted)
         ]
         for table in self.tables[1:]:
-            held = journals_with(table, wanted.in_text)
+            held = find_journals(table, wanted.in_text)
             left += [Trace(str(path), JOURNAL) for path in held]
         return num_scanned, left
 
-    def outside(self, wanted: Wanted) -> Iterator[tuple[StoredFile, Trace]]:
+    def outside(self, wanted: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
         """Look into the lake's own files: its log, and the packages of policies."""
         files = (
             file
@@ -88,11 +88,11 @@ class DatasetFiles:
         )
         return find_traces(self._storage, files, wanted)
 
-    def traces(self, wanted: Wanted) -> Iterator[tuple[StoredFile, Trace]]:
+    def traces(self, wanted: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
         """Look into the files of the dataset, but for its journals."""
         return find_traces(self._storage, self._files(), wanted)
 
-    def drop_damaged(self, wanted: Wanted) -> None:
+    def drop_damaged(self, wanted: IdSearch) -> None:
         """Take ids out of the journals' records that were kept because no row can hold them."""
         for table in self.tables[1:]:
             drop_damaged(table, wanted.in_text)

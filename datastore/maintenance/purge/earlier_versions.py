@@ -13,9 +13,14 @@ import pyarrow.parquet as pq
 from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.lake.dataset import Dataset
-from replaylake.datastore.maintenance.delete import feedback_of, select_episodes
+from replaylake.datastore.maintenance.delete import find_feedback, select_episode_ids
 from replaylake.datastore.maintenance.received import select_received
-from replaylake.datastore.query.table_files import arrow_of, fetched, located, scanning
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_arrow,
+    scan_connection,
+)
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.storage import Blob
 from replaylake.datastore.storage.table.shard import FOLDER
@@ -25,7 +30,7 @@ from replaylake.datastore.storage.table.table import Table, TableSnapshot
 Select = Callable[[TableSnapshot, str], pa.Array]
 
 
-def select_everywhere(table: Table, condition: str, select: Select | None = None) -> pa.Array:
+def select_in_all_versions(table: Table, condition: str, select: Select | None = None) -> pa.Array:
     """Return the ids of the episodes that a condition selects, in the last version that has each.
 
     `select` is for a table of other rows than steps. Of a version of which shards are gone, what is
@@ -33,7 +38,7 @@ def select_everywhere(table: Table, condition: str, select: Select | None = None
     rows out.
     """
     newest = table.snapshot()
-    select = select or select_episodes
+    select = select or select_episode_ids
     chosen = [select(newest, condition)]
     decided = _ids(newest, newest.files)
     for before, after, removed in _removals(table):
@@ -46,7 +51,7 @@ def select_everywhere(table: Table, condition: str, select: Select | None = None
     return _union(chosen)
 
 
-def feedback_everywhere(handle: Dataset, episodes: pa.Array) -> pa.Array:
+def find_feedback_in_all_versions(handle: Dataset, episodes: pa.Array) -> pa.Array:
     """Return the ids of the decisions of episodes, in any version.
 
     An old row of decisions that is in the newest version no more counts as theirs by its client's
@@ -54,7 +59,7 @@ def feedback_everywhere(handle: Dataset, episodes: pa.Array) -> pa.Array:
     """
     steps = _old_rows(handle.table, [EPISODE_ID, DECISION_ID, SOURCE_EPISODE_ID])
     mine = steps.filter(pc.is_in(steps.column(EPISODE_ID), value_set=episodes))
-    found = [feedback_of(handle, handle.table.snapshot(), episodes), _column(mine, DECISION_ID)]
+    found = [find_feedback(handle, handle.table.snapshot(), episodes), _column(mine, DECISION_ID)]
     if handle.decisions.exists():
         clients = _column(mine, SOURCE_EPISODE_ID)
         rows = _old_rows(handle.decisions, [DECISION_ID, EPISODE_ID])
@@ -66,13 +71,13 @@ def feedback_everywhere(handle: Dataset, episodes: pa.Array) -> pa.Array:
     return _union(found)
 
 
-def waiting_everywhere(handle: Dataset, condition: str) -> pa.Array:
+def select_waiting_in_all_versions(handle: Dataset, condition: str) -> pa.Array:
     """Return received episodes that a condition selects, and of which no version has a step."""
-    found = select_everywhere(handle.received, condition, select_received)
+    found = select_in_all_versions(handle.received, condition, select_received)
     return _without(found, [_column(_old_rows(handle.table, [EPISODE_ID]), EPISODE_ID)])
 
 
-def named_paths(table: Table) -> set[str]:
+def list_named_paths(table: Table) -> set[str]:
     """Return the paths below the table of all shards that a version of its log names."""
     paths = set(table.log.at(table.log.oldest()).files)
     for _, actions in _commits(table):
@@ -80,7 +85,7 @@ def named_paths(table: Table) -> set[str]:
     return paths
 
 
-def versions_with(table: Table, paths: Collection[str]) -> tuple[tuple[int, int], ...]:
+def find_versions_with(table: Table, paths: Collection[str]) -> tuple[tuple[int, int], ...]:
     """Return ranges (both ends in) of the versions that name one of these files of the lake."""
     wanted = {path.removeprefix(f"{table.root}/") for path in paths}
     live = wanted & set(table.log.at(table.log.oldest()).files)
@@ -134,9 +139,9 @@ def _removals(
 def _ids(snapshot: TableSnapshot, entries: Collection[FileEntry]) -> pa.Array:
     if not entries:
         return pa.array([], pa.string())
-    with fetched(snapshot, list(entries)) as paths, scanning() as connection:
-        query = f"SELECT DISTINCT {EPISODE_ID} AS key FROM {located(snapshot, paths)}"
-        return arrow_of(connection, query).column("key").combine_chunks()
+    with fetch_files(snapshot, list(entries)) as paths, scan_connection() as connection:
+        query = f"SELECT DISTINCT {EPISODE_ID} AS key FROM {from_clause(snapshot, paths)}"
+        return query_arrow(connection, query).column("key").combine_chunks()
 
 
 def _old_rows(table: Table, columns: list[str]) -> pa.Table:

@@ -33,7 +33,7 @@ from replaylake.datastore.feedback.decisions import recover_feedback
 from replaylake.datastore.feedback.received import recover_received
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.maintenance.delete import remove_episodes, select_episodes
+from replaylake.datastore.maintenance.delete import remove_episodes, select_episode_ids
 from replaylake.datastore.maintenance.purge.dataset_files import (
     JOURNAL,
     LIVE,
@@ -41,15 +41,15 @@ from replaylake.datastore.maintenance.purge.dataset_files import (
     DatasetFiles,
 )
 from replaylake.datastore.maintenance.purge.earlier_versions import (
-    feedback_everywhere,
-    select_everywhere,
-    versions_with,
-    waiting_everywhere,
+    find_feedback_in_all_versions,
+    find_versions_with,
+    select_in_all_versions,
+    select_waiting_in_all_versions,
 )
-from replaylake.datastore.maintenance.purge.traces import Trace, Wanted
-from replaylake.datastore.maintenance.received import forget_received
+from replaylake.datastore.maintenance.purge.traces import IdSearch, Trace
+from replaylake.datastore.maintenance.received import remove_received
 from replaylake.datastore.maintenance.rejected import select_rejected
-from replaylake.datastore.maintenance.removal import forget_decisions, removal
+from replaylake.datastore.maintenance.removal import plan_removal, remove_decisions
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.storage.log.purges import DONE, RUNNING, Purge
@@ -66,7 +66,7 @@ OnStage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Purged:
+class PurgeReceipt:
     """What a purge did, or with `dry_run` would do; `resumed` are earlier ones that it finished.
 
     id and version: of the purge and its commit; None if nothing was there to purge. num_steps: rows
@@ -105,7 +105,7 @@ class Purged:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _PurgeWork:
     """What a purge has to do: the ids, which are in its file alone, and what was known before."""
 
     id: str
@@ -116,8 +116,8 @@ class _Work:
     num_undecided: int = 0
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted(self.episodes, self.decisions)
+    def wanted(self) -> IdSearch:
+        return IdSearch(self.episodes, self.decisions)
 
 
 def purge(
@@ -127,7 +127,7 @@ def purge(
     *,
     dry_run: bool = False,
     on_stage: OnStage | None = None,
-) -> Purged:
+) -> PurgeReceipt:
     """Take the episodes that a condition selects out of every version, and prove it.
 
     Args:
@@ -138,13 +138,14 @@ def purge(
         dry_run: only say what would go, which tags would break, and which policies know of it.
         on_stage: called with what is being done.
 
-    Purges that were killed are finished first. Raises: NotFound, QueryRefused, QueryFailed,
-    ShardCorrupt for a live shard, StorageFailed. Cost: reads the columns of ids of every file.
+    Purges that were killed are finished first. Raises: NotFoundError, QueryRefusedError,
+    QueryError, ShardCorruptError for a live shard, StorageError. Cost: reads the columns of ids of
+    every file.
     """
     handle = lake.dataset(dataset)
     handle.snapshot()
     condition = canonical_expression(where)
-    run = _Run(lake, handle, on_stage or (lambda stage: None))
+    run = _DatasetPurge(lake, handle, on_stage or (lambda stage: None))
     if dry_run:
         return run.preview(condition)
     resumed = tuple(run.unfinished())
@@ -152,12 +153,12 @@ def purge(
     work = run.begin(condition)
     if work is not None:
         results.append(run.finish(work))
-    last = results[-1] if results else _nothing(dataset, dry_run=False)
+    last = results[-1] if results else _empty_receipt(dataset, dry_run=False)
     num_undecided = max([run.num_undecided, *(work.num_undecided for work in resumed)])
     return replace(last, resumed=tuple(work.id for work in resumed), num_undecided=num_undecided)
 
 
-class _Run:
+class _DatasetPurge:
     """The purges of one dataset."""
 
     def __init__(self, lake: Lake, handle: Dataset, on_stage: OnStage) -> None:
@@ -168,7 +169,7 @@ class _Run:
         self._is_served = handle.decisions.exists() and handle.rewards.exists()
         self.num_undecided = 0
 
-    def unfinished(self) -> Iterator[_Work]:
+    def unfinished(self) -> Iterator[_PurgeWork]:
         """Read the work lists that were left, oldest first."""
         folder = f"{WORK_LISTS}/{self._name}"
         for name in self._storage.names(folder):
@@ -176,9 +177,9 @@ class _Run:
             if data is not None:
                 body = json.loads(data)
                 ids = {name: tuple(body[name]) for name in ("episodes", "decisions")}
-                yield _Work(**{**body, **ids})
+                yield _PurgeWork(**{**body, **ids})
 
-    def begin(self, condition: str) -> _Work | None:
+    def begin(self, condition: str) -> _PurgeWork | None:
         """Select, and write down what has to be done; None if it is nothing."""
         self._recover()
         work = self._selected(condition)
@@ -187,11 +188,11 @@ class _Run:
         self._storage.put_new(self._path(work), json.dumps(asdict(work)).encode(), private=True)
         return work
 
-    def preview(self, condition: str) -> Purged:
+    def preview(self, condition: str) -> PurgeReceipt:
         """Say what would be done."""
         work = self._selected(condition)
         if work is None:
-            nothing = _nothing(self._name, dry_run=True)
+            nothing = _empty_receipt(self._name, dry_run=True)
             return replace(nothing, num_undecided=self.num_undecided)
         # The shards that are live now are those of an old version once they are written again.
         paths = [
@@ -199,14 +200,14 @@ class _Run:
             for file, _ in self._files.traces(work.wanted)
             if file.path.endswith(".parquet")
         ]
-        versions = versions_with(self._handle.table, paths)
-        num_steps = removal(
+        versions = find_versions_with(self._handle.table, paths)
+        num_steps = plan_removal(
             self._handle.table.snapshot(), EPISODE_ID, pa.array(work.episodes, pa.string())
         ).num_rows
         planned = self._purge(work, 0, versions, paths)
-        return replace(_purged(planned, work, num_steps), dry_run=True, id=None, version=None)
+        return replace(_make_receipt(planned, work, num_steps), dry_run=True, id=None, version=None)
 
-    def finish(self, work: _Work) -> Purged:
+    def finish(self, work: _PurgeWork) -> PurgeReceipt:
         """Do all that is left of a purge, and look whether it is."""
         version, num_steps = 0, 0
         for attempt in range(_TRIES):
@@ -229,50 +230,50 @@ class _Run:
         recorded = self._record(work, version, [], is_done=not left)
         if not left:
             self._storage.delete([self._path(work)])
-        done = _purged(recorded, work, num_steps)
+        done = _make_receipt(recorded, work, num_steps)
         named_in = tuple(trace.path for _, trace in self._files.outside(work.wanted))
         return replace(done, num_scanned=num_scanned, left=tuple(left), named_in=named_in)
 
-    def _selected(self, condition: str) -> _Work | None:
+    def _selected(self, condition: str) -> _PurgeWork | None:
         self._say("selecting episodes in all versions")
-        episodes = select_everywhere(self._handle.table, condition)
+        episodes = select_in_all_versions(self._handle.table, condition)
         if self._handle.rejected.exists():
             others, undecided = (
-                select_everywhere(self._handle.rejected, condition, select)
+                select_in_all_versions(self._handle.rejected, condition, select)
                 for select in (_select_rejected, _select_undecided)
             )
             episodes = pa.chunked_array([episodes, others]).combine_chunks().unique()
             undecided = undecided.filter(pc.invert(pc.is_in(undecided, value_set=episodes)))
             self.num_undecided = len(undecided)
         if self._handle.received.exists():
-            waiting = waiting_everywhere(self._handle, condition)
+            waiting = select_waiting_in_all_versions(self._handle, condition)
             episodes = pa.chunked_array([episodes, waiting]).combine_chunks().unique()
         if not len(episodes):
             return None
-        decisions = feedback_everywhere(self._handle, episodes)
-        policies = trained_on(self._lake, self._name, episodes)
+        decisions = find_feedback_in_all_versions(self._handle, episodes)
+        policies = find_trained_policies(self._lake, self._name, episodes)
         ids = (tuple(episodes.to_pylist()), tuple(decisions.to_pylist()))
-        return _Work(new_ulid(), _now_ms(), *ids, policies, self.num_undecided)
+        return _PurgeWork(new_ulid(), _now_ms(), *ids, policies, self.num_undecided)
 
     def _recover(self) -> None:
         if self._is_served:
             recover_feedback(self._handle)
         recover_received(self._handle)
 
-    def _path(self, work: _Work) -> str:
+    def _path(self, work: _PurgeWork) -> str:
         return f"{WORK_LISTS}/{self._name}/{work.id}.json"
 
-    def _remove_live(self, work: _Work) -> int:
+    def _remove_live(self, work: _PurgeWork) -> int:
         self._recover()
         episodes = pa.array(work.episodes, pa.string())
         done = remove_episodes(
             self._handle, episodes, operation=_OPERATION, producer=f"purge/{work.id}"
         )
-        forget_decisions(self._handle, pa.array(work.decisions, pa.string()), _OPERATION)
-        forget_received(self._handle, episodes, _OPERATION)  # what came while it ran
+        remove_decisions(self._handle, pa.array(work.decisions, pa.string()), _OPERATION)
+        remove_received(self._handle, episodes, _OPERATION)  # what came while it ran
         return done.num_steps
 
-    def _version(self, work: _Work) -> int:
+    def _version(self, work: _PurgeWork) -> int:
         """Return the version of the purge's commit; where no row was live, make one for it."""
         producer = f"purge/{work.id}"
         if (version := self._handle.committed(producer, 0)) is not None:
@@ -283,21 +284,25 @@ class _Run:
         ).version
 
     def _record(
-        self, work: _Work, version: int, doomed: list[str], *, is_done: bool = False
+        self, work: _PurgeWork, version: int, doomed: list[str], *, is_done: bool = False
     ) -> Purge:
         """Write the purge's entry, with what an earlier attempt knew of it."""
         known = [purge for purge in self._lake.purges.list(self._name) if purge.id == work.id]
         versions = [*(known[0].versions if known else ())]
-        versions += versions_with(self._handle.table, doomed)
+        versions += find_versions_with(self._handle.table, doomed)
         paths = {*doomed, *(known[0].paths if known else ())}
-        purge = self._purge(work, version, _merged(versions), sorted(paths))
+        purge = self._purge(work, version, _merge_ranges(versions), sorted(paths))
         if is_done:
             purge = replace(purge, status=DONE, ended_ms=_now_ms())
         self._lake.purges.record(purge)
         return purge
 
     def _purge(
-        self, work: _Work, version: int, versions: tuple[tuple[int, int], ...], paths: list[str]
+        self,
+        work: _PurgeWork,
+        version: int,
+        versions: tuple[tuple[int, int], ...],
+        paths: list[str],
     ) -> Purge:
         purge = Purge(
             dataset=self._name,
@@ -325,8 +330,8 @@ def _select_undecided(snapshot: TableSnapshot, condition: str) -> pa.Array:
     return select_rejected(snapshot, condition).undecided
 
 
-def _purged(purge: Purge, work: _Work, num_steps: int) -> Purged:
-    return Purged(
+def _make_receipt(purge: Purge, work: _PurgeWork, num_steps: int) -> PurgeReceipt:
+    return PurgeReceipt(
         dataset=purge.dataset,
         dry_run=False,
         id=purge.id,
@@ -346,11 +351,11 @@ def _purged(purge: Purge, work: _Work, num_steps: int) -> Purged:
     )
 
 
-def _nothing(dataset: str, *, dry_run: bool) -> Purged:
-    return Purged(dataset, dry_run, None, None, 0, 0, 0, 0, (), (), {}, 0, (), (), (), 0)
+def _empty_receipt(dataset: str, *, dry_run: bool) -> PurgeReceipt:
+    return PurgeReceipt(dataset, dry_run, None, None, 0, 0, 0, 0, (), (), {}, 0, (), (), (), 0)
 
 
-def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Join ranges that overlap or meet."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
@@ -365,7 +370,7 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def trained_on(lake: Lake, dataset: str, episodes: pa.Array) -> dict[str, int | None]:
+def find_trained_policies(lake: Lake, dataset: str, episodes: pa.Array) -> dict[str, int | None]:
     """Return the policies whose training selected some of the episodes, and how many of them.
 
     None stands for a policy whose version of the dataset can be read no more: it may have. Cost: a
@@ -392,7 +397,7 @@ def _num_selected(
     version, where = key
     try:
         snapshot = lake.dataset(dataset).snapshot(version).table
-        selected = select_episodes(snapshot, where or f"{EPISODE_ID} IS NOT NULL")
+        selected = select_episode_ids(snapshot, where or f"{EPISODE_ID} IS NOT NULL")
     except ReplayLakeError:
         return None
     return pc.sum(pc.is_in(selected, value_set=episodes)).as_py() or 0

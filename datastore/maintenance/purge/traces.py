@@ -30,7 +30,7 @@ class Trace:
     kind: str
 
 
-class Wanted:
+class IdSearch:
     """The ids of episodes and of decisions that are looked for."""
 
     def __init__(self, episodes: Iterable[str], decisions: Iterable[str]) -> None:
@@ -79,13 +79,13 @@ class Wanted:
             end = int(at) + 8
             for needle in self._needles[int(ends[at])]:
                 begin = end - len(needle)
-                if begin >= 0 and block[begin:end] == needle and _stands_alone(block, begin, end):
+                if begin >= 0 and block[begin:end] == needle and _is_whole_id(block, begin, end):
                     return True
         return False
 
 
 def find_traces(
-    storage: Storage, files: Iterable[StoredFile], wanted: Wanted
+    storage: Storage, files: Iterable[StoredFile], wanted: IdSearch
 ) -> Iterator[tuple[StoredFile, Trace]]:
     """Look into files; yields those with a trace. Cost: reads their columns of ids, or all."""
     for file in files:
@@ -93,7 +93,7 @@ def find_traces(
             yield file, Trace(file.path, kind)
 
 
-def _kind(storage: Storage, file: StoredFile, wanted: Wanted) -> str | None:
+def _kind(storage: Storage, file: StoredFile, wanted: IdSearch) -> str | None:
     # Never through the local cache: from there it would have to be purged again.
     if not file.path.endswith(".parquet") or storage.is_remote:
         if (data := storage.get(file.path)) is None:
@@ -116,7 +116,7 @@ def _kind(storage: Storage, file: StoredFile, wanted: Wanted) -> str | None:
         return "unreadable"
 
 
-def _stands_alone(block: bytes, begin: int, end: int) -> bool:
+def _is_whole_id(block: bytes, begin: int, end: int) -> bool:
     before = block[begin - 1] if begin else 0
     after = block[end] if end < len(block) else 0
     return before not in _ID_BYTES and after not in _ID_BYTES

@@ -40,13 +40,13 @@ from replaylake.datastore.replay.records import Packed, Records
 
 _RUNS: Final = "runs"
 _SHARDS: Final = "shards"
-_ABOUT: Final = "view.json"
+_METADATA_FILE: Final = "view.json"
 _CONTENT_HASH: Final = "content_hash"
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class About:
+class ViewMetadata:
     """What view.json says. `shapes` are those of the arrays, by the names of their files."""
 
     shapes: Mapping[str, Sequence[int]]
@@ -56,7 +56,7 @@ class About:
     has_masked_actions: bool
 
 
-def arrays_of(packed: Packed) -> dict[str, NDArray[Any]]:
+def collect_arrays(packed: Packed) -> dict[str, NDArray[Any]]:
     """Return the arrays that are kept, by the names of their files."""
     runs = [getattr(packed.runs, field.name) for field in fields(Runs)]
     arrays: dict[str, NDArray[Any]] = {
@@ -69,11 +69,11 @@ def arrays_of(packed: Packed) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def describe(
+def make_metadata(
     packed: Packed, arrays: Mapping[str, NDArray[Any]], *, has_masked_actions: bool
-) -> About:
+) -> ViewMetadata:
     """Return what view.json is to say."""
-    return About(
+    return ViewMetadata(
         shapes={name: array.shape for name, array in arrays.items()},
         num_steps=packed.num_steps,
         num_episodes=packed.num_episodes,
@@ -82,10 +82,10 @@ def describe(
     )
 
 
-def write_about(folder: Path, about: About, shards: Sequence[str]) -> None:
+def write_metadata(folder: Path, about: ViewMetadata, shards: Sequence[str]) -> None:
     """Write, durably, what is known of arrays that are on disk already. Raises: OSError."""
     write_durably(folder / _SHARDS, "".join(f"{path}\n" for path in shards).encode())
-    write_durably(folder / _ABOUT, json.dumps(asdict(about)).encode())
+    write_durably(folder / _METADATA_FILE, json.dumps(asdict(about)).encode())
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -96,23 +96,23 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def open_cached(folder: Path, layout: RecordLayout) -> tuple[Packed, About] | None:
+def open_cached(folder: Path, layout: RecordLayout) -> tuple[Packed, ViewMetadata] | None:
     """Map a view's arrays; None if they are not there, or not whole.
 
     They stay readable when the folder is removed. Marks the view as used now. Cost: under 1 ms,
     whatever its size.
     """
     try:
-        about = About(**json.loads((folder / _ABOUT).read_bytes()))
+        about = ViewMetadata(**json.loads((folder / _METADATA_FILE).read_bytes()))
         packed = map_packed(folder, layout, about)
     except (OSError, ValueError, TypeError, KeyError):  # not there, cut, or of another release
         return None
     with suppress(OSError):  # one that we may only read
-        os.utime(folder / _ABOUT)
+        os.utime(folder / _METADATA_FILE)
     return packed, about
 
 
-def map_packed(folder: Path, layout: RecordLayout, about: About) -> Packed:
+def map_packed(folder: Path, layout: RecordLayout, about: ViewMetadata) -> Packed:
     """Map the arrays that `about` tells of, for reading.
 
     Raises: OSError, KeyError for one that is not there; ValueError for one of another size.
@@ -143,7 +143,7 @@ def map_packed(folder: Path, layout: RecordLayout, about: About) -> Packed:
 def last_use_s(folder: Path) -> float:
     """Return when a view was last opened (s since 1970); 0 if it is not whole."""
     with suppress(OSError):
-        return (folder / _ABOUT).stat().st_mtime
+        return (folder / _METADATA_FILE).stat().st_mtime
     return 0.0
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.replay.cache.cached_view import About, write_about
+from replaylake.datastore.replay.cache.cached_view import ViewMetadata, write_metadata
 from replaylake.datastore.replay.mapped_arrays import create_array, num_bytes
-from replaylake.datastore.replay.memory import no_room
+from replaylake.datastore.replay.memory import no_room_error
 from replaylake.datastore.storage.storage import fsync_folder
 
 _DRAFTS: Final = "tmp"
@@ -28,7 +28,7 @@ _BLOCK_BYTES: Final = 8 << 20
 _ABANDONED_S: Final = 60.0
 
 
-class Stopped(Exception):
+class DraftStoppedError(Exception):
     """The process ends, or nobody wants the draft any more."""
 
 
@@ -43,13 +43,13 @@ class Draft:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return an array of zeros, mapped from a new file. Raises: StorageFailed."""
+        """Return an array of zeros, mapped from a new file. Raises: StorageError."""
         path = self.folder / name
         try:
             return create_array(path, dtype, shape)
         except OSError as error:
             needed = num_bytes(dtype, shape)
-            raise no_room(self.folder, 0, needed, "Make room", error) from error
+            raise no_room_error(self.folder, 0, needed, "Make room", error) from error
 
     def write_missing(self, arrays: Mapping[str, NDArray[Any]], stop: threading.Event) -> None:
         """Write those arrays that are no files of it yet. Raises: OSError, Stopped."""
@@ -59,22 +59,22 @@ class Draft:
                 continue
             with path.open("xb") as file:
                 for block in _blocks(array):
-                    _go_on(stop)
+                    _check_not_stopped(stop)
                     file.write(block)
 
     def complete(
         self,
         arrays: Mapping[str, NDArray[Any]],
-        about: About,
+        about: ViewMetadata,
         shards: Sequence[str],
         stop: threading.Event,
     ) -> None:
         """Make the arrays durable, and then say what they are. Raises: OSError, Stopped."""
         for name in arrays:
-            _go_on(stop)
+            _check_not_stopped(stop)
             with (self.folder / name).open("r+b") as file:
                 os.fsync(file.fileno())
-        write_about(self.folder, about, shards)
+        write_metadata(self.folder, about, shards)
         fsync_folder(self.folder)
 
     def discard(self) -> None:
@@ -89,7 +89,7 @@ class Draft:
             self._lock = -1
 
 
-def abandoned_drafts(home: Path) -> list[Path]:
+def find_abandoned_drafts(home: Path) -> list[Path]:
     """Return the folders of drafts that crashes left behind."""
     found = []
     with suppress(OSError):
@@ -118,6 +118,6 @@ def _blocks(array: NDArray[Any]) -> Iterator[memoryview]:
             yield data[start : start + _BLOCK_BYTES]
 
 
-def _go_on(stop: threading.Event) -> None:
+def _check_not_stopped(stop: threading.Event) -> None:
     if stop.is_set():
-        raise Stopped
+        raise DraftStoppedError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from replaylake.datastore.errors import ReplayLakeError
-from replaylake.datastore.replay.cache.draft import Stopped
+from replaylake.datastore.replay.cache.draft import DraftStoppedError
 
 # The first batches come before it.
 _DELAY_S: Final = 0.3
@@ -21,7 +21,7 @@ _EXIT_WAIT_S: Final = 5.0
 _STOP_WAIT_S: Final = 1.0
 
 
-class Keeping:
+class CacheWriter:
     """A view that is being written, and then where it is, or why it could not be kept."""
 
     def __init__(self, write: Callable[[threading.Event], Path]) -> None:
@@ -71,7 +71,7 @@ class Keeping:
         self._hurry.wait(_DELAY_S)
         try:
             self._folder = self._write(self._stop)
-        except Stopped:
+        except DraftStoppedError:
             self._failure = "the process ended before it was written"
         except (OSError, ReplayLakeError) as error:
             # A lake that we may only read, a full disk, a purge: the view works all the same.
@@ -80,11 +80,11 @@ class Keeping:
             del self._write  # it holds the arrays
 
 
-_running: weakref.WeakSet[Keeping] = weakref.WeakSet()
+_running: weakref.WeakSet[CacheWriter] = weakref.WeakSet()
 
 
 @atexit.register
-def _end() -> None:
+def _end_all() -> None:
     deadline_s = time.monotonic() + _EXIT_WAIT_S
     for keeping in list(_running):
         keeping.end(deadline_s)

@@ -22,18 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.errors import NotFound, StorageFailed
+from replaylake.datastore.errors import NotFoundError, StorageError
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.replay.cache.cached_view import (
-    About,
+    ViewMetadata,
     last_use_s,
     open_cached,
     read_shards,
     write_durably,
 )
-from replaylake.datastore.replay.cache.draft import Draft, abandoned_drafts
+from replaylake.datastore.replay.cache.draft import Draft, find_abandoned_drafts
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.replay.memory import DISK_RESERVE, no_room
+from replaylake.datastore.replay.memory import DISK_RESERVE, no_room_error
 from replaylake.datastore.replay.records import Packed
 from replaylake.datastore.storage.storage import Storage, fsync_folder, make_folder
 from replaylake.datastore.storage.table.presence import missing_files
@@ -41,7 +41,7 @@ from replaylake.datastore.storage.table.presence import missing_files
 FOLDER: Final = "_derived/replay"
 # As many bytes of views as this machine keeps of a remote lake's shards by default.
 MAX_BYTES: Final = 20 * 10**9
-_SPELT: Final = "spelt"
+_SPELLINGS: Final = "spelt"
 _KEY: Final = re.compile("[0-9a-f]{64}")
 
 
@@ -69,7 +69,7 @@ class ViewCache:
         self._storage, self._root = storage, root
         self._max_bytes = max_bytes
 
-    def open(self, key: str, layout: RecordLayout) -> tuple[Packed, About] | None:
+    def open(self, key: str, layout: RecordLayout) -> tuple[Packed, ViewMetadata] | None:
         """Map a view; None if it is not there or not whole."""
         return open_cached(self.folder(key), layout)
 
@@ -80,7 +80,7 @@ class ViewCache:
     def spelling_of(self, key: str) -> str:
         """Return the key of the canonical query, given that of the query as it was written."""
         with suppress(OSError, UnicodeDecodeError):
-            text = (self.home / _SPELT / key).read_text()
+            text = (self.home / _SPELLINGS / key).read_text()
             if _KEY.fullmatch(text):
                 return text
         return key
@@ -89,7 +89,7 @@ class ViewCache:
         """Keep which canonical query another spelling stands for, where we may write."""
         if key == canonical:
             return
-        path = self.home / _SPELT / key
+        path = self.home / _SPELLINGS / key
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(new_ulid())
@@ -99,26 +99,26 @@ class ViewCache:
     def draft(self, needed: int) -> Draft:
         """Return a folder for a view of that many bytes; older views go where the disk is full.
 
-        Raises: StorageFailed if there is no room all the same; OSError where we may not write.
+        Raises: StorageError if there is no room all the same; OSError where we may not write.
         """
         make_folder(self.home)
-        for folder in abandoned_drafts(self.home):
+        for folder in find_abandoned_drafts(self.home):
             _remove(folder)
         for _, _, folder in sorted(self._views()):
             if self._free_bytes() >= needed + DISK_RESERVE:
                 break
             _remove(folder)
         if (free := self._free_bytes()) < needed + DISK_RESERVE:
-            raise no_room(self.home, free, needed, "Make room")
+            raise no_room_error(self.home, free, needed, "Make room")
         return Draft(self.home)
 
     def publish(self, draft: Draft, key: str, layout: RecordLayout, shards: Sequence[str]) -> Path:
         """Give a complete draft its name; where another process was first, the draft goes.
 
-        Raises: OSError, also where the draft was removed; NotFound if one of the shards was.
+        Raises: OSError, also where the draft was removed; NotFoundError if one of the shards was.
         """
         target = self.folder(key)
-        while not _renamed(draft.folder, target):
+        while not _try_rename(draft.folder, target):
             if open_cached(target, layout) is not None:
                 draft.discard()
                 return target
@@ -128,7 +128,7 @@ class ViewCache:
         fsync_folder(self.home)
         if gone := missing_files(self._storage, self._root, shards):
             _remove(target)
-            raise NotFound(
+            raise NotFoundError(
                 f"replay view of {self._root}: found that {len(gone)} of its {len(shards)} shards "
                 "were removed while it was written, expected all of them: it is not kept."
             )
@@ -144,7 +144,7 @@ class ViewCache:
             shards = read_shards(folder)
             if shards is None or any(gone(path) for path in shards):
                 yield StaleView(folder.name, folder, size)
-        for folder in abandoned_drafts(self.home):
+        for folder in find_abandoned_drafts(self.home):
             yield StaleView(str(folder.relative_to(self.home)), folder, _size(folder))
 
     def remove(self, views: Iterable[StaleView]) -> None:
@@ -152,12 +152,12 @@ class ViewCache:
         for view in views:
             _remove(view.folder)
         with suppress(OSError):
-            for path in (self.home / _SPELT).iterdir():
+            for path in (self.home / _SPELLINGS).iterdir():
                 if not self.folder(self.spelling_of(path.name)).exists():
                     path.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """Remove all that is here, durably. Raises: StorageFailed."""
+        """Remove all that is here, durably. Raises: StorageError."""
         parent, name = self.home.parent, self.home.name
         try:
             if self.home.exists():
@@ -167,7 +167,7 @@ class ViewCache:
                 shutil.rmtree(doomed)
                 fsync_folder(parent)
         except OSError as error:
-            raise StorageFailed(
+            raise StorageError(
                 f"{self.home}: {error.strerror or error}, expected to remove the replay views "
                 "there. Remove the folder."
             ) from error
@@ -193,7 +193,7 @@ class ViewCache:
         return shutil.disk_usage(self.home).free
 
 
-def _renamed(folder: Path, target: Path) -> bool:
+def _try_rename(folder: Path, target: Path) -> bool:
     """Rename a folder, unless there is one of that name."""
     try:
         os.rename(folder, target)

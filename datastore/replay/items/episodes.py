@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.replay.arguments import discount_of, whole_number
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.replay.arguments import check_discount, check_int
 from replaylake.datastore.replay.items.sequences import SequenceOutput
-from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.protocols import SelectedItems
 from replaylake.datastore.replay.records import Packed, Records
 
 
@@ -33,13 +33,11 @@ class Episodes:
 
     def __post_init__(self) -> None:
         if self.max_length is not None:
-            whole_number(
-                "episodes: max_length", self.max_length, least=1, advice="None is no limit."
-            )
-        discount_of("episodes", self.discount)
+            check_int("episodes: max_length", self.max_length, least=1, advice="None is no limit.")
+        check_discount("episodes", self.discount)
 
     def starts(self, packed: Packed) -> NDArray[np.int64]:
-        """Return the first steps of the episodes. Raises: ConfigInvalid if one is too long."""
+        """Return the first steps of the episodes. Raises: ConfigInvalidError if one is too long."""
         runs = packed.runs
         heads, ends = runs.chain_heads(), runs.chain_ends()
         if self.only_complete:
@@ -49,7 +47,7 @@ class Episodes:
         longest = int(lengths.max(initial=0))
         if self.max_length is not None and longest > self.max_length:
             num = int((lengths > self.max_length).sum())
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"episodes: found {num} of {len(lengths)} longer than max_length "
                 f"{self.max_length}, the longest of {longest} steps, expected none. Leave them out "
                 f"with where='num_steps <= {self.max_length}', or sample Sequences."
@@ -72,7 +70,10 @@ class EpisodeAssembler:
         self._item = item
 
     def assemble(
-        self, positions: NDArray[np.int64], selected: Selected, out: SequenceOutput | None = None
+        self,
+        positions: NDArray[np.int64],
+        selected: SelectedItems,
+        out: SequenceOutput | None = None,
     ) -> SequenceOutput:
         """Copy the episodes that begin at `positions`; into `out` if it has just their length.
 

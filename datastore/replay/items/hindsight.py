@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Array, Box, Dict, Space
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
-from replaylake.datastore.replay.arguments import discount_of, share
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
+from replaylake.datastore.replay.arguments import check_discount, check_fraction
 from replaylake.datastore.replay.items.transitions import (
     TransitionAssembler,
     TransitionOutput,
     Transitions,
 )
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE
-from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.protocols import SelectedItems
 from replaylake.datastore.replay.randomness import random_stream
 from replaylake.datastore.replay.records import Packed, Records
 
@@ -54,17 +54,17 @@ class Hindsight:
 
     def __post_init__(self) -> None:
         if not callable(self.compute_reward):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"hindsight: found compute_reward {self.compute_reward!r}, expected a function "
                 "(achieved_goal, desired_goal, info) -> rewards. Pass the environment's own."
             )
-        share("hindsight: fraction", self.fraction)
+        check_fraction("hindsight: fraction", self.fraction)
         if self.strategy not in _STRATEGIES:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"hindsight: found strategy {self.strategy!r}, expected {' or '.join(_STRATEGIES)}."
                 ' Leave it out for "future".'
             )
-        discount_of("hindsight", self.discount)
+        check_discount("hindsight", self.discount)
 
     def starts(self, packed: Packed) -> NDArray[np.int64]:
         """Return the steps that have a successor, or terminated."""
@@ -73,12 +73,12 @@ class Hindsight:
     def assembler(self, records: Records) -> HindsightAssembler:
         """Return what copies and relabels them.
 
-        Raises: SpaceUnsupported where observations have no goals; ConfigInvalid for the strategy
-        "episode" in a view that grows.
+        Raises: SpaceUnsupportedError where observations have no goals; ConfigInvalidError for the
+        strategy "episode" in a view that grows.
         """
         _check_goals(records.layout.spec.observation_space)
         if self.strategy == "episode" and records.runs is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 'hindsight: found strategy "episode" in a view that grows, expected "future" or '
                 '"final": there an episode\'s earlier steps may be gone. Use "future".'
             )
@@ -104,13 +104,13 @@ class HindsightAssembler:
     def assemble(
         self,
         positions: NDArray[np.int64],
-        selected: Selected,
+        selected: SelectedItems,
         out: TransitionOutput | None = None,
     ) -> TransitionOutput:
         """Copy the steps at `positions` and their successors, and relabel some of them.
 
         Cost: beside the copies and compute_reward, some reads for each piece of an episode.
-        Raises: ConfigInvalid if compute_reward returns another shape than [B].
+        Raises: ConfigInvalidError if compute_reward returns another shape than [B].
         """
         out = self._transitions.assemble(positions, selected, out)
         drawn = self._rng.random((2, len(positions)))
@@ -122,7 +122,7 @@ class HindsightAssembler:
         rows[_DESIRED][replaced] = goals[:, None]
         rewards = np.asarray(self._item.compute_reward(rows[_ACHIEVED][replaced, 1], goals, {}))
         if rewards.shape != (len(replaced),):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"hindsight: compute_reward returned shape {rewards.shape}, expected "
                 f"({len(replaced)},): one reward a row. Let it compute all rows at once."
             )
@@ -176,7 +176,7 @@ def _check_goals(space: Space) -> None:
     ):
         return
     found = ", ".join(parts) or type(space).__name__
-    raise SpaceUnsupported(
+    raise SpaceUnsupportedError(
         f"hindsight: found observations of {found}, expected a Dict with achieved_goal and "
         "desired_goal, Boxes of one shape and dtype, as gymnasium's GoalEnv has them."
     )

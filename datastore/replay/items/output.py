@@ -11,7 +11,7 @@ from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array, Values
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY
-from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.protocols import SelectedItems
 from replaylake.datastore.replay.records import Records
 
 
@@ -31,7 +31,7 @@ class WindowOutput:
         self.weights: NDArray[np.float32] = np.ones(num, np.float32)
         self.indices: NDArray[np.int64] = np.empty(num, np.int64)
 
-    def number(self, selected: Selected) -> None:
+    def number(self, selected: SelectedItems) -> None:
         """Note which candidates the rows are, and what they weigh."""
         if selected.weights is not None:
             self.weights[:] = selected.weights

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import Array, Values
-from replaylake.datastore.replay.arguments import discount_of, whole_number
+from replaylake.datastore.replay.arguments import check_discount, check_int
 from replaylake.datastore.replay.items.output import WindowOutput
 from replaylake.datastore.replay.kernels.kernels import end_sequences
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.protocols import SelectedItems
 from replaylake.datastore.replay.records import Packed, Records
 
 
@@ -43,17 +43,17 @@ class Sequences:
     discount: float = 0.99
 
     def __post_init__(self) -> None:
-        length = whole_number(
+        length = check_int(
             "sequences: length", self.length, least=1, advice="It counts the steps to learn from."
         )
-        whole_number(
+        check_int(
             "sequences: overlap",
             self.overlap,
             most=length - 1,
             advice="Sequences begin every length - overlap steps.",
         )
-        whole_number("sequences: burn_in", self.burn_in, advice="0 is none.")
-        discount_of("sequences", self.discount)
+        check_int("sequences: burn_in", self.burn_in, advice="0 is none.")
+        check_discount("sequences", self.discount)
 
     @property
     def num_steps(self) -> int:
@@ -125,7 +125,10 @@ class SequenceAssembler:
         ) * records.layout.dtype.itemsize
 
     def assemble(
-        self, positions: NDArray[np.int64], selected: Selected, out: SequenceOutput | None = None
+        self,
+        positions: NDArray[np.int64],
+        selected: SelectedItems,
+        out: SequenceOutput | None = None,
     ) -> SequenceOutput:
         """Copy the sequences that begin at `positions`."""
         if out is None:

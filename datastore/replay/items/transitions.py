@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import leaves
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.replay.arguments import discount_of, whole_number
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.replay.arguments import check_discount, check_int
 from replaylake.datastore.replay.items.output import WindowOutput
 from replaylake.datastore.replay.kernels.kernels import n_steps
 from replaylake.datastore.replay.layout import KEY, STEPS_LEFT
-from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.protocols import SelectedItems
 from replaylake.datastore.replay.records import PADDING, Packed, Records
 
 # A window of n + 1 records lies inside of the array wherever it starts.
-_MOST_STEPS: Final = PADDING - 1
+_MAX_STEPS: Final = PADDING - 1
 # Windows that are copied only to be read stay in the processor's cache: a megabyte of them.
 _WINDOW_WORDS: Final = 1 << 17
 
@@ -53,11 +53,11 @@ class Transitions:
     next_actions: bool = False
 
     def __post_init__(self) -> None:
-        discount_of("transitions", self.discount)
+        check_discount("transitions", self.discount)
         advice = "For returns of whole episodes sample Episodes."
-        whole_number("transitions: n_step", self.n_step, least=1, most=_MOST_STEPS, advice=advice)
+        check_int("transitions: n_step", self.n_step, least=1, most=_MAX_STEPS, advice=advice)
         if self.next_actions and self.n_step > 1:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"transitions: found next_actions with n_step {self.n_step}, expected n_step 1: "
                 "what was done after the last of n steps is not looked up. Leave one of both out."
             )
@@ -69,7 +69,7 @@ class Transitions:
     def assembler(self, records: Records) -> TransitionAssembler:
         """Return what copies them.
 
-        Raises: ConfigInvalid for returns or next_actions in a view that grows.
+        Raises: ConfigInvalidError for returns or next_actions in a view that grows.
         """
         return TransitionAssembler(records, self)
 
@@ -129,7 +129,7 @@ class TransitionAssembler:
         self.records = records
         self._item = item
         if item.next_actions and records.runs is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "transitions: found next_actions in a view that grows, expected one of a snapshot: "
                 "there the step that follows may not have come yet. Use "
                 "dataset.snapshot().replay(...)."
@@ -145,7 +145,7 @@ class TransitionAssembler:
     def assemble(
         self,
         positions: NDArray[np.int64],
-        selected: Selected,
+        selected: SelectedItems,
         out: TransitionOutput | None = None,
     ) -> TransitionOutput:
         """Copy the steps at `positions` and what follows them.

@@ -57,7 +57,7 @@ _SINGLE_ROWS: Final = _array(types.float32, 2, written=True)
 _FLAGS: Final = _array(types.boolean, 2, written=True)
 
 
-def _compiled(signature: Any) -> Callable[[_Function], _Function]:
+def _compile(signature: Any) -> Callable[[_Function], _Function]:
     def compile_now(function: _Function) -> _Function:
         try:
             compiled: _Function = njit(signature, cache=True, nogil=True)(function)
@@ -109,14 +109,14 @@ _prefetch: Final = intrinsic(_prefetch_code)
 _copy: Final = intrinsic(_copy_code)
 
 
-@_compiled(types.void(_MEMORY, _INT, _INT))
+@_compile(types.void(_MEMORY, _INT, _INT))
 def _prefetch_lines(source: NDArray[np.uint64], start: int, count: int) -> None:
     for word in range(0, count, _LINE_WORDS):
         _prefetch(source, start + word)
     _prefetch(source, start + count - 1)
 
 
-@_compiled(_INT(_WORDS, _INTS, _INT, _WRITTEN_WORDS))
+@_compile(_INT(_WORDS, _INTS, _INT, _WRITTEN_WORDS))
 def gather(
     words: NDArray[np.uint64], positions: NDArray[np.int64], length: int, out: NDArray[np.uint64]
 ) -> int:
@@ -138,7 +138,7 @@ def gather(
     return -1
 
 
-@_compiled(
+@_compile(
     _INT(_WORDS, _INTS, _INT, _INT, _INTS, _FLOATS, _WRITTEN_WORDS, _SINGLES, _SINGLES, _FOUND)
 )
 def n_steps(
@@ -201,7 +201,7 @@ def n_steps(
     return -1
 
 
-@_compiled(types.void(_WRITTEN_WORDS, _INT, _INTS, _FLOAT, _FLAGS, _SINGLE_ROWS))
+@_compile(types.void(_WRITTEN_WORDS, _INT, _INTS, _FLOAT, _FLAGS, _SINGLE_ROWS))
 def end_sequences(
     words: NDArray[np.uint64],
     before: int,
@@ -237,7 +237,7 @@ def end_sequences(
                 flags[action] = 1
 
 
-@_compiled(_INT(_FLOATS, _INTS, _FLOATS, _FOUND))
+@_compile(_INT(_FLOATS, _INTS, _FLOATS, _FOUND))
 def find_leaves(
     nodes: NDArray[np.float64],
     starts: NDArray[np.int64],
@@ -273,7 +273,7 @@ def find_leaves(
     return -1
 
 
-@_compiled(_INT(_FLOATS, _INTS, _INT, _NODES))
+@_compile(_INT(_FLOATS, _INTS, _INT, _NODES))
 def leaf_values(
     nodes: NDArray[np.float64],
     leaves: NDArray[np.int64],
@@ -287,7 +287,7 @@ def leaf_values(
     return -1
 
 
-@_compiled(types.void(_NODES, _INT, _INT, _INT))
+@_compile(types.void(_NODES, _INT, _INT, _INT))
 def _sum_children(nodes: NDArray[np.float64], children: int, parents: int, parent: int) -> None:
     start = children + parent * FAN_OUT
     values = nodes[start : start + FAN_OUT]
@@ -297,14 +297,14 @@ def _sum_children(nodes: NDArray[np.float64], children: int, parents: int, paren
     nodes[parents + parent] = total
 
 
-@_compiled(types.void(_NODES, _INTS))
+@_compile(types.void(_NODES, _INTS))
 def sum_all(nodes: NDArray[np.float64], starts: NDArray[np.int64]) -> None:
     for level in range(len(starts) - 1):
         for parent in range((starts[level + 1] - starts[level]) // FAN_OUT):
             _sum_children(nodes, starts[level], starts[level + 1], parent)
 
 
-@_compiled(_INT(_NODES, _INTS, _INTS, _FLOATS, _INT, _FLOAT))
+@_compile(_INT(_NODES, _INTS, _INTS, _FLOATS, _INT, _FLOAT))
 def set_leaves(
     nodes: NDArray[np.float64],
     starts: NDArray[np.int64],

@@ -35,7 +35,7 @@ def gather(
             f"gather: out has shape {out.shape}, expected {expected}: a row of {length} records of "
             f"{words.shape[1]} words for each position. Allocate it with that shape."
         )
-    refused = chosen().gather(words, positions, length, out)
+    refused = select_kernels().gather(words, positions, length, out)
     if refused >= 0:
         raise IndexError(
             f"gather: positions[{refused}] is {positions[refused]}, expected 0 to "
@@ -72,7 +72,7 @@ def n_steps(
     6.5 us with numba, 30 with numpy (2 cores, 2026-11-21).
     """
     nums = np.empty(len(places), np.int64)
-    refused = chosen().n_steps(
+    refused = select_kernels().n_steps(
         words, places, most, stack, fields, discounted, out, rewards, discounts, nums
     )
     if refused >= 0:
@@ -99,10 +99,10 @@ def end_sequences(
     step terminated and past the end. Records after the one that follows the last step become 0, but
     for their action masks, which allow everything. fields: see Records.
     """
-    chosen().end_sequences(words, before, fields, discount, mask, discounts)
+    select_kernels().end_sequences(words, before, fields, discount, mask, discounts)
 
 
-def chosen() -> ModuleType:
+def select_kernels() -> ModuleType:
     """Return what runs this call: plain.py at first and where there is no numba, then compiled.py.
 
     Both give the same results to the last bit, so nobody has to know which one it was.

@@ -80,7 +80,7 @@ def n_steps(
     values[1:] = reward[places + np.arange(1, most)[:, None]]
     # Past a run's end there may be anything, which is not used.
     with np.errstate(all="ignore"):
-        rewards[:] = _discounted_sums(values, nums, discounted[1])
+        rewards[:] = _sum_discounted(values, nums, discounted[1])
     discounts[:] = discounted[most]
     if len(near):
         at = places[near]
@@ -95,7 +95,7 @@ def n_steps(
         ended = terminated[last] != 0
         num -= (bootstrappable[last] == 0) & (num > 1)
         with np.errstate(all="ignore"):
-            rewards[near] = _discounted_sums(values[:, near], num, discounted[1])
+            rewards[near] = _sum_discounted(values[:, near], num, discounted[1])
         discounts[near] = np.where(ended, 0.0, discounted[num])
         nums[near] = num
         again = np.empty((len(near), width), np.uint64)
@@ -105,7 +105,7 @@ def n_steps(
     return -1
 
 
-def _discounted_sums(
+def _sum_discounted(
     values: NDArray[np.float64], nums: NDArray[np.int64], discount: float
 ) -> NDArray[np.float64]:
     """Return ((v_{m-1} g + v_{m-2}) g + ...) g + v_0 of values [n, M], m being nums [M], or 1."""

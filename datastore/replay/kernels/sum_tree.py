@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.kernels import kernels
 from replaylake.datastore.replay.kernels.plain import FAN_OUT
 
@@ -27,12 +27,12 @@ class SumTree:
     Not for use by several threads at once. Cost: 9.2 bytes a leaf; of 1M leaves, `find`, `get` and
     `set` of 256 take 16 us together with numba, 270 with numpy (2 cores, 2026-11-21).
 
-    Raises: ConfigInvalid for less than one leaf.
+    Raises: ConfigInvalidError for less than one leaf.
     """
 
     def __init__(self, num_leaves: int) -> None:
         if num_leaves < 1:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"sum tree: found {num_leaves} leaves, expected 1 or more. "
                 "Select at least one step to prioritize."
             )
@@ -40,7 +40,7 @@ class SumTree:
         # So that no sum can overflow: found - before would be NaN in an infinite family.
         self._limit = sys.float_info.max / (2 * num_leaves)
         self._starts, num_nodes = _layout(num_leaves)
-        self._nodes = _aligned_zeros(num_nodes)
+        self._nodes = _make_aligned_zeros(num_nodes)
 
     @property
     def total(self) -> float:
@@ -59,7 +59,7 @@ class SumTree:
         """
         leaves = _vector(leaves, np.int64, "leaves")
         values = np.empty(len(leaves))
-        refused = kernels.chosen().leaf_values(self._nodes, leaves, self.num_leaves, values)
+        refused = kernels.select_kernels().leaf_values(self._nodes, leaves, self.num_leaves, values)
         if refused >= 0:
             raise self._leaf_error(leaves, refused)
         return values
@@ -71,13 +71,13 @@ class SumTree:
         priorities left of it. At a boundary rounding may lead to the leaf beside it, but never to
         one of priority 0. Targets need no order.
 
-        Raises: ConfigInvalid for a target outside 0 <= target < total.
+        Raises: ConfigInvalidError for a target outside 0 <= target < total.
         """
         targets = _vector(targets, np.float64, "targets")
         found = np.empty(len(targets), np.int64)
-        refused = kernels.chosen().find_leaves(self._nodes, self._starts, targets, found)
+        refused = kernels.select_kernels().find_leaves(self._nodes, self._starts, targets, found)
         if refused >= 0:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"sum tree: targets[{refused}] is {targets[refused]}, expected 0 <= target < "
                 f"{self.total}, the sum of the priorities. Draw it below `total`, and set a "
                 "priority above 0 first if that is 0."
@@ -87,17 +87,18 @@ class SumTree:
     def set(self, leaves: NDArray[np.int64], values: NDArray[np.float64]) -> None:
         """Set leaves int64 [M] to priorities float64 [M], those that occur twice to the last one.
 
-        Raises, changing nothing: IndexError for a leaf outside 0 to num_leaves - 1, ConfigInvalid
-        for a priority that is negative, not finite, or so large that the sum might overflow.
+        Raises, changing nothing: IndexError for a leaf outside 0 to num_leaves - 1,
+        ConfigInvalidError for a priority that is negative, not finite, or so large that the sum
+        might overflow.
         """
         leaves = _vector(leaves, np.int64, "leaves")
         values = _vector(values, np.float64, "values")
         if len(leaves) != len(values):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"sum tree: found {len(leaves)} leaves and {len(values)} values, expected as many "
                 "of both. Pass a priority for each leaf."
             )
-        refused = kernels.chosen().set_leaves(
+        refused = kernels.select_kernels().set_leaves(
             self._nodes, self._starts, leaves, values, self.num_leaves, self._limit
         )
         if refused >= 0:
@@ -108,12 +109,12 @@ class SumTree:
     def fill(self, values: NDArray[np.float64]) -> None:
         """Set the first n priorities to values float64 [n], n <= num_leaves, and all others to 0.
 
-        Cost: one pass over the tree. Raises, changing nothing: ConfigInvalid for more values than
-        leaves, or a priority that `set` refuses.
+        Cost: one pass over the tree. Raises, changing nothing: ConfigInvalidError for more values
+        than leaves, or a priority that `set` refuses.
         """
         values = _vector(values, np.float64, "values")
         if len(values) > self.num_leaves:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"sum tree: found {len(values)} values, expected at most {self.num_leaves}, one a "
                 "leaf. Make a larger tree."
             )
@@ -123,7 +124,7 @@ class SumTree:
             raise self._value_error(leaf, float(values[leaf]))
         self._nodes[: len(values)] = values
         self._nodes[len(values) : self.num_leaves] = 0.0
-        kernels.chosen().sum_all(self._nodes, self._starts)
+        kernels.select_kernels().sum_all(self._nodes, self._starts)
 
     def _leaf_error(self, leaves: NDArray[np.int64], refused: int) -> IndexError:
         return IndexError(
@@ -131,8 +132,8 @@ class SumTree:
             f"{self.num_leaves - 1}. Nothing was changed; pass leaves of this tree."
         )
 
-    def _value_error(self, leaf: int, value: float) -> ConfigInvalid:
-        return ConfigInvalid(
+    def _value_error(self, leaf: int, value: float) -> ConfigInvalidError:
+        return ConfigInvalidError(
             f"sum tree: found priority {value} for leaf {leaf}, expected a number from 0 to "
             f"{self._limit:g}. Nothing was changed; look for what made it so, such as a loss that "
             "is not finite."
@@ -142,7 +143,7 @@ class SumTree:
 def _vector(values: NDArray[Any], dtype: type[_Number], name: str) -> NDArray[_Number]:
     """Return values as a contiguous vector [M] of dtype, where that loses nothing."""
     if values.ndim != 1 or not (values.dtype == dtype or np.can_cast(values.dtype, dtype)):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"sum tree: {name} is {values.dtype} of shape {values.shape}, expected "
             f"{np.dtype(dtype)} of shape (M,). Convert it first."
         )
@@ -160,7 +161,7 @@ def _layout(num_leaves: int) -> tuple[NDArray[np.int64], int]:
     return np.array(starts, np.int64), start + 1
 
 
-def _aligned_zeros(num: int) -> NDArray[np.float64]:
+def _make_aligned_zeros(num: int) -> NDArray[np.float64]:
     """Return float64 zeros that begin at a cache line, so that each family is one line."""
     item = np.dtype(np.float64).itemsize
     raw = np.zeros(num + _LINE_BYTES // item)

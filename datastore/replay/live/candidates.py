@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from replaylake.datastore.replay.live.ring import Ring
 
 # Looked at a time for the oldest that is still there.
-_LOOKED_AT: Final = 1024
+_PROBE_SIZE: Final = 1024
 
 
 class LiveCandidates:
@@ -76,7 +76,7 @@ class LiveCandidates:
         """Raise `low` to the oldest candidate that is still there."""
         low, high = self._bounds
         while low < high:
-            numbers = np.arange(low, min(low + _LOOKED_AT, high))
+            numbers = np.arange(low, min(low + _PROBE_SIZE, high))
             there = self.positions(numbers) >= 0
             if there.any():
                 low += int(there.argmax())

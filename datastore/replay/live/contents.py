@@ -10,21 +10,21 @@ import numpy as np
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import leaves
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.live.cutting import Block, Part, cut, some_runs
-from replaylake.datastore.replay.live.numbering import Numbering, shown
+from replaylake.datastore.replay.live.cutting import PackedBlock, RunPart, cut_block, slice_runs
+from replaylake.datastore.replay.live.numbering import ItemNumbering, show_runs
 from replaylake.datastore.replay.live.ring import Ring
 from replaylake.datastore.replay.live.runs import (
-    Interval,
     IntervalSet,
     LiveRun,
     RunIndex,
-    both,
-    without,
+    StepInterval,
+    intersect,
+    subtract,
 )
 from replaylake.datastore.replay.records import Packed
 
 
-class Contents:
+class LiveContents:
     """The newest steps, at most `max_steps`, in a ring; and the items that they make."""
 
     def __init__(
@@ -35,17 +35,17 @@ class Contents:
         self.ring = Ring(layout, max_steps)
         self._runs: deque[LiveRun] = deque()
         self._table = RunIndex()
-        self.items = Numbering(self.ring, self._runs, self._table)
+        self.items = ItemNumbering(self.ring, self._runs, self._table)
         self.num_steps = 0
         self.num_transitions = 0
         self._max_steps = max_steps
         # At a time: as many fall out first, and there is always something to sample.
         self._most_steps = min(self.ring.margin - layout.frame_stack, -(-max_steps // 4))
         self._head = self.ring.size
-        self._links = Links(self.ring, self._late)
+        self._links = RunLinks(self.ring, self._late)
         self._cut_off: list[LiveRun] = []
 
-    def add(self, block: Block) -> None:
+    def add(self, block: PackedBlock) -> None:
         """Add those steps of a block that are not there yet, in its order."""
         runs: list[LiveRun] = []
         for number, steps in enumerate(block.intervals):
@@ -53,9 +53,9 @@ class Contents:
             if found or steps.length > self._most_steps:
                 self._insert_runs(block, runs, number)
                 runs = []
-                parts = self._parts(number, steps, without(steps, found))
+                parts = self._parts(number, steps, subtract(steps, found))
                 if parts:
-                    self.add(cut(block, parts))
+                    self.add(cut_block(block, parts))
             else:
                 ended = bool(block.packed.runs.ended[number])
                 final = bool(block.has_final[number])
@@ -63,30 +63,30 @@ class Contents:
                 self._table.add(runs[-1])
         self._insert_runs(block, runs, len(block))
 
-    def replace(self, blocks: Sequence[Block], removed: IntervalSet) -> None:
+    def replace(self, blocks: Sequence[PackedBlock], removed: IntervalSet) -> None:
         """Take blocks in place of what was removed: steps go, stay with other values, or come.
 
         A step that was removed and comes again, but is not there, fell out before: it stays away.
         """
         added = IntervalSet(steps for block in blocks for steps in block.intervals)
         for steps in removed:
-            self._remove(without(steps, added.within(steps)))
+            self._remove(subtract(steps, added.within(steps)))
         for block in blocks:
-            comes: list[Part] = []
+            comes: list[RunPart] = []
             for number, steps in enumerate(block.intervals):
                 again = removed.within(steps)
                 for part in again:
                     comes += self._changed(block, number, part)
-                comes += self._parts(number, steps, without(steps, again))
+                comes += self._parts(number, steps, subtract(steps, again))
             if comes:
-                self.add(cut(block, sorted(comes)))
+                self.add(cut_block(block, sorted(comes)))
         self._settle()
 
-    def _changed(self, block: Block, number: int, steps: Interval) -> list[Part]:
+    def _changed(self, block: PackedBlock, number: int, steps: StepInterval) -> list[RunPart]:
         """Change those of a run's steps that are there; return what has to be added anew."""
-        comes: list[Part] = []
+        comes: list[RunPart] = []
         for run in self._table.overlapping(steps):
-            common = both(steps, run)
+            common = intersect(steps, run)
             if not (self._in_place and self._links.change(run, block, number, common)):
                 self._remove([common])
                 comes += self._parts(number, block.intervals[number], [common])
@@ -96,10 +96,10 @@ class Contents:
         """Remove all steps but those of a set."""
         for run in list(self._runs):
             if run.is_there:
-                self._remove(list(without(run.interval, kept.within(run.interval))))
+                self._remove(list(subtract(run.interval, kept.within(run.interval))))
         self._settle()
 
-    def extend(self, run: LiveRun, block: Block) -> bool:
+    def extend(self, run: LiveRun, block: PackedBlock) -> bool:
         """Put a block's one run, which follows a run at once, into the room kept after that.
 
         False, and nothing done, where there is no room or the steps are there already.
@@ -134,7 +134,7 @@ class Contents:
             self._head = run.tail + 1
         run.limit = run.tail + 1
 
-    def append(self, block: Block, room: int) -> LiveRun | None:
+    def append(self, block: PackedBlock, room: int) -> LiveRun | None:
         """Add a block of one run, and keep room for as many more records; return the run.
 
         None where some of its steps are there already, or they are too many for one run.
@@ -149,16 +149,18 @@ class Contents:
         self._insert(block, [run], 0, room)
         return run
 
-    def _parts(self, number: int, steps: Interval, wanted: Iterable[Interval]) -> list[Part]:
+    def _parts(
+        self, number: int, steps: StepInterval, wanted: Iterable[StepInterval]
+    ) -> list[RunPart]:
         """Return parts of a run, none longer than may be written at once."""
         most = self._most_steps
         return [
-            Part(number, at - steps.first_step, min(most, part.end - at))
+            RunPart(number, at - steps.first_step, min(most, part.end - at))
             for part in wanted
             for at in range(part.first_step, part.end, most)
         ]
 
-    def _insert_runs(self, block: Block, runs: Sequence[LiveRun], until: int) -> None:
+    def _insert_runs(self, block: PackedBlock, runs: Sequence[LiveRun], until: int) -> None:
         """Insert consecutive runs of a block, the last one before `until`, a few at a time."""
         first = until - len(runs)
         lengths = block.packed.runs.lengths[first:until]
@@ -173,7 +175,9 @@ class Contents:
             self._insert(block, runs[at:num], first + at)
             at, records, steps = num, int(num_records[num - 1]), int(num_steps[num - 1])
 
-    def _insert(self, block: Block, runs: Sequence[LiveRun], first: int, room: int = 0) -> None:
+    def _insert(
+        self, block: PackedBlock, runs: Sequence[LiveRun], first: int, room: int = 0
+    ) -> None:
         packed, until = block.packed, first + len(runs)
         before = block.layout.frame_stack - 1
         starts = packed.runs.starts[first:until]
@@ -188,7 +192,7 @@ class Contents:
             self.ring.first[self.ring.place(run.start)] = run.first_step == 0
         runs[-1].limit = base + end - begin + room
         self._runs.extend(runs)
-        some = some_runs(packed, first, until)
+        some = slice_runs(packed, first, until)
         self.ring.startable[self.ring.places(some.steps + shift)] = True
         for run in runs:
             self._links.connect(run, self._table)
@@ -254,13 +258,15 @@ class Contents:
             self._runs.popleft()
         self.items.forget()
 
-    def _remove(self, intervals: Iterable[Interval]) -> None:
+    def _remove(self, intervals: Iterable[StepInterval]) -> None:
         """Remove steps, of those that are there. What came before them is settled later."""
         for steps in intervals:
             for run in self._table.overlapping(steps):
-                left = list(without(run.interval, [steps]))
-                parts = [Part(0, part.first_step - run.first_step, part.length) for part in left]
-                kept = cut(self._block_of(run), parts, with_successors=False) if parts else None
+                left = list(subtract(run.interval, [steps]))
+                parts = [RunPart(0, part.first_step - run.first_step, part.length) for part in left]
+                kept = (
+                    cut_block(self._block_of(run), parts, with_successors=False) if parts else None
+                )
                 self._kill(run)
                 if kept is not None:
                     self.add(kept)
@@ -296,18 +302,18 @@ class Contents:
             startable[:] = False
             first += some.stop - some.start
 
-    def _block_of(self, run: LiveRun) -> Block:
+    def _block_of(self, run: LiveRun) -> PackedBlock:
         """Show a run in the ring as a block."""
         place = self.ring.place(run.start)
         steps = place + np.flatnonzero(self.ring.startable[place : place + run.length])
-        return Block(
-            shown(self.ring, [run], steps),
+        return PackedBlock(
+            show_runs(self.ring, [run], steps),
             [run.interval],
             np.array([run.has_final]),
         )
 
 
-class Links:
+class RunLinks:
     """Ties and unties runs; changes records that others may be reading."""
 
     def __init__(self, ring: Ring, late: Callable[[LiveRun], None]) -> None:
@@ -361,7 +367,7 @@ class Links:
         self._ring.startable[place - 1] = False
         return could
 
-    def change(self, run: LiveRun, block: Block, number: int, steps: Interval) -> bool:
+    def change(self, run: LiveRun, block: PackedBlock, number: int, steps: StepInterval) -> bool:
         """Give some of a run's steps the values that a block's run has; False if they differ more.
 
         That is where one of them terminates now, or did.
@@ -373,7 +379,7 @@ class Links:
         old = self._ring.rows[place : place + steps.length]
         if (new[schema.TERMINATED] != old[schema.TERMINATED]).any():
             return False
-        changed = [name for name in self._values if not _same(new[name], old[name])]
+        changed = [name for name in self._values if not _is_equal(new[name], old[name])]
         if changed:
             with self._ring.editing() as rows:
                 for name in changed:
@@ -385,7 +391,7 @@ class Links:
             return
         tail, head = self._ring.place(one.tail), self._ring.place(other.start)
         rows = self._ring.rows
-        is_same = all(_same(rows[name][tail], rows[name][head]) for name in self._observation)
+        is_same = all(_is_equal(rows[name][tail], rows[name][head]) for name in self._observation)
         is_late = not one.has_final and not rows[BOOTSTRAPPABLE][tail - 1]
         with self._ring.editing():
             if self._has_masks:
@@ -419,7 +425,7 @@ class Links:
             one, other = other, other.after
 
 
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
+def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
     # The same bytes, nearly always; comparing numbers takes ten times as long where they are few.
     if one.tobytes() == other.tobytes():
         return True

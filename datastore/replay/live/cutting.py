@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import leaves
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.live.runs import Interval
+from replaylake.datastore.replay.live.runs import StepInterval
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps
 from replaylake.datastore.replay.record_runs import Runs
 from replaylake.datastore.replay.records import PADDING, Packed, Records
 
 
-class Part(NamedTuple):
+class RunPart(NamedTuple):
     """`length` steps of a run from its `skip`th on."""
 
     run: int
@@ -27,14 +27,14 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class PackedBlock:
     """Packed runs that belong to no chain yet, and whose steps they are.
 
     has_final: for each run, whether the observation after it came with its last step.
     """
 
     packed: Packed
-    intervals: list[Interval]
+    intervals: list[StepInterval]
     has_final: NDArray[np.bool_]
 
     @property
@@ -46,20 +46,22 @@ class Block:
         return len(self.intervals)
 
 
-def make_block(packed: Packed) -> Block:
+def make_block(packed: Packed) -> PackedBlock:
     """Take what was packed apart into runs, unlinked: links are found anew among all there are."""
     runs, rows = packed.runs, packed.records.rows
     keys = keys_of_steps(rows[KEY][runs.starts], runs.first_steps)
     episodes = [key.tobytes() for key in keys]
     steps = zip(episodes, runs.first_steps.tolist(), runs.lengths.tolist(), strict=True)
-    intervals = [Interval(*one) for one in steps]
+    intervals = [StepInterval(*one) for one in steps]
     tails = runs.starts + runs.lengths
     rows[KEY][tails] = 0
     has_final = rows[BOOTSTRAPPABLE][tails - 1] & ~rows[schema.TERMINATED][tails - 1]
-    return Block(packed, intervals, has_final)
+    return PackedBlock(packed, intervals, has_final)
 
 
-def cut(block: Block, parts: Sequence[Part], *, with_successors: bool = True) -> Block:
+def cut_block(
+    block: PackedBlock, parts: Sequence[RunPart], *, with_successors: bool = True
+) -> PackedBlock:
     """Return parts of a block's runs as a block of their own.
 
     Without successors, the last step of a part that was followed by another is not any more, and
@@ -94,7 +96,7 @@ def cut(block: Block, parts: Sequence[Part], *, with_successors: bool = True) ->
     starts = np.concatenate(steps) if steps else np.zeros(0, np.int64)
     of = [block.intervals[part.run] for part in parts]
     first_steps = [i.first_step + part.skip for i, part in zip(of, parts, strict=True)]
-    return Block(
+    return PackedBlock(
         Packed(
             records=Records(layout, words, has_links=False),
             runs=Runs(
@@ -106,14 +108,14 @@ def cut(block: Block, parts: Sequence[Part], *, with_successors: bool = True) ->
             num_episodes=len({i.episode for i in of}),
         ),
         [
-            Interval(i.episode, first, part.length)
+            StepInterval(i.episode, first, part.length)
             for i, first, part in zip(of, first_steps, parts, strict=True)
         ],
         has_final,
     )
 
 
-def some_runs(packed: Packed, first: int, until: int) -> Packed:
+def slice_runs(packed: Packed, first: int, until: int) -> Packed:
     """Show consecutive runs of what was packed, by the same positions."""
     runs = packed.runs
     begin, end = int(runs.starts[first]), int(runs.starts[until - 1] + runs.lengths[until - 1])

@@ -9,16 +9,16 @@ from contextlib import suppress
 from typing import Final
 
 from replaylake.datastore.errors import (
-    LogCorrupt,
-    StorageFailed,
+    LogCorruptError,
+    StorageError,
 )
-from replaylake.datastore.replay.live.contents import Contents
+from replaylake.datastore.replay.live.contents import LiveContents
 from replaylake.datastore.replay.live.log_reader import (
-    Change,
-    Expired,
     FollowTimings,
-    Gone,
+    LogChange,
+    LogExpiredError,
     LogReader,
+    ShardGoneError,
 )
 from replaylake.datastore.replay.live.runs import IntervalSet
 
@@ -28,23 +28,23 @@ _LOCAL_INTERVAL_S: Final = 0.008
 # On an object store a look is two requests, which are paid for. While nothing comes, it is looked
 # less often.
 _REMOTE_INTERVAL_S: Final = 0.1
-_LONGEST_INTERVAL_S: Final = 2.0
+_MAX_INTERVAL_S: Final = 2.0
 _BACK_OFF: Final = 1.3
 # Each time the thread has read a file it waits for the interpreter, which a loop that does nothing
 # but sample gives away every 5 ms only; a commit took 42 ms. So while commits are brought in each
 # draw pauses, but for no longer than this: 19 ms (2 cores shared with other work, 2026-11).
 _YIELDING_S: Final = 0.02
 _PAUSE_S: Final = 2e-5
-_MOST_FAILURES: Final = 16
+_MAX_FAILURES: Final = 16
 # After these the same commits may be readable later.
-_TRIED_AGAIN: Final = (LogCorrupt, StorageFailed)
+_RETRIED_ERRORS: Final = (LogCorruptError, StorageError)
 
 
-class Follower:
+class CommitFollower:
     """Looks for commits, decodes them, and takes the lock only to hand them over."""
 
     def __init__(
-        self, reader: LogReader, contents: Contents, max_steps: int, *, is_remote: bool
+        self, reader: LogReader, contents: LiveContents, max_steps: int, *, is_remote: bool
     ) -> None:
         self.lock = threading.RLock()
         self.arrived = threading.Condition(self.lock)
@@ -71,7 +71,7 @@ class Follower:
         self._reader.begin(since)
         if since is None:
             for entries in self._reader.newest_rows(self._max_steps):
-                self._apply(Change(self._reader.version, [self._reader.read(entries)]))
+                self._apply(LogChange(self._reader.version, [self._reader.read(entries)]))
         self.version = self._reader.version
         self._current_at = time.monotonic()
         self._thread.start()
@@ -109,7 +109,7 @@ class Follower:
 
     def _run(self) -> None:
         interval_s = shortest_s = _REMOTE_INTERVAL_S if self._is_remote else _LOCAL_INTERVAL_S
-        longest_s = _LONGEST_INTERVAL_S if self._is_remote else shortest_s
+        longest_s = _MAX_INTERVAL_S if self._is_remote else shortest_s
         while not self._closing.wait(interval_s):
             try:
                 if self._is_stale:
@@ -117,14 +117,14 @@ class Follower:
                 came = self._follow()
                 interval_s = shortest_s if came else min(interval_s * _BACK_OFF, longest_s)
                 self._told = ""
-            except Expired as error:
+            except LogExpiredError as error:
                 self._tell(error)
                 self._is_stale, interval_s = True, 0.0
-            except Gone:
+            except ShardGoneError:
                 self._is_stale, interval_s = True, 0.0
-            except _TRIED_AGAIN as error:
+            except _RETRIED_ERRORS as error:
                 self._tell(error)
-                interval_s = min(max(interval_s, _REMOTE_INTERVAL_S) * 2, _LONGEST_INTERVAL_S)
+                interval_s = min(max(interval_s, _REMOTE_INTERVAL_S) * 2, _MAX_INTERVAL_S)
             except Exception as error:
                 self._tell(error)
                 return
@@ -160,7 +160,7 @@ class Follower:
         # Not before: a store that does not answer leaves the rest to be taken in the next time.
         self._is_stale = False
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: LogChange) -> None:
         with self.arrived:
             try:
                 if change.removed is not None:
@@ -181,7 +181,7 @@ class Follower:
         """Keep an error for sample(); the same one again, as it is tried again, is not told."""
         if str(error) != self._told:
             self._told = str(error)
-            if len(self._failures) < _MOST_FAILURES:
+            if len(self._failures) < _MAX_FAILURES:
                 self._failures.append(error)
         with self.arrived:
             self.arrived.notify_all()

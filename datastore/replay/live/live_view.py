@@ -9,15 +9,15 @@ from typing import Any, Literal, NoReturn
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.replay.arguments import whole_number
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.replay.arguments import check_int
 from replaylake.datastore.replay.layout import make_layout
 from replaylake.datastore.replay.live.candidates import LiveCandidates
-from replaylake.datastore.replay.live.contents import Contents
-from replaylake.datastore.replay.live.follower import Follower
+from replaylake.datastore.replay.live.contents import LiveContents
+from replaylake.datastore.replay.live.follower import CommitFollower
 from replaylake.datastore.replay.live.log_reader import FollowTimings, LogReader
 from replaylake.datastore.replay.live.piece_block import PiecePacker
-from replaylake.datastore.replay.live.stream import Intake, Stream
+from replaylake.datastore.replay.live.stream import Stream, StreamIntake
 from replaylake.datastore.replay.protocols import Assembler, Item
 from replaylake.datastore.replay.selectors.saved_priorities import PriorityFolder
 from replaylake.datastore.replay.source import SampleSource
@@ -53,9 +53,9 @@ class LiveView(SampleSource):
         without_producers: Collection[str] = (),
     ) -> None:
         """Bring in what the dataset has, and follow it. See Dataset.follow."""
-        max_steps = whole_number("follow: max_steps", max_steps, least=1)
+        max_steps = check_int("follow: max_steps", max_steps, least=1)
         if since != "start":
-            since = whole_number("follow: since", since, advice='Or say since="start".')
+            since = check_int("follow: since", since, advice='Or say since="start".')
         query = ViewQuery(
             where_steps=where_steps,
             columns=column_names(columns),
@@ -73,13 +73,13 @@ class LiveView(SampleSource):
             frame_stack=query.frame_stack,
         )
         self._where_steps = query.where_steps
-        self._contents = Contents(layout, max_steps, changes_in_place=where_steps is None)
+        self._contents = LiveContents(layout, max_steps, changes_in_place=where_steps is None)
         self._packer = PiecePacker(layout)
         reader = LogReader(table, layout, self._where_steps, frozenset(without_producers))
-        self._follower = Follower(
+        self._follower = CommitFollower(
             reader, self._contents, max_steps, is_remote=table.storage.is_remote
         )
-        self._intake = Intake(self._contents, self._follower.lock, self._follower.check)
+        self._intake = StreamIntake(self._contents, self._follower.lock, self._follower.check)
         self._follower.start(None if since == "start" else since)
 
     def __enter__(self) -> LiveView:
@@ -132,7 +132,7 @@ class LiveView(SampleSource):
 
         For a loop that does not wait for its own commits; when these come, their steps are
         recognised by episode, agent and step. `first_step`: the number of the first one appended.
-        Raises: ConfigInvalid for a view with `where_steps`, which is asked of committed steps.
+        Raises: ConfigInvalidError for a view with `where_steps`, which is asked of committed steps.
         """
         if self._where_steps is not None:
             raise self._not_committed("stream")
@@ -148,9 +148,10 @@ class LiveView(SampleSource):
         that a deletion finds them. Pieces of one episode are linked, in whatever order they come.
         Cost: 0.13 ms, 13 us a piece and 0.1 us a step of 56 bytes (2 cores, 2026-11).
 
-        Raises: EpisodeInvalid, SchemaMismatch, as Dataset.append would, for the first piece that
-        does not fit: those up to some megabytes before it are there then; SpaceUnsupported;
-        ConfigInvalid for a view with `where_steps`, which is asked of committed steps.
+        Raises: EpisodeInvalidError, SchemaMismatchError, as Dataset.append would, for the first
+        piece that does not fit: those up to some megabytes before it are there then;
+        SpaceUnsupportedError; ConfigInvalidError for a view with `where_steps`, which is asked of
+        committed steps.
         """
         if self._where_steps is not None:
             raise self._not_committed("put")
@@ -176,9 +177,9 @@ class LiveView(SampleSource):
         follows has met meanwhile.
         """
         if version is not None:
-            version = whole_number("wait for: version", version)
+            version = check_int("wait for: version", version)
         if num_steps is not None:
-            num_steps = whole_number("wait for: num_steps", num_steps)
+            num_steps = check_int("wait for: num_steps", num_steps)
         until = time.monotonic() + timeout_s
         with self._follower.arrived:
             while True:
@@ -193,15 +194,15 @@ class LiveView(SampleSource):
                 self._follower.arrived.wait(left)
 
     def __reduce__(self) -> NoReturn:
-        """Raises: ConfigInvalid: what follows a dataset stays in its process."""
-        raise ConfigInvalid(
+        """Raises: ConfigInvalidError: what follows a dataset stays in its process."""
+        raise ConfigInvalidError(
             "live view: found it being sent to another process, expected it to stay in the one "
             "that made it. Call dataset.follow() there, or send dataset.snapshot().replay()."
         )
 
     def weighted(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises: ConfigInvalid: a weight is SQL over one version, and here there is none."""
-        raise ConfigInvalid(
+        """Raises: ConfigInvalidError: a weight is SQL over one version, and here there is none."""
+        raise ConfigInvalidError(
             "weighted: found a view that follows a dataset, expected one of a snapshot, over whose "
             "rows the weight's SQL is evaluated. Use `prioritized` here, or dataset.snapshot()."
             "replay().weighted(...)."
@@ -228,8 +229,8 @@ class LiveView(SampleSource):
         """Return what copies selected items out of the ring."""
         return item.assembler(self._contents.ring)
 
-    def _not_committed(self, what: str) -> ConfigInvalid:
-        return ConfigInvalid(
+    def _not_committed(self, what: str) -> ConfigInvalidError:
+        return ConfigInvalidError(
             f"{what}: found a view with where_steps {self._where_steps}, expected one without: "
             "SQL is evaluated on what was committed. Append to the dataset instead."
         )

@@ -9,41 +9,41 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from replaylake.datastore.errors import (
-    NotFound,
+    NotFoundError,
     ReplayLakeError,
-    SchemaMismatch,
-    ShardCorrupt,
-    SpaceUnsupported,
+    SchemaMismatchError,
+    ShardCorruptError,
+    SpaceUnsupportedError,
 )
-from replaylake.datastore.query.expressions import selected_steps
+from replaylake.datastore.query.expressions import select_steps
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.replay.live.cutting import Block, make_block
-from replaylake.datastore.replay.live.runs import Interval, IntervalSet
+from replaylake.datastore.replay.live.cutting import PackedBlock, make_block
+from replaylake.datastore.replay.live.runs import IntervalSet, StepInterval
 from replaylake.datastore.replay.packing.packing import pack
 from replaylake.datastore.replay.packing.run_table import make_run_table
 from replaylake.datastore.storage.log.state import FileEntry, LogState
 from replaylake.datastore.storage.table.shard import blob_of
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
-from replaylake.datastore.storage.table.table_schema import configuration_of, table_schema
+from replaylake.datastore.storage.table.table_schema import read_configuration, table_schema
 
 # Rows of one or several commits that are decoded together.
 _ROWS_AT_ONCE: Final = 131_072
 
 
 # What a shard may be refused for, where the next one may be whole.
-UNREADABLE: Final = (ShardCorrupt, SchemaMismatch, SpaceUnsupported)
+UNREADABLE: Final = (ShardCorruptError, SchemaMismatchError, SpaceUnsupportedError)
 
 
-class Expired(NotFound):
+class LogExpiredError(NotFoundError):
     """Commits were dropped from the log before they were read."""
 
 
-class Gone(Exception):
+class ShardGoneError(Exception):
     """What a commit removed can no longer be read, as after a purge; what is left can."""
 
 
 @dataclass(frozen=True)
-class Change:
+class LogChange:
     """What brings a reader to `version`.
 
     added: what is in the shards that came. failure: why some of it could not be read, the first
@@ -52,12 +52,12 @@ class Change:
     """
 
     version: int
-    added: Sequence[Block] = ()
+    added: Sequence[PackedBlock] = ()
     failure: ReplayLakeError | None = None
     removed: IntervalSet | None = None
 
 
-class Taken(NamedTuple):
+class StageTiming(NamedTuple):
     """Seconds that something took; items (commits, or steps) and bytes that went through it."""
 
     seconds: float = 0.0
@@ -68,8 +68,8 @@ class Taken(NamedTuple):
 class FollowTimings(NamedTuple):
     """tail: looking at the log; items are commits. decode: reading shards; items are steps."""
 
-    tail: Taken
-    decode: Taken
+    tail: StageTiming
+    decode: StageTiming
 
 
 class _Meter:
@@ -78,7 +78,7 @@ class _Meter:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.items = self.num_bytes = 0
-        self._told = Taken()
+        self._told = StageTiming()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -89,11 +89,11 @@ class _Meter:
         finally:
             self.seconds += time.perf_counter() - started
 
-    def taken(self) -> Taken:
+    def taken(self) -> StageTiming:
         """Return what was added since the last call."""
-        before, now = self._told, Taken(self.seconds, self.items, self.num_bytes)
+        before, now = self._told, StageTiming(self.seconds, self.items, self.num_bytes)
         self._told = now
-        return Taken(
+        return StageTiming(
             now.seconds - before.seconds,
             now.items - before.items,
             now.num_bytes - before.num_bytes,
@@ -124,7 +124,7 @@ class LogReader:
         return self._state.version
 
     def begin(self, version: int | None) -> None:
-        """Go on after a version, by default the newest. Raises: NotFound, LogCorrupt."""
+        """Go on after a version, by default the newest. Raises: NotFoundError, LogCorruptError."""
         log = self._table.log
         found = log.newest() if version is None else log.at(version)
         self._state = replace(found, transactions={})
@@ -150,40 +150,41 @@ class LogReader:
         """Return what looking at the log and decoding took since the last call of this."""
         return FollowTimings(self._tail.taken(), self._decode.taken())
 
-    def read(self, entries: Sequence[FileEntry]) -> Block:
+    def read(self, entries: Sequence[FileEntry]) -> PackedBlock:
         """Decode some shards, each checked against its sha256.
 
-        Raises: ShardCorrupt, SchemaMismatch, SpaceUnsupported.
+        Raises: ShardCorruptError, SchemaMismatchError, SpaceUnsupportedError.
         """
         snapshot = self._snapshot(entries)
         flags = None
         with self._decode.timed():
             if self._where_steps is not None:
-                flags = selected_steps(snapshot, self._where_steps)
+                flags = select_steps(snapshot, self._where_steps)
             block = make_block(pack(snapshot, self._layout, start_flags=flags))
         self._decode.items += block.packed.num_steps
         self._decode.num_bytes += sum(entry.size_bytes for entry in entries)
         return block
 
-    def change(self, entries: Sequence[FileEntry], removed: IntervalSet | None = None) -> Change:
+    def change(self, entries: Sequence[FileEntry], removed: IntervalSet | None = None) -> LogChange:
         """Return what shards bring, as far as they can be read."""
         try:
-            return Change(self.version, [self.read(entries)] if entries else [], None, removed)
+            return LogChange(self.version, [self.read(entries)] if entries else [], None, removed)
         except UNREADABLE as error:
             if len(entries) == 1:
-                return Change(self.version, [], error, removed)
+                return LogChange(self.version, [], error, removed)
         parts = [self.change([entry]) for entry in entries]
         blocks = [block for part in parts for block in part.added]
         failure = next((part.failure for part in parts if part.failure is not None), None)
-        return Change(self.version, blocks, failure, removed)
+        return LogChange(self.version, blocks, failure, removed)
 
-    def next(self) -> Change | None:
+    def next(self) -> LogChange | None:
         """Return what the next commits change, several of them where they only append.
 
         None if there are none. Those that only compact change nothing.
 
-        Raises: LogCorrupt, StorageFailed and FormatTooNew, after which the same commits are read
-        again; Expired and Gone, after which only `begin` helps; NotFound if the dataset is gone.
+        Raises: LogCorruptError, StorageError and FormatTooNewError, after which the same commits
+        are read again; Expired and Gone, after which only `begin` helps; NotFoundError if the
+        dataset is gone.
         """
         first = self._state
         try:
@@ -195,7 +196,7 @@ class LogReader:
             self._state = first
             raise
 
-    def _next(self, newest: LogState) -> Change | None:
+    def _next(self, newest: LogState) -> LogChange | None:
         first = self.version
         self._check_same(newest)
         entries: list[FileEntry] = []
@@ -222,14 +223,14 @@ class LogReader:
     def _removed(self, entries: Sequence[FileEntry]) -> IntervalSet:
         try:
             return self.intervals(entries)
-        except ShardCorrupt as error:
-            raise Gone from error
+        except ShardCorruptError as error:
+            raise ShardGoneError from error
 
     def _actions(self, version: int) -> list[dict[str, Any]]:
         try:
             return self._table.log.actions(version)
-        except NotFound as error:
-            raise Expired(
+        except NotFoundError as error:
+            raise LogExpiredError(
                 f"{self._table.root}: found no version {version} in the log, expected it, as "
                 f"{version - 1} was the last one followed: it expired. The view begins anew with "
                 "the newest version; keep versions for longer (docs/MAINTENANCE.md)."
@@ -239,7 +240,7 @@ class LogReader:
         known, found = self._state.metadata, newest.metadata
         is_other = known is not None and found is not None and known.id != found.id
         if is_other or newest.version < self._state.version:
-            raise NotFound(
+            raise NotFoundError(
                 f"dataset {self._table.root!r}: found another one of that name at version "
                 f"{newest.version}, expected the one that was followed up to "
                 f"{self._state.version}: it was deleted and made anew. Follow it again."
@@ -250,7 +251,7 @@ class LogReader:
             version=self._state.version,
             schema=table_schema(self._state),
             files=tuple(entries),
-            configuration=configuration_of(self._state),
+            configuration=read_configuration(self._state),
             storage=self._table.storage,
             root=self._table.root,
         )
@@ -259,7 +260,7 @@ class LogReader:
         """Read which steps some shards hold, without those that are damaged."""
         try:
             return self.intervals(entries)
-        except ShardCorrupt:
+        except ShardCorruptError:
             if len(entries) == 1:
                 return IntervalSet(())
         return IntervalSet(steps for entry in entries for steps in self.readable_intervals([entry]))
@@ -278,7 +279,7 @@ class LogReader:
         rows = zip(
             found.pairs.tolist(), found.first_steps.tolist(), found.lengths.tolist(), strict=True
         )
-        return IntervalSet(Interval(episodes[pair], *steps) for pair, *steps in rows)
+        return IntervalSet(StepInterval(episodes[pair], *steps) for pair, *steps in rows)
 
 
 def _producer(actions: Sequence[dict[str, Any]]) -> str:

@@ -25,7 +25,7 @@ _NONE: Final = np.zeros(0, np.int64)
 _CHAIN_STEPS: Final = 4096
 
 
-class Numbering:
+class ItemNumbering:
     """Candidates of each kind of item, from when it is first asked for."""
 
     def __init__(self, ring: Ring, runs: Collection[LiveRun], table: RunIndex) -> None:
@@ -127,10 +127,10 @@ class Numbering:
         startable = self._ring.startable
         places = [(self._ring.place(run.start), run.length) for run in runs]
         steps = [place + np.flatnonzero(startable[place : place + num]) for place, num in places]
-        return shown(self._ring, runs, np.sort(np.concatenate(steps)))
+        return show_runs(self._ring, runs, np.sort(np.concatenate(steps)))
 
 
-def shown(ring: Ring, runs: Sequence[LiveRun], steps: NDArray[np.int64]) -> Packed:
+def show_runs(ring: Ring, runs: Sequence[LiveRun], steps: NDArray[np.int64]) -> Packed:
     """Show runs of the ring by their places; `steps` are those at which items may start."""
     records = Records(ring.layout, ring.words, has_links=False)
     columns = [

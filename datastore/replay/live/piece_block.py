@@ -10,15 +10,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.episodes.episode import Episode, checked
+from replaylake.datastore.episodes.episode import Episode, validate
 from replaylake.datastore.episodes.episode_columns import EpisodeColumns
-from replaylake.datastore.episodes.episodes import checked_all, checked_as_one
+from replaylake.datastore.episodes.episodes import validate_all, validate_as_one
 from replaylake.datastore.episodes.rows import check_ids, encode
 from replaylake.datastore.episodes.spaces import Array, Values, as_batch, concatenate, leaves
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.live.cutting import Block
-from replaylake.datastore.replay.live.runs import Interval
+from replaylake.datastore.replay.live.cutting import PackedBlock
+from replaylake.datastore.replay.live.runs import StepInterval
 from replaylake.datastore.replay.packing.fields import (
     UNKNOWN_VERSION,
     put,
@@ -32,13 +32,13 @@ from replaylake.datastore.replay.records import Packed, Records
 # Packed together: what is copied into the ring then still lies in the processor's cache.
 _BYTES_AT_ONCE: Final = 2 << 20
 # Memory that is kept for the next pieces; more is made anew each time.
-_MOST_KEPT: Final = 32 << 20
+_MAX_KEPT_BYTES: Final = 32 << 20
 # Pieces with larger records are written one by one: joining them would copy them once more.
 _JOINED_RECORD_BYTES: Final = 2048
-_REFUSED: Final = (EpisodeInvalid, ValueError, KeyError, TypeError, AttributeError)
+_INVALID_ERRORS: Final = (EpisodeInvalidError, ValueError, KeyError, TypeError, AttributeError)
 
 
-class _Facts(NamedTuple):
+class _PieceArrays(NamedTuple):
     """What is known of each of some pieces; arrays [P]. pairs: `pair_name` of each."""
 
     pairs: list[str]
@@ -63,11 +63,11 @@ class PiecePacker:
         self._are_joined = layout.dtype.itemsize <= _JOINED_RECORD_BYTES
         self._kept: NDArray[np.uint64] = np.empty((0, layout.num_words), np.uint64)
 
-    def blocks(self, pieces: Sequence[Episode]) -> Iterator[Block]:
+    def blocks(self, pieces: Sequence[Episode]) -> Iterator[PackedBlock]:
         """Yield blocks of some megabytes; each checked as Dataset.append checks episodes.
 
-        Raises: EpisodeInvalid, SchemaMismatch for the first piece that does not fit, of a block of
-        which nothing is yielded; SpaceUnsupported for numbers beyond float32.
+        Raises: EpisodeInvalidError, SchemaMismatchError for the first piece that does not fit, of a
+        block of which nothing is yielded; SpaceUnsupportedError for numbers beyond float32.
         """
         if isinstance(pieces, EpisodeColumns) and self._are_joined:
             if len(pieces):
@@ -84,10 +84,10 @@ class PiecePacker:
         if num:
             yield self._packed(pieces[start:])
 
-    def _packed(self, pieces: Sequence[Episode]) -> Block:
+    def _packed(self, pieces: Sequence[Episode]) -> PackedBlock:
         layout, before = self._layout, self._before
         check_ids(pieces)
-        facts = _facts(pieces)
+        facts = _collect_piece_arrays(pieces)
         lengths, first_steps, has_final = facts.lengths, facts.first_steps, facts.has_final
         ends = lengths.cumsum()
         starts = ends - lengths + np.arange(len(lengths)) * (before + 1) + before
@@ -118,14 +118,14 @@ class PiecePacker:
         )
         episodes = [digest.tobytes() for digest in digests]
         steps = zip(episodes, first_steps.tolist(), lengths.tolist(), strict=True)
-        return Block(packed, [Interval(*one) for one in steps], has_final)
+        return PackedBlock(packed, [StepInterval(*one) for one in steps], has_final)
 
     def _room(self, num: int) -> NDArray[np.uint64]:
         """Return words for `num` records, with anything in them."""
         if num > len(self._kept):
             # Not zeroed: all of a record but its padding is written.
             made = np.empty((num, self._layout.num_words), np.uint64)
-            if made.nbytes > _MOST_KEPT:
+            if made.nbytes > _MAX_KEPT_BYTES:
                 return made
             self._kept = made
         return self._kept[:num]
@@ -142,10 +142,10 @@ class PiecePacker:
         spaces = (spec.observation_space, spec.action_space)
         if len(pieces) > 1 and self._are_joined:
             try:
-                whole, finals = checked_as_one(
+                whole, finals = validate_as_one(
                     pieces, *spaces, spec.rewards_optional, self._optional
                 )
-            except _REFUSED:
+            except _INVALID_ERRORS:
                 # One by one it is said which, and what can only not be joined passes.
                 pass
             else:
@@ -156,7 +156,7 @@ class PiecePacker:
                 return finals
         given: list[Values] = []
         for piece, start in zip(pieces, starts.tolist(), strict=True):
-            found = checked(piece, *spaces, rewards_optional=spec.rewards_optional)
+            found = validate(piece, *spaces, rewards_optional=spec.rewards_optional)
             self._put_values(rows[start : start + len(piece)], found, [found])
             if found.final_observation is not None:
                 given.append(as_batch(found.final_observation))
@@ -191,18 +191,18 @@ class PiecePacker:
     def _encoded(self, pieces: Sequence[Episode]) -> pa.Table:
         spec = self._layout.spec
         spaces = (spec.observation_space, spec.action_space)
-        ready = checked_all(pieces, *spaces, rewards_optional=spec.rewards_optional)
+        ready = validate_all(pieces, *spaces, rewards_optional=spec.rewards_optional)
         return encode(ready, spec)
 
     def _check_masks(self, masks: Array) -> None:
         expected = self._layout.spec.mask_size
         if expected is None:
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 "found action masks, expected none: the dataset was created without. Leave them "
                 "out, or record into a new dataset."
             )
         if masks.shape[1] != expected:
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"action_mask: found {masks.shape[1]} actions, expected {expected}."
             )
 
@@ -240,10 +240,10 @@ class PiecePacker:
             whole[starts - back] = stacked.view(whole.dtype)
 
 
-def _facts(pieces: Sequence[Episode]) -> _Facts:
+def _collect_piece_arrays(pieces: Sequence[Episode]) -> _PieceArrays:
     if isinstance(pieces, EpisodeColumns):
         agents = pieces.agent_ids or [""] * len(pieces)
-        return _Facts(
+        return _PieceArrays(
             [pair_name(*pair) for pair in zip(pieces.episode_ids, agents, strict=True)],
             pieces.lengths.astype(np.int64),
             pieces.first_steps.astype(np.int64),
@@ -251,7 +251,7 @@ def _facts(pieces: Sequence[Episode]) -> _Facts:
             pieces.truncated.astype(np.bool_),
             np.ones(len(pieces), np.bool_),
         )
-    return _Facts(
+    return _PieceArrays(
         [pair_name(piece.episode_id, piece.agent_id) for piece in pieces],
         np.array([len(piece) for piece in pieces], np.int64),
         np.array([piece.first_step for piece in pieces], np.int64),

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.replay.protocols import Overwritten
+from replaylake.datastore.replay.protocols import OverwrittenError
 from replaylake.datastore.replay.records import PADDING, Records
 
 # How far apart `low` and what is overwritten are kept, and the most that is written at once: a
 # reader of 4,096 transitions takes 0.2 ms, and in that time nobody writes as much.
-_LEAST_MARGIN: Final = 1024
-_MOST_MARGIN: Final = 65_536
+_MIN_MARGIN: Final = 1024
+_MAX_MARGIN: Final = 65_536
 
 
 class Ring(Records):
@@ -40,7 +40,7 @@ class Ring(Records):
     """
 
     def __init__(self, layout: RecordLayout, max_steps: int) -> None:
-        self.margin = min(max(max_steps // 16, _LEAST_MARGIN), _MOST_MARGIN)
+        self.margin = min(max(max_steps // 16, _MIN_MARGIN), _MAX_MARGIN)
         self.margin += layout.frame_stack
         self.size = max_steps + max_steps // 4 + 2 * self.margin
         # Not touched, and so no memory, until records come.
@@ -115,4 +115,4 @@ class Ring(Records):
 
     def _check_intact(self, positions: NDArray[np.int64]) -> None:
         if len(positions) and positions.min() < self.overwritten:
-            raise Overwritten
+            raise OverwrittenError

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 _FIRST_STEP: Final = attrgetter("first_step")
 
 
-class Interval(NamedTuple):
+class StepInterval(NamedTuple):
     """Consecutive steps of one episode and agent, which its 16 bytes in row keys stand for."""
 
     episode: bytes
@@ -52,9 +52,9 @@ class LiveRun:
         return self.first_step + self.length
 
     @property
-    def interval(self) -> Interval:
+    def interval(self) -> StepInterval:
         """Its steps."""
-        return Interval(self.episode, self.first_step, self.length)
+        return StepInterval(self.episode, self.first_step, self.length)
 
     @property
     def tail(self) -> int:
@@ -90,7 +90,7 @@ class RunIndex:
         else:
             del runs[bisect_left(runs, run.first_step, key=_FIRST_STEP)]
 
-    def overlapping(self, steps: Interval) -> list[LiveRun]:
+    def overlapping(self, steps: StepInterval) -> list[LiveRun]:
         """Return the runs that have some of these steps, in order."""
         runs = self._runs.get(steps.episode)
         if runs is None or runs[-1].end <= steps.first_step:
@@ -118,37 +118,39 @@ class RunIndex:
         return runs[at]
 
 
-def without(steps: Interval, others: Iterable[Interval | LiveRun]) -> Iterator[Interval]:
+def subtract(
+    steps: StepInterval, others: Iterable[StepInterval | LiveRun]
+) -> Iterator[StepInterval]:
     """Return what is left of some steps without those of others, which are in order."""
     at = steps.first_step
     for other in others:
         if other.first_step > at:
-            yield Interval(steps.episode, at, min(other.first_step, steps.end) - at)
+            yield StepInterval(steps.episode, at, min(other.first_step, steps.end) - at)
         at = max(at, other.end)
     if at < steps.end:
-        yield Interval(steps.episode, at, steps.end - at)
+        yield StepInterval(steps.episode, at, steps.end - at)
 
 
-def both(steps: Interval, other: Interval | LiveRun) -> Interval:
+def intersect(steps: StepInterval, other: StepInterval | LiveRun) -> StepInterval:
     """Return the steps that two which overlap have in common."""
     first = max(steps.first_step, other.first_step)
-    return Interval(steps.episode, first, min(steps.end, other.end) - first)
+    return StepInterval(steps.episode, first, min(steps.end, other.end) - first)
 
 
 class IntervalSet:
     """Steps by episode: what some shards hold."""
 
-    def __init__(self, intervals: Iterable[Interval]) -> None:
+    def __init__(self, intervals: Iterable[StepInterval]) -> None:
         self._table = RunIndex()
-        self._all: list[Interval] = []
+        self._all: list[StepInterval] = []
         for found in intervals:
-            for part in list(without(found, self._table.overlapping(found))):
+            for part in list(subtract(found, self._table.overlapping(found))):
                 self._table.add(LiveRun(*part))
                 self._all.append(part)
 
-    def __iter__(self) -> Iterator[Interval]:
+    def __iter__(self) -> Iterator[StepInterval]:
         return iter(self._all)
 
-    def within(self, steps: Interval) -> list[Interval]:
+    def within(self, steps: StepInterval) -> list[StepInterval]:
         """Return which of some steps are in the set, in order."""
-        return [both(steps, run) for run in self._table.overlapping(steps)]
+        return [intersect(steps, run) for run in self._table.overlapping(steps)]

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Dict, Space, Tuple, as_values, leaves
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.live.cutting import Block
-from replaylake.datastore.replay.live.runs import Interval
+from replaylake.datastore.replay.live.cutting import PackedBlock
+from replaylake.datastore.replay.live.runs import StepInterval
 from replaylake.datastore.replay.packing.fields import put, put_column, put_values
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps
 from replaylake.datastore.replay.record_runs import Runs
@@ -25,7 +25,7 @@ _ONE: Final = np.ones(1, np.int64)
 
 
 @dataclass(slots=True)
-class Steps:
+class PendingSteps:
     """Consecutive steps of one episode, one entry of each list a step.
 
     observations: those of the steps, and the one after the last, which is None where it is not
@@ -46,13 +46,13 @@ class Steps:
         return len(self.actions)
 
 
-def packed_steps(
-    layout: RecordLayout, steps: Steps, digest: NDArray[np.uint64], first_step: int
-) -> Block:
+def pack_steps(
+    layout: RecordLayout, steps: PendingSteps, digest: NDArray[np.uint64], first_step: int
+) -> PackedBlock:
     """Pack the steps of a block; digest uint64 [1, 2] is that of the episode and agent.
 
-    Raises: EpisodeInvalid, naming the field and the step; SchemaMismatch, SpaceUnsupported. Cost:
-    0.1 ms and 0.4 us a step of 17 numbers (2 cores, 2026-11).
+    Raises: EpisodeInvalidError, naming the field and the step; SchemaMismatchError,
+    SpaceUnsupportedError. Cost: 0.1 ms and 0.4 us a step of 17 numbers (2 cores, 2026-11).
     """
     num, before, spec = len(steps), layout.frame_stack - 1, layout.spec
     words = np.zeros((before + num + 1, layout.num_words), np.uint64)
@@ -79,17 +79,17 @@ def packed_steps(
     some[schema.TERMINATED][-1] = steps.terminated
     some[BOOTSTRAPPABLE] = True
     some[BOOTSTRAPPABLE][-1] = len(known) > num or steps.terminated
-    return _block(layout, words, Interval(digest.tobytes(), first_step, num), steps)
+    return _block(layout, words, StepInterval(digest.tobytes(), first_step, num), steps)
 
 
 def _block(
-    layout: RecordLayout, words: NDArray[np.uint64], interval: Interval, steps: Steps
-) -> Block:
+    layout: RecordLayout, words: NDArray[np.uint64], interval: StepInterval, steps: PendingSteps
+) -> PackedBlock:
     before, num = layout.frame_stack - 1, interval.length
     positions = np.arange(before, before + num)
     records = Records(layout, words, has_links=False)
     has_successor = bool(records.rows[BOOTSTRAPPABLE][before + num - 1])
-    return Block(
+    return PackedBlock(
         Packed(
             records=records,
             runs=Runs(
@@ -118,29 +118,31 @@ def _put_space(
     first_step: int,
 ) -> None:
     try:
-        arrays: Any = as_values(space, _together(space, values), column, len(values))
-    except (EpisodeInvalid, ValueError, TypeError, KeyError, IndexError) as error:
-        raise _at_step(space, column, values, first_step) from error
+        arrays: Any = as_values(space, _transpose(space, values), column, len(values))
+    except (EpisodeInvalidError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise _step_error(space, column, values, first_step) from error
     put_values(layout, rows[: len(values)], column, space, arrays)
 
 
-def _together(space: Space, values: Sequence[Any]) -> Any:
+def _transpose(space: Space, values: Sequence[Any]) -> Any:
     """Return single values of a space as as_values takes them: a sequence for each leaf."""
     if isinstance(space, Dict):
-        return {key: _together(sub, [v[key] for v in values]) for key, sub in space.spaces.items()}
+        return {key: _transpose(sub, [v[key] for v in values]) for key, sub in space.spaces.items()}
     if isinstance(space, Tuple):
-        return [_together(sub, [v[i] for v in values]) for i, sub in enumerate(space.spaces)]
+        return [_transpose(sub, [v[i] for v in values]) for i, sub in enumerate(space.spaces)]
     return values
 
 
-def _at_step(space: Space, column: str, values: Sequence[Any], first_step: int) -> EpisodeInvalid:
+def _step_error(
+    space: Space, column: str, values: Sequence[Any], first_step: int
+) -> EpisodeInvalidError:
     """Return an error that names the first step whose value does not fit."""
     for step, value in enumerate(values, first_step):
         try:
-            as_values(space, _together(space, [value]), column, 1)
-        except (EpisodeInvalid, ValueError, TypeError, KeyError, IndexError) as error:
-            return EpisodeInvalid(f"step {step} of the stream: {error}")
-    return EpisodeInvalid(
+            as_values(space, _transpose(space, [value]), column, 1)
+        except (EpisodeInvalidError, ValueError, TypeError, KeyError, IndexError) as error:
+            return EpisodeInvalidError(f"step {step} of the stream: {error}")
+    return EpisodeInvalidError(
         f"{column}: found values of different kinds in steps {first_step} to "
         f"{first_step + len(values) - 1}, expected one dtype. Convert them."
     )
@@ -158,11 +160,13 @@ def _numbers(
     for step, value in enumerate(values, first_step):
         number = np.asarray(value)
         if number.ndim or number.dtype.kind not in "fiub" or (finite and not np.isfinite(number)):
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"step {step} of the stream: {name}: found {value!r}, expected one finite number. "
                 "Append the step again with one."
             )
-    raise EpisodeInvalid(f"{name}: found {values!r}, expected numbers. Append one with each step.")
+    raise EpisodeInvalidError(
+        f"{name}: found {values!r}, expected numbers. Append one with each step."
+    )
 
 
 def _put_masks(
@@ -173,7 +177,7 @@ def _put_masks(
             continue
         found = np.asarray(mask)
         if found.shape != (mask_size,) or found.dtype.kind not in "bi":
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"step {first_step + number} of the stream: action_mask: found {found.dtype} of "
                 f"shape {list(found.shape)}, expected bool of [{mask_size}]. Pass one flag for "
                 "each action, true where it was allowed."
@@ -195,7 +199,7 @@ def _put_column(
         found = pa.array(values, kind)
     except (pa.ArrowException, ValueError, TypeError) as error:
         last = first_step + len(values) - 1
-        raise EpisodeInvalid(
+        raise EpisodeInvalidError(
             f"column {name!r} of steps {first_step} to {last} of the stream: {error}, expected "
             f"{kind}. Convert them."
         ) from error

@@ -10,15 +10,15 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid
-from replaylake.datastore.replay.live.contents import Contents
+from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError
+from replaylake.datastore.replay.live.contents import LiveContents
 from replaylake.datastore.replay.live.runs import LiveRun
-from replaylake.datastore.replay.live.step_block import Steps, packed_steps
+from replaylake.datastore.replay.live.step_block import PendingSteps, pack_steps
 from replaylake.datastore.replay.packing.row_keys import pair_digests, pair_name
 
 # Steps that are packed together, where nobody samples before.
 _BLOCK_STEPS: Final = 256
-_LEAST_ROOM: Final = 16
+_MIN_ROOM: Final = 16
 _NO_COLUMNS: Final[Mapping[str, Any]] = {}
 
 
@@ -31,7 +31,7 @@ class Stream:
 
     def __init__(
         self,
-        intake: Intake,
+        intake: StreamIntake,
         episode_id: str,
         agent_id: str,
         first_step: int,
@@ -41,10 +41,10 @@ class Stream:
         self._name = pair_name(episode_id, agent_id)
         self._digest = pair_digests(pa.array([episode_id]), pa.array([agent_id]))
         self._next_step = first_step
-        self._steps = Steps()
+        self._steps = PendingSteps()
         self._columns = frozenset(intake.contents.ring.layout.columns)
         self._run: LiveRun | None = None
-        self._room = _LEAST_ROOM
+        self._room = _MIN_ROOM
         self._has_ended = False
         # Who samples may do so in another thread, such as one that draws ahead, and puts what was
         # appended into the ring. Taken last, after the view's.
@@ -77,15 +77,16 @@ class Stream:
             columns: further columns that the view keeps, by name.
 
         Shapes and dtypes are checked when a block is packed: at the next sample, or after 256
-        steps. Raises: EpisodeInvalid, naming the field and the step, which is then left out with
-        all that was not packed; ConfigInvalid after an end. Cost: about 1.5 us (obs 17, act 6).
+        steps. Raises: EpisodeInvalidError, naming the field and the step, which is then left out
+        with all that was not packed; ConfigInvalidError after an end. Cost: about 1.5 us (obs 17,
+        act 6).
         """
         if self._has_ended:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"stream of {self._name!r}: found a step after its end, expected none. Make a "
                 "stream for the next episode."
             )
-        observation, action = _copied(observation), _copied(action)
+        observation, action = _copy_value(observation), _copy_value(action)
         with self._lock:
             steps = self._steps
             if columns or steps.columns:
@@ -112,13 +113,13 @@ class Stream:
         self._intake.flush(self, last=True)
         self._intake.forget(self)
 
-    def put(self, contents: Contents, *, last: bool) -> None:
-        """Pack what can be sampled now and put it into the ring. Raises: EpisodeInvalid."""
+    def put(self, contents: LiveContents, *, last: bool) -> None:
+        """Pack what can be sampled now and put it into the ring. Raises: EpisodeInvalidError."""
         with self._lock:
             steps, first_step = self._taken(last=last)
         if not len(steps):
             return
-        block = packed_steps(contents.ring.layout, steps, self._digest, first_step)
+        block = pack_steps(contents.ring.layout, steps, self._digest, first_step)
         if self._run is None or not contents.extend(self._run, block):
             if self._run is not None:
                 contents.give_back(self._run)
@@ -134,7 +135,7 @@ class Stream:
         """Whether some step can be sampled that is not yet in the ring."""
         return len(self._steps) > 1
 
-    def _taken(self, *, last: bool) -> tuple[Steps, int]:
+    def _taken(self, *, last: bool) -> tuple[PendingSteps, int]:
         """Take out the steps whose successors are known, with `last` all; and the first's number.
 
         The one without a successor stays.
@@ -142,7 +143,7 @@ class Stream:
         steps, first_step = self._steps, self._next_step
         open_end = not (steps.terminated or steps.truncated or steps.has_final)
         num = len(steps) - int(open_end and not last)
-        self._steps = rest = Steps()
+        self._steps = rest = PendingSteps()
         if open_end and not last:
             rest.observations = steps.observations[num:]
             for name in ("actions", "rewards", "log_probs", "masks", "columns"):
@@ -158,7 +159,7 @@ class Stream:
         steps = self._steps
         steps.terminated, steps.truncated = bool(terminated), bool(truncated)
         if final_observation is not None:
-            steps.observations.append(_copied(final_observation))
+            steps.observations.append(_copy_value(final_observation))
             steps.has_final = True
         self._has_ended = steps.terminated or steps.truncated
 
@@ -170,7 +171,7 @@ class Stream:
 
     def _add_columns(self, columns: Mapping[str, Any]) -> None:
         if not self._columns.issuperset(columns):
-            raise EpisodeInvalid(
+            raise EpisodeInvalidError(
                 f"stream of {self._name!r}: found columns {', '.join(columns)}, expected some of "
                 f"{', '.join(self._columns) or 'none'}. Follow with columns= that names them."
             )
@@ -179,11 +180,11 @@ class Stream:
         self._steps.columns.append(dict(columns))
 
 
-class Intake:
+class StreamIntake:
     """The streams of a view, and when their steps go into the ring."""
 
     def __init__(
-        self, contents: Contents, lock: threading.RLock, check: Callable[[], None]
+        self, contents: LiveContents, lock: threading.RLock, check: Callable[[], None]
     ) -> None:
         """Take where steps go and who else puts them there; `check` raises what went wrong."""
         self.contents = contents
@@ -202,7 +203,7 @@ class Intake:
     def refresh(self) -> None:
         """Put what was appended into the ring, unless the decoder is just doing so with its own.
 
-        Then they come with the next draw: nobody waits. Raises: EpisodeInvalid, and what the
+        Then they come with the next draw: nobody waits. Raises: EpisodeInvalidError, and what the
         thread that follows has met.
         """
         self._check()
@@ -221,12 +222,12 @@ class Intake:
             stream.put(self.contents, last=last)
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     """Return what no environment writes to any more."""
     if type(value) is np.ndarray:
         return value.copy()
     if isinstance(value, Mapping):
-        return {key: _copied(sub) for key, sub in value.items()}
+        return {key: _copy_value(sub) for key, sub in value.items()}
     if isinstance(value, tuple | list):
-        return [_copied(sub) for sub in value]
+        return [_copy_value(sub) for sub in value]
     return value

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.schema import to_numpy
 from replaylake.datastore.episodes.spaces import Array, Space, Values, leaves
-from replaylake.datastore.errors import SchemaMismatch, SpaceUnsupported
+from replaylake.datastore.errors import SchemaMismatchError, SpaceUnsupportedError
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.storage.arrow_values import numbers, scalar, whole
+from replaylake.datastore.storage.arrow_values import combine_chunks, numbers, scalar
 
 # What stands for a policy version that is not known.
 UNKNOWN_VERSION: Final = -1
@@ -24,7 +24,7 @@ def put_space(
     layout: RecordLayout, rows: NDArray[np.void], column: str, space: Space, found: pa.ChunkedArray
 ) -> None:
     """Write a column of a space's values, without nulls, into `rows` [M]."""
-    put_values(layout, rows, column, space, to_numpy(space, whole(found)))
+    put_values(layout, rows, column, space, to_numpy(space, combine_chunks(found)))
 
 
 def put_values(
@@ -41,7 +41,7 @@ def put_values(
 def put_masks(rows: NDArray[np.void], found: pa.ChunkedArray) -> None:
     """Write action masks; what is not known to be forbidden is allowed."""
     rows[schema.ACTION_MASK] = True
-    known, masks = _known_lists(whole(found))
+    known, masks = _split_known(combine_chunks(found))
     rows[schema.ACTION_MASK][known] = numbers(masks).reshape(-1, found.type.list_size)
 
 
@@ -50,17 +50,17 @@ def put_column(
 ) -> None:
     """Write a further column; unknown floats are NaN, an unknown policy version -1.
 
-    Raises: SchemaMismatch for other nulls; SpaceUnsupported.
+    Raises: SchemaMismatchError for other nulls; SpaceUnsupportedError.
     """
     field = layout.column_field(name)
-    column = whole(found)
+    column = combine_chunks(found)
     is_list = pa.types.is_fixed_size_list(column.type)
-    known, values = _known_lists(column) if is_list else (slice(None), column)
+    known, values = _split_known(column) if is_list else (slice(None), column)
     num_null = column.null_count + (values.null_count if is_list else 0)
     if num_null and name == schema.POLICY_VERSION:
         values = pc.fill_null(values, scalar(UNKNOWN_VERSION, np.int64))
     elif num_null and not pa.types.is_floating(values.type):
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"column {name!r}: found {num_null} nulls in {len(column)} steps, expected a value in "
             f"each, as no {values.type} says that it is not known. Leave the column or the "
             "episodes out of the view, or fill it in with `annotate`."
@@ -85,7 +85,7 @@ def put(
 ) -> None:
     """Write `values` [M, ...] into one field of `rows` [M].
 
-    Raises: SpaceUnsupported for numbers beyond float32, with the name or else the field's.
+    Raises: SpaceUnsupportedError for numbers beyond float32, with the name or else the field's.
     """
     kind = layout.dtype[field]
     if kind.shape and kind.itemsize and values.dtype == kind.base and values.flags.c_contiguous:
@@ -98,13 +98,13 @@ def put(
             rows[field] = values
         except FloatingPointError as error:
             largest = float(np.abs(values[np.isfinite(values)]).max())
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"{name or field}: found {largest:g}, expected numbers that float32 holds, as "
                 "replay decodes them. Leave the episode out with `where`, or scale the column."
             ) from error
 
 
-def _known_lists(lists: pa.FixedSizeListArray) -> tuple[Any, pa.Array]:
+def _split_known(lists: pa.FixedSizeListArray) -> tuple[Any, pa.Array]:
     """Return which rows of fixed-size lists are not null, and the flat values of those."""
     if not lists.null_count:
         return slice(None), lists.flatten()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import leaves
-from replaylake.datastore.replay.arrays import RowGroup, completed
+from replaylake.datastore.replay.arrays import RowGroup, complete_columns
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.packing.fields import put, put_column, put_masks, put_space
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps
@@ -56,7 +56,7 @@ class _Segments:
         return values
 
 
-class Filler:
+class RecordFiller:
     """Writes the rows of row groups into records; several threads may, each other ones."""
 
     def __init__(
@@ -89,7 +89,8 @@ class Filler:
         """Decode one row group and write its selected rows, and the tails that follow them.
 
         Memory: two blocks of at most 1 MiB or one record, and what `row_group_batches` takes.
-        Raises: ShardCorrupt; SchemaMismatch, SpaceUnsupported for values that a record cannot hold.
+        Raises: ShardCorruptError; SchemaMismatchError, SpaceUnsupportedError for values that a
+        record cannot hold.
         """
         rows = self._table.stretches.rows
         low, high = np.searchsorted(rows, [group.start, group.start + group.num_rows])
@@ -105,7 +106,7 @@ class Filler:
             segments = self._segments(int(low), int(high), start, batch.num_rows)
             if segments is not None:
                 self._write(
-                    self._chosen(completed(batch, fields), segments, start), segments, block
+                    self._chosen(complete_columns(batch, fields), segments, start), segments, block
                 )
             start += batch.num_rows
 

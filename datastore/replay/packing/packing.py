@@ -31,7 +31,7 @@ from replaylake.datastore.replay.memory import (
     Allocate,
     allocate_in_memory,
 )
-from replaylake.datastore.replay.packing.fill import Filler
+from replaylake.datastore.replay.packing.fill import RecordFiller
 from replaylake.datastore.replay.packing.run_table import RunTable, make_run_table
 from replaylake.datastore.replay.packing.stretches import FINAL, LAST, TERMINATED, TRUNCATED
 from replaylake.datastore.replay.record_runs import Runs
@@ -72,7 +72,8 @@ def pack(
     Memory beyond what is allocated: 9 bytes a step for `rewards` and `start_flags`; a few MiB a
     thread, with the pages being decoded; 40 bytes a run; and for rows that do not lie together, as
     in one-step episodes, up to 250 bytes each. Remote files are all copied to this machine at once.
-    Raises: ShardCorrupt; SchemaMismatch, SpaceUnsupported for values that a record cannot hold.
+    Raises: ShardCorruptError; SchemaMismatchError, SpaceUnsupportedError for values that a record
+    cannot hold.
     """
     # Copies of a remote lake's files are kept until both passes are over.
     blobs = [blob_of(snapshot.root, entry) for entry in snapshot.files]
@@ -80,23 +81,23 @@ def pack(
     try:
         table = make_run_table(snapshot, paths, selected, layout.frame_stack)
         if not table.num_steps:
-            return _nothing(layout)
+            return _empty_packed(layout)
         num_records = table.num_records(layout.frame_stack)
         shape = (num_records + PADDING, layout.num_words)
         words = allocate(RECORDS, shape, np.dtype(np.uint64))
         replacing = None if rewards is None else rewards[schema.REWARD]
-        filler = Filler(snapshot, layout, table, replacing, words)
+        filler = RecordFiller(snapshot, layout, table, replacing, words)
         fill = _fill_here if sum(map(len, table.groups)) == 1 else _fill_in_threads
         with fill(filler, table.groups, on_progress):
             steps, bootstrappable = _starts(table, start_flags, allocate)
     finally:
         snapshot.storage.release(blobs)
-    return _packed(table, layout, words, steps, bootstrappable)
+    return _make_packed(table, layout, words, steps, bootstrappable)
 
 
 @contextmanager
 def _fill_in_threads(
-    filler: Filler, groups: Sequence[Sequence[RowGroup]], on_progress: OnProgress | None
+    filler: RecordFiller, groups: Sequence[Sequence[RowGroup]], on_progress: OnProgress | None
 ) -> Iterator[None]:
     """Fill in all row groups, beside what is done in this context."""
     with ThreadPoolExecutor(READ_THREADS, "replaylake-pack") as pool:
@@ -115,7 +116,7 @@ def _fill_in_threads(
 
 @contextmanager
 def _fill_here(
-    filler: Filler, groups: Sequence[Sequence[RowGroup]], on_progress: OnProgress | None
+    filler: RecordFiller, groups: Sequence[Sequence[RowGroup]], on_progress: OnProgress | None
 ) -> Iterator[None]:
     """Fill in one row group, as of a commit that is followed: threads would take 0.4 ms more."""
     yield
@@ -126,7 +127,7 @@ def _fill_here(
             on_progress(number, len(groups))
 
 
-def _packed(
+def _make_packed(
     table: RunTable,
     layout: RecordLayout,
     words: NDArray[np.uint64],
@@ -144,7 +145,7 @@ def _packed(
         ended=((table.ends() & (TERMINATED | TRUNCATED)) > 0).astype(np.int64),
     )
     if layout.frame_stack > 1:
-        _put_what_came_before(runs, layout, rows)
+        _put_preceding(runs, layout, rows)
     return Packed(
         records=Records(layout, words, has_links=bool(len(linked))),
         runs=runs,
@@ -185,7 +186,7 @@ def _offsets(lengths: NDArray[np.int64], linked: NDArray[np.int64]) -> NDArray[n
     return offsets
 
 
-def _put_what_came_before(runs: Runs, layout: RecordLayout, rows: NDArray[np.void]) -> None:
+def _put_preceding(runs: Runs, layout: RecordLayout, rows: NDArray[np.void]) -> None:
     """Fill the records before each run: its chain's observations, the first of that repeated."""
     before = np.cumsum(runs.lengths) - runs.lengths
     chain_begins = before - runs.offsets
@@ -212,10 +213,12 @@ def _starts(
         for positions, has_successor in _positions(table, start_flags):
             num_steps += len(positions)
             num_bootstrappable += int(has_successor.sum())
-    steps = _allocated(allocate, STEPS, num_steps)
+    steps = _allocate_positions(allocate, STEPS, num_steps)
     is_same = num_bootstrappable == num_steps
     bootstrappable = (
-        steps if is_same else _allocated(allocate, BOOTSTRAPPABLE_STEPS, num_bootstrappable)
+        steps
+        if is_same
+        else _allocate_positions(allocate, BOOTSTRAPPABLE_STEPS, num_bootstrappable)
     )
     done = done_bootstrappable = 0
     for positions, has_successor in _positions(table, start_flags):
@@ -250,12 +253,12 @@ def _positions(
         yield positions, has_successor
 
 
-def _allocated(allocate: Allocate, name: str, num: int) -> NDArray[np.int64]:
+def _allocate_positions(allocate: Allocate, name: str, num: int) -> NDArray[np.int64]:
     # A file of no bytes cannot be mapped.
     return allocate(name, (num,), np.dtype(np.int64)) if num else np.zeros(0, np.int64)
 
 
-def _nothing(layout: RecordLayout) -> Packed:
+def _empty_packed(layout: RecordLayout) -> Packed:
     empty = np.zeros(0, np.int64)
     words = np.zeros((PADDING, layout.num_words), np.uint64)
     return Packed(

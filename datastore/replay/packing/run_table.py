@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replaylake.datastore.replay.arrays import RowGroup, each_verified_group
+from replaylake.datastore.replay.arrays import RowGroup, for_each_verified_group
 from replaylake.datastore.replay.packing.stretches import (
     FINAL,
     LAST,
-    NO_STRETCHES,
-    Stretches,
-    StretchReader,
+    NO_ROW_RANGES,
+    RowRangeReader,
+    RowRanges,
 )
 from replaylake.datastore.storage.table.table import TableSnapshot
 
@@ -37,7 +37,7 @@ class RunTable:
     """
 
     groups: list[list[RowGroup]]
-    stretches: Stretches
+    stretches: RowRanges
     positions: NDArray[np.int64]
     steps_left: NDArray[np.int32]
     order: NDArray[np.int64]
@@ -78,29 +78,29 @@ def make_run_table(
 
     Each file is hashed first. A step that is there twice is packed twice, in a run each time.
     Memory: at its peak 250 bytes for each of 1M one-step episodes, ids and all; next to nothing
-    where episodes are long. Raises: ShardCorrupt, SchemaMismatch.
+    where episodes are long. Raises: ShardCorruptError, SchemaMismatchError.
     """
-    reader = StretchReader(snapshot)
-    groups = each_verified_group(snapshot, paths, reader.read)
+    reader = RowRangeReader(snapshot)
+    groups = for_each_verified_group(snapshot, paths, reader.read)
     found = reader.stretches()
     if found is None:
-        return _laid_out(groups, NO_STRETCHES, np.zeros((0, 2), np.uint64), frame_stack)
+        return _lay_out(groups, NO_ROW_RANGES, np.zeros((0, 2), np.uint64), frame_stack)
     stretches, names = found
     if selected is not None:
         stretches = stretches.taken(names.is_selected(stretches.pairs, selected))
-    stretches, pairs = _renumbered(stretches)
-    return _laid_out(groups, stretches, names.digests(pairs), frame_stack)
+    stretches, pairs = _renumber(stretches)
+    return _lay_out(groups, stretches, names.digests(pairs), frame_stack)
 
 
-def _renumbered(stretches: Stretches) -> tuple[Stretches, NDArray[np.int64]]:
+def _renumber(stretches: RowRanges) -> tuple[RowRanges, NDArray[np.int64]]:
     """Number the pairs that are there from 0, in order; and return what they were."""
     pairs, numbers = np.unique(stretches.pairs, return_inverse=True)
     return replace(stretches, pairs=numbers.reshape(-1)), pairs
 
 
-def _laid_out(
+def _lay_out(
     groups: list[list[RowGroup]],
-    stretches: Stretches,
+    stretches: RowRanges,
     digests: NDArray[np.uint64],
     frame_stack: int,
 ) -> RunTable:
@@ -137,7 +137,7 @@ def _laid_out(
     )
 
 
-def _order(stretches: Stretches) -> NDArray[np.int64]:
+def _order(stretches: RowRanges) -> NDArray[np.int64]:
     """Return the stretches by episode and agent, then by step."""
     pairs, steps = stretches.pairs, stretches.first_steps
     in_order = (np.diff(pairs) > 0) | ((np.diff(pairs) == 0) & (np.diff(steps) > 0))

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.replay.arrays import RowGroup, completed
+from replaylake.datastore.replay.arrays import RowGroup, complete_columns
 from replaylake.datastore.replay.packing.row_keys import pair_digests
 from replaylake.datastore.storage.arrow_values import numbers, row_numbers, scalar
 from replaylake.datastore.storage.table.shard import row_group_batches, smallest_leaf
@@ -39,7 +39,7 @@ _ROWS_AT_ONCE: Final = 1 << 14
 
 
 @dataclass(frozen=True)
-class Stretches:
+class RowRanges:
     """Stretches in the order of their rows; arrays [num_stretches].
 
     rows: first row among all of the snapshot, int64. lengths, first_steps: int32. flags: uint8.
@@ -56,13 +56,13 @@ class Stretches:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def taken(self, where: NDArray[np.int64] | NDArray[np.bool_]) -> Stretches:
+    def taken(self, where: NDArray[np.int64] | NDArray[np.bool_]) -> RowRanges:
         """Return some of them, or all in another order."""
-        return Stretches(*(getattr(self, field.name)[where] for field in fields(self)))
+        return RowRanges(*(getattr(self, field.name)[where] for field in fields(self)))
 
 
 @dataclass(frozen=True)
-class Names:
+class PairNames:
     """What pairs stand for: a pair is the episode's number * num_agents + the agent's."""
 
     episodes: pa.LargeStringArray
@@ -94,7 +94,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PartRanges:
     """The stretches of some rows; episodes and agents as dictionaries, one entry a stretch."""
 
     rows: NDArray[np.int64]
@@ -105,15 +105,15 @@ class _Part:
     agents: pa.DictionaryArray
 
 
-class StretchReader:
+class RowRangeReader:
     """Collects the stretches of row groups, which come in any order."""
 
     def __init__(self, snapshot: TableSnapshot) -> None:
         self._fields = snapshot.selected(_KEYS)
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[_PartRanges]] = {}
 
     def read(self, group: RowGroup) -> None:
-        """Find the stretches of a row group; several threads may. Raises: ShardCorrupt."""
+        """Find the stretches of a row group; several threads may. Raises: ShardCorruptError."""
         leaf, num_null = smallest_leaf(group.path, group.number, schema.FINAL_OBSERVATION)
         # Where all rows have one, or none has, their values need not be read for it.
         is_mixed = num_null not in (0, group.num_rows)
@@ -132,30 +132,30 @@ class StretchReader:
                 if is_mixed
                 else np.full(rows.num_rows, num_null == 0)
             )
-            parts.append(_part(completed(rows, self._fields), has_final, start))
+            parts.append(_part(complete_columns(rows, self._fields), has_final, start))
             start += rows.num_rows
         self._parts[group.start] = parts
 
-    def stretches(self) -> tuple[Stretches, Names] | None:
+    def stretches(self) -> tuple[RowRanges, PairNames] | None:
         """Return all that were read, and forget them; None where there are no rows."""
         parts = [part for start in sorted(self._parts) for part in self._parts[start]]
         self._parts.clear()
         if not parts:
             return None
-        episodes, episode_names = _numbered([part.episodes for part in parts])
-        agents, agent_names = _numbered([part.agents for part in parts])
-        stretches = Stretches(
+        episodes, episode_names = _number_names([part.episodes for part in parts])
+        agents, agent_names = _number_names([part.agents for part in parts])
+        stretches = RowRanges(
             rows=np.concatenate([part.rows for part in parts]),
             lengths=np.concatenate([part.lengths for part in parts]),
             first_steps=np.concatenate([part.first_steps for part in parts]),
             flags=np.concatenate([part.flags for part in parts]),
             pairs=episodes * len(agent_names) + agents,
         )
-        return stretches, Names(episode_names, agent_names)
+        return stretches, PairNames(episode_names, agent_names)
 
 
-def _part(rows: pa.Table, has_final: NDArray[np.bool_], start: int) -> _Part:
-    episodes, agents = (_combined(rows[name]) for name in (schema.EPISODE_ID, schema.AGENT_ID))
+def _part(rows: pa.Table, has_final: NDArray[np.bool_], start: int) -> _PartRanges:
+    episodes, agents = (_combine(rows[name]) for name in (schema.EPISODE_ID, schema.AGENT_ID))
     steps = numbers(rows[schema.STEP])
     terminated = numbers(rows[schema.TERMINATED])
     truncated = numbers(rows[schema.TRUNCATED])
@@ -166,29 +166,29 @@ def _part(rows: pa.Table, has_final: NDArray[np.bool_], start: int) -> _Part:
     lasts = np.append(np.flatnonzero(breaks), len(steps) - 1)
     firsts = np.concatenate(([0], lasts[:-1] + 1))
     flags = terminated[lasts] * TERMINATED + truncated[lasts] * TRUNCATED + has_final[lasts] * FINAL
-    return _Part(
+    return _PartRanges(
         rows=start + firsts,
         lengths=(lasts - firsts + 1).astype(np.int32),
         first_steps=steps[firsts],
         flags=flags.astype(np.uint8),
-        episodes=_taken(episodes, firsts),
-        agents=_taken(agents, firsts),
+        episodes=_take_names(episodes, firsts),
+        agents=_take_names(agents, firsts),
     )
 
 
-def _combined(column: pa.ChunkedArray) -> pa.DictionaryArray:
+def _combine(column: pa.ChunkedArray) -> pa.DictionaryArray:
     if column.num_chunks == 1:
         return column.chunk(0)
     return column.unify_dictionaries().combine_chunks()
 
 
-def _taken(names: pa.DictionaryArray, where: NDArray[np.int64]) -> pa.DictionaryArray:
+def _take_names(names: pa.DictionaryArray, where: NDArray[np.int64]) -> pa.DictionaryArray:
     """Return the names of some rows with a dictionary of those alone, in order of appearance."""
     indices = names.indices.take(row_numbers(where))
     return names.dictionary.take(indices).dictionary_encode()
 
 
-def _numbered(
+def _number_names(
     parts: list[pa.DictionaryArray],
 ) -> tuple[NDArray[np.int64], pa.LargeStringArray]:
     """Return the number of each entry, and the names so numbered, in order of appearance."""
@@ -204,7 +204,7 @@ def _numbered(
     return np.concatenate(of_entries), encoded.dictionary
 
 
-NO_STRETCHES: Final = Stretches(
+NO_ROW_RANGES: Final = RowRanges(
     rows=np.zeros(0, np.int64),
     lengths=np.zeros(0, np.int32),
     first_steps=np.zeros(0, np.int32),

@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.replay.protocols import Candidates, Overwritten
+from replaylake.datastore.replay.protocols import Candidates, OverwrittenError
 from replaylake.datastore.replay.records import Records
 
 
-def values_of(
+def read_values(
     candidates: Candidates, records: Records, numbers: NDArray[np.int64], field: str
 ) -> tuple[NDArray[np.int64], Array]:
     """Return which of the candidates [M] are there, int64 [N], and their values [N, ...]."""
@@ -19,6 +19,6 @@ def values_of(
         there = positions >= 0
         try:
             return numbers[there], records.take(field, positions[there])
-        except Overwritten:
+        except OverwrittenError:
             # Meanwhile some went: `positions` says now which.
             continue

@@ -12,14 +12,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, NotFoundError
 from replaylake.datastore.replay.layout import KEY
 from replaylake.datastore.replay.protocols import (
     Assembler,
     Candidates,
-    DrawingAssembler,
     Output,
-    Selected,
+    RandomAssembler,
+    SelectedItems,
 )
 from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.saved_state import KIND
@@ -36,19 +36,22 @@ class InOrderSelector:
     def __init__(self, next_number: int) -> None:
         self.next = next_number
 
-    def select(self, candidates: Candidates, num: int) -> Selected:
-        """Take the next `num`, or as many as there are. Raises: EmptyReplay where there is none."""
+    def select(self, candidates: Candidates, num: int) -> SelectedItems:
+        """Take the next `num`, or as many as there are.
+
+        Raises: EmptyReplayError where there is none.
+        """
         low, high = candidates.bounds()
         start = max(self.next, low)
         self.next = min(start + num, high)
         if start >= high:
             self.next = start
-            raise EmptyReplay(
+            raise EmptyReplayError(
                 f"in-order sampler: found nothing after item {start}, expected one that was not "
                 "consumed. Wait for steps (live: view.wait_for), or make a view of a later version "
                 "and go on there: view.in_order(..., after=sampler.last_key)."
             )
-        return Selected(np.arange(start, self.next))
+        return SelectedItems(np.arange(start, self.next))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the next candidate."""
@@ -67,7 +70,7 @@ class InOrderSampler(Sampler):
     """Draws each item once, in the order of the records; of a live view, as they arrived.
 
     Batches are full as long as there is enough; the last one before nothing is left is smaller, and
-    then `sample` raises EmptyReplay, until there is more.
+    then `sample` raises EmptyReplayError, until there is more.
     """
 
     def __init__(
@@ -79,11 +82,11 @@ class InOrderSampler(Sampler):
     ) -> None:
         """Begin with what follows the row of key `after` [2], or with the first there is.
 
-        Raises: NotFound if there is no such row; ConfigInvalid.
+        Raises: NotFoundError if there is no such row; ConfigInvalidError.
         """
         self._in_order = InOrderSelector(candidates.bounds()[0])
         super().__init__(candidates, self._in_order, assembler, batch_size)
-        if isinstance(assembler, DrawingAssembler):
+        if isinstance(assembler, RandomAssembler):
             # The cursor is between any two batches, and what the item draws has to be there too.
             self._num_ahead = 1
         # Before the last draw: rows consumed, and the last one's key. Then the numbers of the rows
@@ -125,7 +128,7 @@ class InOrderSampler(Sampler):
         return self._keys[-(-handed // self.batch_size) - 1] if handed else self._key_before
 
     def draw(self, num: int, out: Output | None = None) -> Output:
-        """Draw the next `num` rows, or as many as there are. Raises: EmptyReplay."""
+        """Draw the next `num` rows, or as many as there are. Raises: EmptyReplayError."""
         self._num_before, self._key_before = self.num_consumed, self.last_key
         self._numbers = self._numbers[:0]
         output = super().draw(num, out)
@@ -164,7 +167,7 @@ class InOrderSampler(Sampler):
             "num_consumed": self.num_consumed,
             "num_missed": self.num_missed,
         }
-        if isinstance(self._assembler, DrawingAssembler):
+        if isinstance(self._assembler, RandomAssembler):
             state["item"] = self._assembler.state_dict()
         return state
 
@@ -172,9 +175,10 @@ class InOrderSampler(Sampler):
         """Go on after the row that was handed out last.
 
         Cost: none in the view of the same steps, else a pass over the keys of all items.
-        Raises, changing nothing: NotFound if that row is not there; ConfigInvalid if there are
-        others before it that were never handed out, as pieces of earlier episodes came in between:
-        in snapshots of a growing dataset steps are ordered by episode, in a live view by arrival.
+        Raises, changing nothing: NotFoundError if that row is not there; ConfigInvalidError if
+        there are others before it that were never handed out, as pieces of earlier episodes came in
+        between: in snapshots of a growing dataset steps are ordered by episode, in a live view by
+        arrival.
         """
         super().load_state_dict(state)
 
@@ -187,13 +191,13 @@ class InOrderSampler(Sampler):
             key = _row_key(np.frombuffer(bytes.fromhex(state["last_key"]), np.uint64))
             found = self._after(key, int(state["next"]))
         if found - low > num_passed:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"in-order sampler: found {found - low} items up to the one handed out last, "
                 f"expected at most the {num_passed} that were handed out or missed: other steps "
                 "came in between. Follow the dataset with a live view, or go on regardless with "
                 "view.in_order(..., after=sampler.last_key)."
             )
-        if isinstance(self._assembler, DrawingAssembler):
+        if isinstance(self._assembler, RandomAssembler):
             self._assembler.load_state_dict(state["item"])
         self._ready.clear()
         self._num_taken = self._num_left = 0
@@ -215,7 +219,7 @@ class InOrderSampler(Sampler):
             same = np.flatnonzero((keys == key).all(axis=1))
             if len(same):
                 return int(numbers[there][same[0]]) + 1
-        raise NotFound(
+        raise NotFoundError(
             f"in-order sampler: found no item of key {key.tobytes().hex()} among {high - low}, "
             "expected the row that was handed out last. Make the view as it was made then; if the "
             "row was trimmed or deleted since, begin anew, or after another row's key."
@@ -223,13 +227,13 @@ class InOrderSampler(Sampler):
 
 
 def _row_key(value: object) -> NDArray[np.uint64]:
-    """Return a row key uint64 [2], a copy. Raises: ConfigInvalid."""
+    """Return a row key uint64 [2], a copy. Raises: ConfigInvalidError."""
     try:
         key = np.array(value, np.uint64)
     except (OverflowError, TypeError, ValueError):
         key = np.zeros(0, np.uint64)
     if key.shape != (2,):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"in-order sampler: found row key {value!r}, expected two whole numbers (uint64 [2]). "
             "Pass sampler.last_key, or a row of batch.keys."
         )

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.datastore.replay.arguments import positive_number, share
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.replay.arguments import check_fraction, check_positive
 from replaylake.datastore.replay.kernels.sum_tree import SumTree
 
 
@@ -18,13 +18,13 @@ class Priorities:
 
     Candidates that nobody gave a priority have the highest that there was so far, so that each is
     likely to be seen once (Schaul et al. 2016, algorithm 1, line 6); `initial` is that of the first
-    ones. Raises: ConfigInvalid for an alpha outside 0..1, or an initial priority that is no
+    ones. Raises: ConfigInvalidError for an alpha outside 0..1, or an initial priority that is no
     positive number. Memory: 9.2 bytes a candidate.
     """
 
     def __init__(self, capacity: int, *, alpha: float, initial: float) -> None:
-        self.alpha = share("prioritized sampler: alpha", alpha)
-        self.highest = positive_number(
+        self.alpha = check_fraction("prioritized sampler: alpha", alpha)
+        self.highest = check_positive(
             "prioritized sampler: initial_priority",
             initial,
             advice="Steps that are never drawn would never get another.",
@@ -58,8 +58,8 @@ class Priorities:
     def update(self, numbers: NDArray[np.int64], priorities: NDArray[np.float64]) -> None:
         """Set the priorities of candidates; those that are gone are passed over, of equal the last.
 
-        Both are as priority_rows returns them. Raises, changing nothing: ConfigInvalid for numbers
-        that are no candidates'.
+        Both are as to_priority_arrays returns them. Raises, changing nothing: ConfigInvalidError
+        for numbers that are no candidates'.
         """
         if not len(numbers):
             return
@@ -99,9 +99,12 @@ class Priorities:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from it. Raises: ConfigInvalid if it is of another view or another alpha."""
+        """Continue from it.
+
+        Raises: ConfigInvalidError if it is of another view or another alpha.
+        """
         if len(state["leaves"]) != self._capacity or state["alpha"] != self.alpha:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"prioritized sampler: found the state of {len(state['leaves'])} candidates with "
                 f"alpha {state['alpha']}, expected {self._capacity} and {self.alpha}. Load it into "
                 "a sampler made alike; save_priorities keeps them for another view of the data."
@@ -111,12 +114,12 @@ class Priorities:
         self.highest, self._low, self._high = highest, low, high
 
     def check(self, numbers: NDArray[np.int64]) -> None:
-        """Raises: ConfigInvalid for numbers [M] that are no candidates', nor were."""
+        """Raises: ConfigInvalidError for numbers [M] that are no candidates', nor were."""
         if numbers.min(initial=0) < 0 or numbers.max(initial=0) >= self._high:
             raise self._no_candidate(numbers)
 
-    def _no_candidate(self, numbers: NDArray[np.int64]) -> ConfigInvalid:
-        return ConfigInvalid(
+    def _no_candidate(self, numbers: NDArray[np.int64]) -> ConfigInvalidError:
+        return ConfigInvalidError(
             f"update_priorities: found indices {numbers.min()} to {numbers.max()}, expected less "
             f"than {self._high} and none below 0. Nothing was changed; pass batch.indices of a "
             "batch of this sampler."
@@ -141,29 +144,29 @@ class Priorities:
             self.tree.set(leaves, np.full(len(leaves), value))
 
 
-def priority_rows(
+def to_priority_arrays(
     indices: ArrayLike, priorities: ArrayLike
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return what update_priorities is given as arrays [B], int64 and float64.
 
-    Raises: ConfigInvalid for other shapes, indices that are no whole numbers, and priorities that
-    are negative or not finite.
+    Raises: ConfigInvalidError for other shapes, indices that are no whole numbers, and priorities
+    that are negative or not finite.
     """
     try:
         numbers, values = np.asarray(indices), np.asarray(priorities)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"update_priorities: found {error}, expected two arrays (B,). Pass batch.indices, and "
             "of tensors td_errors.detach().cpu(); a TorchSampler takes them as they are."
         ) from error
     if numbers.shape != values.shape or numbers.ndim != 1:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"update_priorities: found indices of shape {numbers.shape} and priorities of "
             f"{values.shape}, expected (B,) for both. Pass a priority for each of "
             "batch.indices."
         )
     if len(numbers) and (numbers.dtype.kind not in "iu" or values.dtype.kind not in "iuf"):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"update_priorities: found indices of {numbers.dtype} and priorities of "
             f"{values.dtype}, expected whole numbers and numbers. Pass batch.indices, and, say, "
             "|TD error| + 1e-6."
@@ -172,7 +175,7 @@ def priority_rows(
     # NaN is neither.
     if len(values) and not (values.min() >= 0.0 and values.max() < np.inf):
         row = int((~(np.isfinite(values) & (values >= 0.0))).argmax())
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"update_priorities: found {values[row]} for row {row}, expected a finite "
             "number of at least 0, such as |TD error| + 1e-6. Nothing was changed."
         )

@@ -13,15 +13,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.datastore.replay.arguments import share, whole_number
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
+from replaylake.datastore.replay.arguments import check_fraction, check_int
 from replaylake.datastore.replay.layout import KEY
-from replaylake.datastore.replay.protocols import Assembler, Candidates, Selected
+from replaylake.datastore.replay.protocols import Assembler, Candidates, SelectedItems
 from replaylake.datastore.replay.randomness import random_stream
 from replaylake.datastore.replay.sampler import Sampler
-from replaylake.datastore.replay.saved_state import generator_at
-from replaylake.datastore.replay.selectors.candidate_values import values_of
-from replaylake.datastore.replay.selectors.priorities import Priorities, priority_rows
+from replaylake.datastore.replay.saved_state import restore_generator
+from replaylake.datastore.replay.selectors.candidate_values import read_values
+from replaylake.datastore.replay.selectors.priorities import Priorities, to_priority_arrays
 from replaylake.datastore.replay.selectors.saved_priorities import PriorityFolder, SavedPriorities
 
 # Draws in place of candidates that are gone, before it is left to the sampler.
@@ -54,9 +54,9 @@ class PrioritizedSelector:
         beta_updates: int | None = None,
         uniform_fraction: float = 0.0,
     ) -> None:
-        """Raises: ConfigInvalid for an option out of range."""
+        """Raises: ConfigInvalidError for an option out of range."""
         if beta_updates is not None:
-            beta_updates = whole_number(
+            beta_updates = check_int(
                 "prioritized sampler: beta_updates",
                 beta_updates,
                 least=1,
@@ -64,9 +64,11 @@ class PrioritizedSelector:
             )
         self.priorities = priorities
         self.num_updates = 0
-        self._first_beta = share("prioritized sampler: beta", beta)
+        self._first_beta = check_fraction("prioritized sampler: beta", beta)
         self._beta_updates = beta_updates
-        self._uniform_fraction = share("prioritized sampler: uniform_fraction", uniform_fraction)
+        self._uniform_fraction = check_fraction(
+            "prioritized sampler: uniform_fraction", uniform_fraction
+        )
         self._rng = random_stream(seed, "prioritized sampler")
         self._strata: NDArray[np.float64] = np.zeros(0)
 
@@ -78,11 +80,11 @@ class PrioritizedSelector:
         progress = min(1.0, self.num_updates / self._beta_updates)
         return self._first_beta + (1.0 - self._first_beta) * progress
 
-    def select(self, candidates: Candidates, num: int) -> Selected:
-        """Draw `num` with replacement. Raises: EmptyReplay."""
+    def select(self, candidates: Candidates, num: int) -> SelectedItems:
+        """Draw `num` with replacement. Raises: EmptyReplayError."""
         low, high = candidates.bounds()
         if low == high:
-            raise EmptyReplay(
+            raise EmptyReplayError(
                 "prioritized sampler: found nothing to sample, expected at least one item. "
                 "Wait for steps, or widen the selection."
             )
@@ -98,7 +100,7 @@ class PrioritizedSelector:
         chances = self._chances(numbers, low, high)
         # N and the sum cancel out: the largest weight is that of the row least likely to be drawn.
         weights = (chances.min() / chances) ** self.beta
-        return Selected(numbers, weights.astype(np.float32))
+        return SelectedItems(numbers, weights.astype(np.float32))
 
     def _drawn(self, shares: NDArray[np.float64], low: int, high: int) -> NDArray[np.int64]:
         """Return the candidates at ascending shares of all probability."""
@@ -152,7 +154,7 @@ class PrioritizedSelector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from it."""
-        rng, num_updates = generator_at(state["rng"]), int(state["num_updates"])
+        rng, num_updates = restore_generator(state["rng"]), int(state["num_updates"])
         self._rng, self.num_updates = rng, num_updates
 
     def describe(self) -> dict[str, Any]:
@@ -177,7 +179,7 @@ class PrioritizedSampler(Sampler):
         batch_size: int,
         folder: PriorityFolder | None = None,
     ) -> None:
-        """Take also where priorities are saved, if they can be. Raises: ConfigInvalid."""
+        """Take also where priorities are saved, if they can be. Raises: ConfigInvalidError."""
         super().__init__(candidates, selector, assembler, batch_size)
         self._prioritized = selector
         self._priorities = selector.priorities
@@ -194,23 +196,24 @@ class PrioritizedSampler(Sampler):
 
         Such as |TD error| + 1e-6: what has 0 is drawn no more, but for the uniform share. Rows that
         left a view meanwhile are passed over; of the same row twice, the last counts. Counts as one
-        update for beta. Raises, changing nothing: ConfigInvalid for numbers that are negative or
-        not finite, or indices of no batch. Cost: 9 us for 256 of a million (2 cores, 2026-11-21).
+        update for beta. Raises, changing nothing: ConfigInvalidError for numbers that are negative
+        or not finite, or indices of no batch. Cost: 9 us for 256 of a million (2 cores,
+        2026-11-21).
         """
-        self._priorities.update(*priority_rows(indices, priorities))
+        self._priorities.update(*to_priority_arrays(indices, priorities))
         self._prioritized.num_updates += 1
 
     def check_indices(self, indices: NDArray[np.int64]) -> None:
-        """Raises: ConfigInvalid for indices [M] that update_priorities would refuse."""
+        """Raises: ConfigInvalidError for indices [M] that update_priorities would refuse."""
         self._priorities.check(indices)
 
     def save_priorities(self, name: str = "last") -> None:
         """Keep all priorities under a name, by row key: `view.prioritized(restore=name)`.
 
         They are found again by another view of the dataset, at any version, also after compaction.
-        Replaces earlier ones of that name; a crash leaves either. Raises: ConfigInvalid where there
-        is no place for them, NameRefused, StorageFailed. Cost: 24 bytes a candidate, in memory and
-        on disk.
+        Replaces earlier ones of that name; a crash leaves either. Raises: ConfigInvalidError where
+        there is no place for them, InvalidNameError, StorageError. Cost: 24 bytes a candidate, in
+        memory and on disk.
         """
         numbers, keys = self._keys()
         powered = self._priorities.tree.get(self._priorities.leaves(numbers))
@@ -220,8 +223,8 @@ class PrioritizedSampler(Sampler):
     def restore_priorities(self, name: str = "last") -> int:
         """Take over what was saved under a name, and return of how many rows it was known.
 
-        All others get the highest priority that was saved. Raises: NotFound where nothing was;
-        ConfigInvalid, NameRefused, StorageFailed.
+        All others get the highest priority that was saved. Raises: NotFoundError where nothing was;
+        ConfigInvalidError, InvalidNameError, StorageError.
         """
         saved = self._place().read(name)
         numbers, keys = self._keys()
@@ -234,11 +237,11 @@ class PrioritizedSampler(Sampler):
         low, high = self._candidates.bounds()
         self._priorities.follow(low, high)
         numbers = np.arange(low, high)
-        return values_of(self._candidates, self._assembler.records, numbers, KEY)
+        return read_values(self._candidates, self._assembler.records, numbers, KEY)
 
     def _place(self) -> PriorityFolder:
         if self._folder is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "priorities: found a view of several datasets, or one that another process made, "
                 "expected one of a dataset, whose folder keeps them. Keep state_dict() instead, or "
                 "sample from each dataset and mix the batches."
@@ -253,7 +256,7 @@ class PrioritizedSampler(Sampler):
         low, high = self._candidates.bounds()
         saved = state["priorities"]
         if saved["low"] > low or saved["high"] > high:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"prioritized sampler: found the state of candidates {saved['low']} to "
                 f"{saved['high']}, expected none beyond those that are there, {low} to {high}. "
                 "save_priorities keeps priorities for another view of the data."

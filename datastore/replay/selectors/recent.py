@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import EmptyReplay
-from replaylake.datastore.replay.arguments import whole_number
-from replaylake.datastore.replay.protocols import Assembler, Candidates, Selected
+from replaylake.datastore.errors import EmptyReplayError
+from replaylake.datastore.replay.arguments import check_int
+from replaylake.datastore.replay.protocols import Assembler, Candidates, SelectedItems
 from replaylake.datastore.replay.randomness import random_stream
 from replaylake.datastore.replay.records import Records
 from replaylake.datastore.replay.sampler import Sampler
-from replaylake.datastore.replay.saved_state import generator_at
-from replaylake.datastore.replay.selectors.candidate_values import values_of
+from replaylake.datastore.replay.saved_state import restore_generator
+from replaylake.datastore.replay.selectors.candidate_values import read_values
 
 PolicyVersion = int | Callable[[], int]
 # Candidates that are gone are kept until they are this share of those drawn or of the index.
@@ -41,10 +41,10 @@ class RecentSelector:
         seed: int,
         policy_version: PolicyVersion | None = None,
     ) -> None:
-        """Raises: ConfigInvalid for an option out of range, or records without policy_version."""
+        """Raises: ConfigInvalidError for an option out of range, or no policy_version."""
         self._field = records.layout.column_field(schema.POLICY_VERSION)
         self._records = records
-        self._max_staleness = whole_number(
+        self._max_staleness = check_int(
             "recent sampler: max_staleness",
             max_staleness,
             advice="0 is the learner's own version alone.",
@@ -56,8 +56,8 @@ class RecentSelector:
         self._followed = 0
         self._num_lost = 0
 
-    def select(self, candidates: Candidates, num: int) -> Selected:
-        """Draw `num` with replacement. Raises: EmptyReplay if all are too old or unknown."""
+    def select(self, candidates: Candidates, num: int) -> SelectedItems:
+        """Draw `num` with replacement. Raises: EmptyReplayError if all are too old or unknown."""
         self._follow(candidates)
         oldest = self._oldest()
         numbers = self._index.draw(self._rng, num, oldest)
@@ -65,7 +65,7 @@ class RecentSelector:
             self._replace_gone(candidates, numbers, oldest)
         if not len(numbers):
             raise self._nothing()
-        return Selected(numbers)
+        return SelectedItems(numbers)
 
     def consolidate(self, candidates: Candidates) -> None:
         """Let go of candidates that are gone, and order the others as if all had come at once.
@@ -90,7 +90,7 @@ class RecentSelector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from it; where a callable tells the version, that goes on to."""
-        rng, newest = generator_at(state["rng"]), int(state["newest"] or 0)
+        rng, newest = restore_generator(state["rng"]), int(state["newest"] or 0)
         if not callable(self._policy_version):
             self.set_policy_version(state["policy_version"])
         self._rng = rng
@@ -102,7 +102,7 @@ class RecentSelector:
         return {"selector": "recent", "max_staleness": self._max_staleness}
 
     def set_policy_version(self, version: PolicyVersion | None) -> None:
-        """Take the learner's version, or a function that returns it. Raises: ConfigInvalid."""
+        """Take the learner's version, or a function that returns it. Raises: ConfigInvalidError."""
         self._policy_version = (
             version if version is None or callable(version) else _version(version)
         )
@@ -112,7 +112,7 @@ class RecentSelector:
         if high == self._followed:
             return
         new = np.arange(max(self._followed, low), high)
-        numbers, versions = values_of(candidates, self._records, new, self._field)
+        numbers, versions = read_values(candidates, self._records, new, self._field)
         known = versions >= 0
         self._index.add(numbers[known], versions[known])
         if known.any():
@@ -144,10 +144,10 @@ class RecentSelector:
             numbers[gone] = drawn
             gone = gone[candidates.positions(drawn) < 0]
 
-    def _nothing(self) -> EmptyReplay:
+    def _nothing(self) -> EmptyReplayError:
         newest = self._index.newest()
         found = "no step of a known version" if newest is None else f"version {newest} at most"
-        return EmptyReplay(
+        return EmptyReplayError(
             f"recent sampler: found {found}, expected {self._oldest()} or more: at most "
             f"{self._max_staleness} behind the learner's {self._current()}. Wait for newer steps, "
             "or allow a larger max_staleness."
@@ -164,7 +164,7 @@ class RecentSampler(Sampler):
         assembler: Assembler,
         batch_size: int,
     ) -> None:
-        """Take what a Sampler does. Raises: ConfigInvalid."""
+        """Take what a Sampler does. Raises: ConfigInvalidError."""
         super().__init__(candidates, selector, assembler, batch_size)
         self._recent = selector
 
@@ -184,7 +184,7 @@ class RecentSampler(Sampler):
 
 
 def _version(value: object) -> int:
-    return whole_number(
+    return check_int(
         "recent sampler: policy_version", value, advice="Pass the learner's own version."
     )
 

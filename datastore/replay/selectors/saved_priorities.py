@@ -10,7 +10,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import FormatTooNew, NameRefused, NotFound, StorageFailed
+from replaylake.datastore.errors import (
+    FormatTooNewError,
+    InvalidNameError,
+    NotFoundError,
+    StorageError,
+)
 from replaylake.datastore.names import check_tag_name
 from replaylake.datastore.replay.selectors.key_index import find_keys
 from replaylake.datastore.storage.storage import Storage
@@ -61,7 +66,7 @@ class PriorityFolder:
     def write(self, name: str, saved: SavedPriorities) -> None:
         """Keep them under a name; a reader sees these or those before, whole.
 
-        Raises: NameRefused, StorageFailed. Cost: the arrays once more in memory.
+        Raises: InvalidNameError, StorageError. Cost: the arrays once more in memory.
         """
         data = io.BytesIO()
         np.savez(
@@ -77,13 +82,13 @@ class PriorityFolder:
     def read(self, name: str) -> SavedPriorities:
         """Return what is kept under a name.
 
-        Raises: NotFound, NameRefused, FormatTooNew; StorageFailed if it is damaged.
+        Raises: NotFoundError, InvalidNameError, FormatTooNewError; StorageError if it is damaged.
         """
         path = self._path(name)
         data = self.storage.get(path)
         if data is None:
             names = [found.removesuffix(_SUFFIX) for found in self.storage.names(self._folder)]
-            raise NotFound(
+            raise NotFoundError(
                 f"priorities {name!r}: found {', '.join(names) or 'none'} in "
                 f"{self.storage.url}/{self._folder}, expected that name. Call save_priorities on a "
                 "sampler first, or leave `restore` out."
@@ -92,7 +97,7 @@ class PriorityFolder:
             # Each array has a checksum, which reading it compares.
             with np.load(io.BytesIO(data), allow_pickle=False) as file:
                 if (version := int(file["format"])) > _FORMAT:
-                    raise FormatTooNew(
+                    raise FormatTooNewError(
                         f"{path}: found format {version}, expected {_FORMAT} or less. Install a "
                         "newer ReplayLake."
                     )
@@ -102,7 +107,7 @@ class PriorityFolder:
                 _check_whole(saved)
                 return saved
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise StorageFailed(
+            raise StorageError(
                 f"{path}: found {error}, expected the priorities that were saved there. Delete the "
                 "file and leave `restore` out: they are learned anew."
             ) from error
@@ -114,8 +119,8 @@ class PriorityFolder:
     def _path(self, name: str) -> str:
         try:
             return f"{self._folder}/{check_tag_name(name)}{_SUFFIX}"
-        except (NameRefused, TypeError) as error:
-            raise NameRefused(
+        except (InvalidNameError, TypeError) as error:
+            raise InvalidNameError(
                 f"priorities: found name {name!r}, expected [a-z][a-z0-9_.-]*, at most 63 "
                 "characters, without `..`. Choose another name."
             ) from error

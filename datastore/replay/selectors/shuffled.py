@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.datastore.replay.arguments import batch_size_of, rank_of, seed_of
-from replaylake.datastore.replay.protocols import Assembler, Candidates, Selected
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
+from replaylake.datastore.replay.arguments import check_batch_size, check_rank, check_seed
+from replaylake.datastore.replay.protocols import Assembler, Candidates, SelectedItems
 from replaylake.datastore.replay.randomness import random_stream
 from replaylake.datastore.replay.sampler import Sampler
 
@@ -21,7 +21,7 @@ _NAME: Final = "shuffled sampler"
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What a rank draws of an epoch: `num` places of its permutation, from `first` on.
 
     num_batches: the same on all ranks. stops: after how many of its items a batch ends, full or
@@ -56,23 +56,24 @@ class ShuffledSelector:
         num_ranks: int = 1,
         drop_last: bool = False,
     ) -> None:
-        """Take how to divide them. Raises: ConfigInvalid."""
+        """Take how to divide them. Raises: ConfigInvalidError."""
         self.epoch = 0
-        self._batch_size = batch_size_of(_NAME, batch_size)
-        self._seed = seed_of(_NAME, seed)
-        self._rank, self._num_ranks = rank_of(_NAME, rank, num_ranks)
+        self._batch_size = check_batch_size(_NAME, batch_size)
+        self._seed = check_seed(_NAME, seed)
+        self._rank, self._num_ranks = check_rank(_NAME, rank, num_ranks)
         self._drop_last = drop_last
         # Of the epoch under way: the candidates at its beginning (none: it has not begun), and how
         # many of this rank's share were taken.
         self._bounds = (0, 0)
         self._num_taken = 0
         self._order: Permutation | None = None
-        self._share: Share | None = None
+        self._share: RankShare | None = None
 
-    def select(self, candidates: Candidates, num: int) -> Selected:
+    def select(self, candidates: Candidates, num: int) -> SelectedItems:
         """Take the next `num` of the epoch, or fewer where a batch or the epoch ends early.
 
-        Raises: EmptyReplay without candidates; ConfigInvalid if there are too few for the ranks.
+        Raises: EmptyReplayError without candidates; ConfigInvalidError if there are too few for the
+        ranks.
         """
         while True:
             order, share = self.begin(candidates)
@@ -87,33 +88,33 @@ class ShuffledSelector:
             if not candidates.is_fixed:
                 numbers = numbers[numbers >= candidates.bounds()[0]]
             if len(numbers):
-                return Selected(numbers)
+                return SelectedItems(numbers)
 
-    def share(self, candidates: Candidates) -> Share:
+    def share(self, candidates: Candidates) -> RankShare:
         """Return this rank's share of an epoch over the candidates that are there now.
 
         Raises: as select.
         """
         low, high = candidates.bounds()
         if low == high:
-            raise EmptyReplay(
+            raise EmptyReplayError(
                 "shuffled sampler: found nothing to sample, expected at least one item. "
                 "Wait for steps, or widen the selection."
             )
         if self._num_ranks > 1 and not candidates.is_fixed:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"shuffled sampler: found {self._num_ranks} ranks over a view that follows a "
                 "dataset, expected one: each rank would see other steps. Shuffle a snapshot's "
                 "view, or draw uniformly with another seed on each rank."
             )
         return self._share_of(high - low)
 
-    def _share_of(self, num: int) -> Share:
+    def _share_of(self, num: int) -> RankShare:
         size, ranks, rank = self._batch_size, self._num_ranks, self._rank
         least, more = divmod(num, ranks)
         num_batches = least // size if self._drop_last else -(-(least + (more > 0)) // size)
         if num_batches < 1 or num_batches > least:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"shuffled sampler: found {num} items for {ranks} ranks in batches of {size}"
                 f"{', the last dropped' if self._drop_last else ''}, expected as many batches on "
                 "each rank, none of them empty. Use "
@@ -121,18 +122,18 @@ class ShuffledSelector:
             )
         if self._drop_last:
             own = num_batches * size
-            return Share(rank * own, own, num_batches, (own,))
+            return RankShare(rank * own, own, num_batches, (own,))
         own = least + (rank < more)
         stops: tuple[int, ...] = (own,)
         if own == (num_batches - 1) * size:
             # An item less than other ranks, and so a batch less: the last full one is made two.
             stops = (own - size, own - size // 2, own)
-        return Share(rank * least + min(rank, more), own, num_batches, stops)
+        return RankShare(rank * least + min(rank, more), own, num_batches, stops)
 
-    def begin(self, candidates: Candidates) -> tuple[Permutation, Share]:
+    def begin(self, candidates: Candidates) -> tuple[Permutation, RankShare]:
         """Return the order and the share of the epoch under way, which begins if none is.
 
-        Raises: as select; ConfigInvalid if a restored state is that of other candidates.
+        Raises: as select; ConfigInvalidError if a restored state is that of other candidates.
         """
         if self._order is None or self._share is None:
             if self._bounds[0] == self._bounds[1]:
@@ -143,14 +144,14 @@ class ShuffledSelector:
             self._order = Permutation(self._bounds[1] - self._bounds[0], rng)
         return self._order, self._share
 
-    def _restored_share(self, candidates: Candidates) -> Share:
+    def _restored_share(self, candidates: Candidates) -> RankShare:
         self._check_restored(self._bounds[1], candidates)
         return self._share_of(self._bounds[1] - self._bounds[0])
 
     def check_state(self, state: Mapping[str, Any], candidates: Candidates) -> None:
         """Look whether a saved epoch is of these candidates.
 
-        Raises: ConfigInvalid; KeyError, TypeError, ValueError if it is no state.
+        Raises: ConfigInvalidError; KeyError, TypeError, ValueError if it is no state.
         """
         low, high = map(int, state["bounds"])
         if low < high:
@@ -162,7 +163,7 @@ class ShuffledSelector:
     def _check_restored(self, num: int, candidates: Candidates) -> None:
         high = candidates.bounds()[1]
         if high < num or (candidates.is_fixed and high != num):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"shuffled sampler: found a state of an epoch over {num} items and a "
                 f"view of {high}, expected the same. Restore it over the view that it was saved "
                 "with, or begin anew."
@@ -184,7 +185,7 @@ class ShuffledSelector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from it. Raises: ConfigInvalid for one of another rank or batch size."""
+        """Continue from it. Raises: ConfigInvalidError for one of another rank or batch size."""
         self.check_division(state)
         seed, epoch, num_taken = (int(state[name]) for name in ("seed", "epoch", "num_taken"))
         low, high = map(int, state["bounds"])
@@ -193,10 +194,10 @@ class ShuffledSelector:
         self._order = self._share = None
 
     def check_division(self, state: Mapping[str, Any]) -> None:
-        """Raises: ConfigInvalid for a state of another rank or batch size."""
+        """Raises: ConfigInvalidError for a state of another rank or batch size."""
         own = self._division()
         if differs := {name: state[name] for name in own if state[name] != own[name]}:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"shuffled sampler: found a state of {differs}, expected of {own}: they decide "
                 "what each batch of an epoch holds. Save a state on each rank, and restore it into "
                 "a sampler made in the same way."
@@ -229,7 +230,10 @@ class ShuffledSampler(Sampler):
         assembler: Assembler,
         batch_size: int,
     ) -> None:
-        """Look whether there is enough for an epoch. Raises: EmptyReplay, ConfigInvalid."""
+        """Look whether there is enough for an epoch.
+
+        Raises: EmptyReplayError, ConfigInvalidError.
+        """
         super().__init__(candidates, selector, assembler, batch_size)
         self._shuffled = selector
         selector.share(candidates)
@@ -264,7 +268,7 @@ class ShuffledSampler(Sampler):
 
 
 # Up to here the order itself is kept, in 512 KB: drawn by numpy, all N! orders are equally likely.
-_MOST_KEPT: Final = 1 << 16
+_MAX_KEPT: Final = 1 << 16
 # Pairs of rounds. Of one, chi-square tells from chance where numbers and neighbours go; of two,
 # still how far apart two go that are a power of two apart (N = 2^17: 14 standard deviations after
 # 4e5 of them); of three, nothing of all that, for N from 70,000 to 1e8 (2026-11-21).
@@ -285,7 +289,7 @@ class Permutation:
     def __init__(self, num: int, rng: np.random.Generator) -> None:
         self._num = num
         self._order: NDArray[np.int64] | None = None
-        if num <= _MOST_KEPT:
+        if num <= _MAX_KEPT:
             self._order = rng.permutation(num)
             return
         bits = (num - 1).bit_length()

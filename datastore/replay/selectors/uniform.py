@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.errors import EmptyReplay
-from replaylake.datastore.replay.protocols import Candidates, Selected
+from replaylake.datastore.errors import EmptyReplayError
+from replaylake.datastore.replay.protocols import Candidates, SelectedItems
 from replaylake.datastore.replay.randomness import random_stream
-from replaylake.datastore.replay.saved_state import generator_at
+from replaylake.datastore.replay.saved_state import restore_generator
 
 
 class UniformSelector:
@@ -19,20 +19,20 @@ class UniformSelector:
     looks_ahead = True
 
     def __init__(self, *, seed: int) -> None:
-        """Take the seed. Raises: ConfigInvalid for one below 0."""
+        """Take the seed. Raises: ConfigInvalidError for one below 0."""
         self._rng = random_stream(seed, "uniform sampler")
 
-    def select(self, candidates: Candidates, num: int) -> Selected:
-        """Draw `num` with replacement. Raises: EmptyReplay."""
+    def select(self, candidates: Candidates, num: int) -> SelectedItems:
+        """Draw `num` with replacement. Raises: EmptyReplayError."""
         low, high = candidates.bounds()
         if low == high:
-            raise EmptyReplay(
+            raise EmptyReplayError(
                 "uniform sampler: found nothing to sample, expected at least one item. "
                 "Wait for steps, or widen the selection."
             )
         # Scaling random() is exact enough far beyond 1e9 candidates and takes half of integers().
         numbers = (self._rng.random(num) * (high - low)).astype(np.int64)
-        return Selected(numbers + low if low else numbers)
+        return SelectedItems(numbers + low if low else numbers)
 
     def describe(self) -> dict[str, Any]:
         """Return its name."""
@@ -44,4 +44,4 @@ class UniformSelector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from it."""
-        self._rng = generator_at(state["rng"])
+        self._rng = restore_generator(state["rng"])

@@ -11,18 +11,18 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
-from replaylake.datastore.query.expressions import evaluated_weights
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
+from replaylake.datastore.query.expressions import evaluate_weights
 from replaylake.datastore.replay.layout import KEY
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps, pair_digests
-from replaylake.datastore.replay.protocols import Assembler, Candidates, Output, Selected
+from replaylake.datastore.replay.protocols import Assembler, Candidates, Output, SelectedItems
 from replaylake.datastore.replay.randomness import random_stream
 from replaylake.datastore.replay.records import Packed
 from replaylake.datastore.replay.sampler import Sampler
-from replaylake.datastore.replay.saved_state import generator_at
+from replaylake.datastore.replay.saved_state import restore_generator
 from replaylake.datastore.replay.selection import Origin
 from replaylake.datastore.replay.selectors.key_index import find_keys
-from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.presence import check_shards_present
 
 
 class WeightedSelector:
@@ -45,7 +45,7 @@ class WeightedSelector:
     ) -> None:
         """Take the weights float64 [N], at least 0 and finite, some above 0.
 
-        Raises: ConfigInvalid for a seed below 0.
+        Raises: ConfigInvalidError for a seed below 0.
         """
         self._table = AliasTable(weights)
         # By these 1 / (N P(i)) is multiplied to get the weight: the largest of a batch cancels out.
@@ -55,16 +55,16 @@ class WeightedSelector:
         # Rows of one batch, where several are drawn at once; None: all that are drawn.
         self.rows_a_batch: int | None = None
 
-    def select(self, candidates: Candidates, num: int) -> Selected:
+    def select(self, candidates: Candidates, num: int) -> SelectedItems:
         """Draw `num` with replacement."""
         numbers = self._table.draw(self._rng, num)
         if self._weights is None:
-            return Selected(numbers)
+            return SelectedItems(numbers)
         drawn = self._weights.take(numbers)
         size = self.rows_a_batch or num
         smallest = np.minimum.reduceat(drawn, np.arange(0, num, size))
         smallest = np.repeat(smallest, size)[:num]
-        return Selected(numbers, (smallest / drawn).astype(np.float32))
+        return SelectedItems(numbers, (smallest / drawn).astype(np.float32))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state."""
@@ -72,7 +72,7 @@ class WeightedSelector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from it."""
-        self._rng = generator_at(state["rng"])
+        self._rng = restore_generator(state["rng"])
 
     def describe(self) -> dict[str, Any]:
         """Return what was asked for, JSON-able; the expression in DuckDB's own spelling."""
@@ -93,7 +93,7 @@ class WeightedSampler(Sampler):
         assembler: Assembler,
         batch_size: int,
     ) -> None:
-        """Take what a Sampler does. Raises: ConfigInvalid."""
+        """Take what a Sampler does. Raises: ConfigInvalidError."""
         super().__init__(candidates, selector, assembler, batch_size)
         self._weighted = selector
 
@@ -153,11 +153,11 @@ def step_weights(
 ) -> NDArray[np.float64]:
     """Return what an SQL expression says of the steps at `starts` [N], ascending: float64 [N].
 
-    `weight` is in DuckDB's own spelling; see expressions.evaluated_weights for what it may name.
-    Raises: QueryFailed; QueryRefused if it is not one number a step; SchemaMismatch for weights
-    that are NULL, NaN, negative or infinite, and where all are 0; ConfigInvalid in another process
-    than the view's; ShardCorrupt. Cost: 0.3 s for a million steps of 1,000 episodes (2 cores,
-    2026-11-21).
+    `weight` is in DuckDB's own spelling; see expressions.evaluate_weights for what it may name.
+    Raises: QueryError; QueryRefusedError if it is not one number a step; SchemaMismatchError for
+    weights that are NULL, NaN, negative or infinite, and where all are 0; ConfigInvalidError in
+    another process than the view's; ShardCorruptError. Cost: 0.3 s for a million steps of 1,000
+    episodes (2 cores, 2026-11-21).
     """
     weights = np.empty(len(starts))
     firsts = packed.steps[[origin.first_start for origin in origins]]
@@ -165,30 +165,30 @@ def step_weights(
     start = 0
     for origin, end in zip(origins, ends, strict=True):
         keys = packed.records.take(KEY, starts[start:end])
-        weights[start:end] = _evaluated(origin, keys, weight)
+        weights[start:end] = _evaluate_weights(origin, keys, weight)
         start = end
     if not weights.any():
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"weight {weight}: found 0 for all of {len(weights)} steps, expected some that may be "
             "drawn. Widen the condition in it, or leave those episodes out with `where`."
         )
     return weights
 
 
-def _evaluated(origin: Origin, keys: NDArray[np.uint64], weight: str) -> NDArray[np.float64]:
+def _evaluate_weights(origin: Origin, keys: NDArray[np.uint64], weight: str) -> NDArray[np.float64]:
     """Return the weights of steps of one snapshot, by their keys [N, 2]."""
     if origin.snapshot is None:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"weight {weight}: found a view of {origin.name} that another process made, expected "
             "one with its snapshot, which SQL reads. Open it here with snapshot.replay(...): the "
             "cache has it."
         )
     # SQL would only say that it cannot open a file, nor compare one with its sha256; and the view
     # may have come from the cache.
-    check_present(origin.snapshot)
+    check_shards_present(origin.snapshot)
     for _ in origin.snapshot.verified():
         pass
-    table = evaluated_weights(origin.snapshot, weight, origin.query.canonical().where)
+    table = evaluate_weights(origin.snapshot, weight, origin.query.canonical().where)
     rows = find_keys(keys, _row_keys(table))
     assert (rows >= 0).all(), "a view's steps are steps of its snapshot"
     values: NDArray[np.float64] = table["weight"].to_numpy()[rows]
@@ -220,7 +220,7 @@ def _check(
     value = table["weight"][int(rows[first])].as_py()
     example = table.slice(int(rows[first]), 1).to_pylist()[0]
     agent = f" agent {example[schema.AGENT_ID]!r}" if example[schema.AGENT_ID] else ""
-    raise SchemaMismatch(
+    raise SchemaMismatchError(
         f"weight {weight}: found {'NULL' if value is None else value} for step "
         f"{example[schema.STEP]} of episode {example[schema.EPISODE_ID]!r}{agent}, the first of "
         f"{int(refused.sum())} of {len(values)} steps, expected finite numbers of at least 0. Say "

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from replaylake.datastore.errors import LogCorrupt
-from replaylake.datastore.storage.log.shared_map import SharedMap
+from replaylake.datastore.errors import LogCorruptError
+from replaylake.datastore.storage.log.shared_map import PersistentMap
 from replaylake.datastore.storage.log.state import FileEntry, LogState
 
 # What Arrow and the code below raise on damaged bytes, or on a file that another engine laid out.
@@ -100,9 +100,11 @@ _STATS: Final = r'^\{"numRecords": ?(?P<num_rows>\d{1,18})\}$'
 
 
 def write_checkpoint(state: LogState) -> memoryview:
-    """Return the checkpoint's bytes. Raises: LogCorrupt if the state has no metadata."""
+    """Return the checkpoint's bytes. Raises: LogCorruptError if the state has no metadata."""
     if state.metadata is None:
-        raise LogCorrupt(f"checkpoint of version {state.version}: found no metaData, expected one.")
+        raise LogCorruptError(
+            f"checkpoint of version {state.version}: found no metaData, expected one."
+        )
     sink = pa.BufferOutputStream()
     try:
         singles = [{"protocol": dict(state.protocol)}, {"metaData": state.metadata.to_action()}]
@@ -125,7 +127,7 @@ def write_checkpoint(state: LogState) -> memoryview:
                 {_TIMESTAMP_KEY: str(state.timestamp_ms), _SHA256_KEY: "0" * _DIGITS}
             )
     except pa.ArrowException as error:
-        raise LogCorrupt(f"checkpoint of version {state.version}: {error}.") from error
+        raise LogCorruptError(f"checkpoint of version {state.version}: {error}.") from error
     data = bytearray(sink.getvalue())
     start = data.rindex(_SHA256_HEAD) + len(_SHA256_HEAD)
     data[start : start + _DIGITS] = hashlib.sha256(data).hexdigest().encode()
@@ -141,7 +143,7 @@ def prepare() -> None:
 
 
 def read_checkpoint(data: bytes, path: str, version: int) -> LogState:
-    """Return the state of a version. Raises: LogCorrupt, FormatTooNew."""
+    """Return the state of a version. Raises: LogCorruptError, FormatTooNewError."""
     _check_sha256(data, path)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
@@ -154,15 +156,15 @@ def read_checkpoint(data: bytes, path: str, version: int) -> LogState:
             version,
             base.metadata,
             base.protocol,
-            SharedMap({entry.path: entry for entry in _read_files(add)}),
-            SharedMap(dict(zip(_values(txn, "appId"), _values(txn, "version"), strict=True))),
-            SharedMap(
+            PersistentMap({entry.path: entry for entry in _read_files(add)}),
+            PersistentMap(dict(zip(_values(txn, "appId"), _values(txn, "version"), strict=True))),
+            PersistentMap(
                 dict(zip(_values(domain, "domain"), _values(domain, "configuration"), strict=True))
             ),
             int((file.metadata.metadata or {}).get(_TIMESTAMP_KEY, 0)),
         )
     except _UNREADABLE as error:
-        raise _corrupt(path, repr(error)) from error
+        raise _corrupt_checkpoint_error(path, repr(error)) from error
 
 
 def _check_sha256(data: bytes, path: str) -> None:
@@ -173,13 +175,13 @@ def _check_sha256(data: bytes, path: str) -> None:
         digest.update(b"0" * _DIGITS)
         digest.update(data[start + _DIGITS :])
         if digest.hexdigest().encode() != data[start : start + _DIGITS]:
-            raise _corrupt(path, "its sha256 is not the one in its footer")
+            raise _corrupt_checkpoint_error(path, "its sha256 is not the one in its footer")
     elif _TIMESTAMP_KEY in data:
-        raise _corrupt(path, "its footer has no sha256 any more")
+        raise _corrupt_checkpoint_error(path, "its footer has no sha256 any more")
 
 
-def _corrupt(path: str, found: str) -> LogCorrupt:
-    return LogCorrupt(
+def _corrupt_checkpoint_error(path: str, found: str) -> LogCorruptError:
+    return LogCorruptError(
         f"{path}: {found}, expected a Delta checkpoint, as the JSON commits are gone. "
         "Restore either from a copy of the lake."
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from replaylake.datastore.errors import CommitConflict, LogCorrupt, NotFound
+from replaylake.datastore.errors import CommitConflictError, LogCorruptError, NotFoundError
 from replaylake.datastore.storage.log.state import FileEntry, LogState, TableMetadata
 
 _ENGINE: Final = "replaylake"
@@ -17,7 +17,7 @@ _ENGINE: Final = "replaylake"
 _HEAD: Final = b'{"commitInfo":{"sha256":"'
 _DIGITS: Final = 64
 # Who wrote it is said in its middle: without that head, a commit of ours is damaged.
-_OURS: Final = f'"engineInfo":"{_ENGINE}"'.encode()
+_ENGINE_MARK: Final = f'"engineInfo":"{_ENGINE}"'.encode()
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,27 @@ def transaction_id(producer: str, sequence: int) -> str:
 
 
 def check_applies(intent: Intent, state: LogState) -> None:
-    """Refuse an intent that does not fit the state. Raises: CommitConflict."""
+    """Refuse an intent that does not fit the state. Raises: CommitConflictError."""
     for path in intent.remove:
         if path not in state.files:
-            raise CommitConflict(
+            raise CommitConflictError(
                 f"{intent.operation}: {path} is no longer live at version {state.version}: another "
                 "writer replaced or removed it. Run the operation again on the newest version."
             )
     for entry in intent.add:
         if entry.path in state.files:
-            raise CommitConflict(f"{intent.operation}: {entry.path} is already in the table.")
+            raise CommitConflictError(f"{intent.operation}: {entry.path} is already in the table.")
     for key, expected in intent.expected.items():
         found = state.entries.get(key)
         if found != expected:
-            raise CommitConflict(
+            raise CommitConflictError(
                 f"{intent.operation} {key}: found {found}, expected {expected}: another writer was "
                 "first. Look at the new value and run it again."
             )
 
 
 def encode(intent: Intent, version: int, timestamp_ms: int) -> bytes:
-    """Return the file of a commit. Raises: NotFound if version 0 has no metadata."""
+    """Return the file of a commit. Raises: NotFoundError if version 0 has no metadata."""
     actions = _to_actions(intent, version, timestamp_ms)
     lines = [json.dumps(action, separators=(",", ":")).encode() + b"\n" for action in actions]
     first = lines[0].removeprefix(b'{"commitInfo":{')
@@ -76,25 +76,25 @@ def encode(intent: Intent, version: int, timestamp_ms: int) -> bytes:
 
 
 def decode(data: bytes, path: str) -> list[dict[str, Any]]:
-    """Return the actions of a commit. Raises: LogCorrupt."""
+    """Return the actions of a commit. Raises: LogCorruptError."""
     if data.startswith(_HEAD):
         end = len(_HEAD) + _DIGITS
         digest = hashlib.sha256(data[end:]).hexdigest()
         if digest.encode() != data[len(_HEAD) : end]:
-            raise _corrupt(path, "its sha256 is not the one in its first line")
-    elif _OURS in data:
-        raise _corrupt(path, f"its first line begins with {data[: len(_HEAD)]!r}")
+            raise _corrupt_commit_error(path, "its sha256 is not the one in its first line")
+    elif _ENGINE_MARK in data:
+        raise _corrupt_commit_error(path, f"its first line begins with {data[: len(_HEAD)]!r}")
     try:
         actions = [json.loads(line) for line in data.splitlines() if line.strip()]
     except ValueError as error:
-        raise _corrupt(path, str(error)) from error
+        raise _corrupt_commit_error(path, str(error)) from error
     if not actions or not all(isinstance(action, dict) for action in actions):
-        raise _corrupt(path, f"found {data[:40]!r}")
+        raise _corrupt_commit_error(path, f"found {data[:40]!r}")
     return actions
 
 
-def _corrupt(path: str, found: str) -> LogCorrupt:
-    return LogCorrupt(
+def _corrupt_commit_error(path: str, found: str) -> LogCorruptError:
+    return LogCorruptError(
         f"{path}: {found}, expected one JSON action a line, as committed. Restore the file from a "
         "copy of the lake; versions below it can still be read by number."
     )
@@ -116,7 +116,7 @@ def _to_actions(intent: Intent, version: int, timestamp_ms: int) -> list[dict[st
     ]
     if version == 0:
         if intent.metadata is None:
-            raise NotFound(f"{intent.operation}: found no table, expected one to commit to.")
+            raise NotFoundError(f"{intent.operation}: found no table, expected one to commit to.")
         actions.append({"protocol": intent.metadata.protocol()})
     if intent.metadata is not None:
         actions.append({"metaData": intent.metadata.to_action()})

@@ -24,19 +24,19 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.errors import (
-    FormatTooNew,
-    LogCorrupt,
-    NotFound,
+    FormatTooNewError,
+    LogCorruptError,
+    NotFoundError,
     ReplayLakeError,
 )
 from replaylake.datastore.storage.log.checkpoint import prepare
 from replaylake.datastore.storage.log.commit_file import Intent, check_applies, decode, encode
 from replaylake.datastore.storage.log.folder import (
-    FETCHED_AT_ONCE,
+    FETCH_BATCH,
     Actions,
     Listing,
     LogFolder,
-    info_of,
+    extract_commit_info,
 )
 from replaylake.datastore.storage.log.state import LogState
 from replaylake.datastore.storage.storage import Storage
@@ -45,13 +45,13 @@ CHECKPOINT_INTERVAL: Final = 100
 # A checkpoint has a row for each commit there ever was, as what makes a repeated one a no-op: every
 # 100 commits, those of a run's million commits would take 26 GB. So from here on they are written
 # as much more seldom as they are larger.
-_ROWS_AN_INTERVAL: Final = 10_000
+_ROWS_PER_INTERVAL: Final = 10_000
 # In the info of an expiry's commit: the infos of commits that were dropped and are not forgotten.
 EARLIER: Final = "earlier"
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommitResult:
     """The version that holds an intent, and whether it was there before this call."""
 
     version: int
@@ -77,19 +77,23 @@ class CommitLog:
         )
 
     def newest(self) -> LogState:
-        """Return the newest state: two probes if nothing is new. Raises: NotFound, LogCorrupt."""
+        """Return the newest state: two probes if nothing is new.
+
+        Raises: NotFoundError, LogCorruptError.
+        """
         with self._lock:
             known = self._newest
             state = self._followed(known) if known.version >= 0 else self._opened()
             self._newest = state
         if state.version < 0:
-            raise NotFound(f"{self.folder.path}: found no version 0, expected a table.")
+            raise NotFoundError(f"{self.folder.path}: found no version 0, expected a table.")
         return state
 
     def at(self, version: int) -> LogState:
         """Return the state at a version.
 
-        Raises: NotFound if it lies in the future or before the oldest that is kept, LogCorrupt.
+        Raises: NotFoundError if it lies in the future or before the oldest that is kept,
+        LogCorruptError.
         """
         newest = self.newest()
         if version == newest.version:
@@ -98,20 +102,20 @@ class CommitLog:
         self._check_kept(version, listing)
         try:
             return self._replayed(listing, version)
-        except LogCorrupt:
+        except LogCorruptError:
             # Damaged, or expired in this moment: a new listing tells.
             self._check_kept(version, self.folder.listing())
             raise
 
     def oldest(self) -> int:
-        """Return the lowest version that can be read. Raises: NotFound, LogCorrupt."""
+        """Return the lowest version that can be read. Raises: NotFoundError, LogCorruptError."""
         self.newest()
         return self.folder.listing().oldest
 
-    def commit(self, build: Callable[[LogState], Intent]) -> Committed:
+    def commit(self, build: Callable[[LogState], Intent]) -> CommitResult:
         """Commit what `build` makes of the newest state, rebuilding when another writer was first.
 
-        Durable when it returns. Raises: CommitConflict if the intent no longer applies, and
+        Durable when it returns. Raises: CommitConflictError if the intent no longer applies, and
         whatever `build` raises.
         """
         while True:
@@ -119,7 +123,7 @@ class CommitLog:
             intent = build(state)
             original = state.transactions.get(intent.transaction)
             if original is not None:
-                return Committed(original, True)
+                return CommitResult(original, True)
             check_applies(intent, state)
             version = state.version + 1
             path = self.folder.commit_path(version)
@@ -135,7 +139,7 @@ class CommitLog:
                     self._newest = made
             if _is_checkpoint_due(made):
                 self._checkpointer.start(made)
-            return Committed(version, False)
+            return CommitResult(version, False)
 
     def checkpoint(self, version: int) -> None:
         """Write a Delta checkpoint of a version; `_last_checkpoint` names it or a newer one."""
@@ -152,13 +156,18 @@ class CommitLog:
         # Other engines drop the commit of a checkpoint, too.
         first = max(since, listing.oldest, *listing.commits[:1])
         commits = self._commits(first, newest)
-        infos = [info_of(version, actions) for version, actions in enumerate(commits, first)]
+        infos = [
+            extract_commit_info(version, actions) for version, actions in enumerate(commits, first)
+        ]
         remembered = [info.pop(EARLIER) for info in infos if EARLIER in info][-1:]
         dropped = [info for info in chain(*remembered) if since <= info["version"] < first]
         return dropped + infos
 
     def actions(self, version: int) -> list[dict[str, Any]]:
-        """Return the Delta actions of one version's commit. Raises: NotFound, LogCorrupt."""
+        """Return the Delta actions of one version's commit.
+
+        Raises: NotFoundError, LogCorruptError.
+        """
         actions = self.folder.commit(version) if version >= 0 else None
         if actions is None:
             self._check_kept(version, self.folder.listing())
@@ -166,13 +175,16 @@ class CommitLog:
         return actions
 
     def info(self, version: int) -> dict[str, Any]:
-        """Return the commitInfo of one version, as `history` does. Raises: NotFound, LogCorrupt."""
-        return info_of(version, self.actions(version))
+        """Return the commitInfo of one version, as `history` does.
+
+        Raises: NotFoundError, LogCorruptError.
+        """
+        return extract_commit_info(version, self.actions(version))
 
     def _newest_or_empty(self) -> LogState:
         try:
             return self.newest()
-        except NotFound:
+        except NotFoundError:
             return LogState()
 
     def _opened(self) -> LogState:
@@ -190,7 +202,7 @@ class CommitLog:
             try:
                 state = self._replayed(listing, listing.newest)
                 return self._applied(state, self._probed(state.version + 1))
-            except LogCorrupt:
+            except LogCorruptError:
                 # Files have expired since, or an older checkpoint serves, or it is damage.
                 whole = self.folder.listing()
                 if whole.oldest == listing.oldest:
@@ -233,16 +245,16 @@ class CommitLog:
         for at in reversed([v for v in listing.checkpoints if listing.oldest <= v <= version]):
             try:
                 base = self.folder.checkpoint(at) or base
-            except FormatTooNew as error:
-                raise FormatTooNew(f"{self.folder.path}: {error}") from error
-            except LogCorrupt as error:
+            except FormatTooNewError as error:
+                raise FormatTooNewError(f"{self.folder.path}: {error}") from error
+            except LogCorruptError as error:
                 # Costs only time, while an older one or all commits are there.
                 failure = error
             if base.version >= 0:
                 break
         try:
             return self._applied(base, self._commits(base.version + 1, version))
-        except LogCorrupt as error:
+        except LogCorruptError as error:
             if failure is not None and base.version < 0:
                 raise failure from error
             raise
@@ -251,7 +263,7 @@ class CommitLog:
         """Return the actions of a range of commits, each of which has to be there."""
         found: list[Actions] = []
         while (start := first + len(found)) <= last:
-            versions = range(start, min(start + FETCHED_AT_ONCE, last + 1))
+            versions = range(start, min(start + FETCH_BATCH, last + 1))
             for version, actions in zip(versions, self.folder.commits(versions), strict=True):
                 if actions is None:
                     raise self._hole(version, last)
@@ -270,10 +282,10 @@ class CommitLog:
             return state
         try:
             return state.apply(commits)
-        except FormatTooNew as error:
-            raise FormatTooNew(f"{self.folder.path}: {error}") from error
+        except FormatTooNewError as error:
+            raise FormatTooNewError(f"{self.folder.path}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LogCorrupt(
+            raise LogCorruptError(
                 f"{self.folder.path}: versions {state.version + 1}..{state.version + len(commits)} "
                 f"hold an action without what Delta requires ({error!r}). Restore the files from a "
                 "copy of the lake."
@@ -283,13 +295,13 @@ class CommitLog:
         newest = self.newest().version
         if not listing.oldest <= version <= newest:
             dropped = "" if listing.oldest <= 0 else "; those before were dropped from the log"
-            raise NotFound(
+            raise NotFoundError(
                 f"version {version}: not in {self.folder.path}, which has "
                 f"{max(listing.oldest, 0)}..{newest}{dropped}."
             )
 
-    def _hole(self, version: int, newest: int) -> LogCorrupt:
-        return LogCorrupt(
+    def _hole(self, version: int, newest: int) -> LogCorruptError:
+        return LogCorruptError(
             f"{self.folder.commit_path(version)}: missing, expected every version up to {newest}. "
             "Restore the file from a copy of the lake."
         )
@@ -299,7 +311,7 @@ def _is_checkpoint_due(state: LogState) -> bool:
     if not state.version or state.version % CHECKPOINT_INTERVAL:
         return False
     # Counted at a hundredth of all versions only: it merges what the state shares.
-    times = max(1, state.num_actions // _ROWS_AN_INTERVAL)
+    times = max(1, state.num_actions // _ROWS_PER_INTERVAL)
     return state.version % (times * CHECKPOINT_INTERVAL) == 0
 
 

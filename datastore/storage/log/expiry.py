@@ -13,17 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from replaylake.datastore.errors import LogCorrupt
+from replaylake.datastore.errors import LogCorruptError
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.commit_log import EARLIER, CommitLog
-from replaylake.datastore.storage.log.folder import LogFolder, info_of
+from replaylake.datastore.storage.log.folder import LogFolder, extract_commit_info
 from replaylake.datastore.storage.log.state import LogState
 
 _OPERATION: Final = "EXPIRE LOG"
 
 
 @dataclass(frozen=True)
-class Expired:
+class ExpiryResult:
     """The oldest version that is left, and the log files that were dropped, or would be."""
 
     oldest: int
@@ -36,7 +36,7 @@ def expire(
     *,
     dry_run: bool = False,
     check: Callable[[], None] | None = None,
-) -> Expired:
+) -> ExpiryResult:
     """Drop the versions before `oldest` from a log; shards are not touched.
 
     `check` is called before the first is dropped, and what it raises is raised: all the reading
@@ -44,8 +44,8 @@ def expire(
 
     Which (producer, sequence) was committed is kept, so nothing can be committed a second time.
     Repeating it after a crash goes on where that stopped. Cost: a checkpoint, one reading of all
-    commits, one deletion per file. Raises: NotFound if there is no such version, LogCorrupt if what
-    would be left cannot be read.
+    commits, one deletion per file. Raises: NotFoundError if there is no such version,
+    LogCorruptError if what would be left cannot be read.
     """
     state = log.at(oldest)
     folder = log.folder
@@ -56,38 +56,38 @@ def expire(
     # the commits after them, and at last those, upwards: CommitLog takes one that still stands to
     # mean that none after it has gone.
     paths = [*commits[:1], *checkpoints, *commits[1:]]
-    if commits and all(_is_own(folder, v) for v in listing.commits if v < oldest):
+    if commits and all(_is_expiry_record(folder, v) for v in listing.commits if v < oldest):
         # Another would take their place, and so on at each expiry: they go with the next others.
         paths = []
     if paths and not dry_run:
-        _remember(log, oldest)
-        _secure(folder, state)
+        _record_expiry(log, oldest)
+        _ensure_checkpoint(folder, state)
         if check is not None:
             check()
         for path in paths:
             folder.storage.delete([path])
-    return Expired(oldest, tuple(paths))
+    return ExpiryResult(oldest, tuple(paths))
 
 
-def _remember(log: CommitLog, oldest: int) -> None:
+def _record_expiry(log: CommitLog, oldest: int) -> None:
     earlier = [info for info in log.history() if info["version"] < oldest and "source" in info]
     if earlier:
         intent = Intent(f"expire/{oldest}", 0, _OPERATION, info={EARLIER: earlier})
         log.commit(lambda _: intent)
 
 
-def _is_own(folder: LogFolder, version: int) -> bool:
+def _is_expiry_record(folder: LogFolder, version: int) -> bool:
     """Whether a commit only remembers others; also where another expiry dropped it meanwhile."""
     actions = folder.commit(version)
-    return actions is None or info_of(version, actions).get("operation") == _OPERATION
+    return actions is None or extract_commit_info(version, actions).get("operation") == _OPERATION
 
 
-def _secure(folder: LogFolder, state: LogState) -> None:
+def _ensure_checkpoint(folder: LogFolder, state: LogState) -> None:
     """See to it that the log can be read from `state.version` on without what came before."""
     if _read(folder, state.version) != state:
         folder.write_checkpoint(state)
         if _read(folder, state.version) != state:
-            raise LogCorrupt(
+            raise LogCorruptError(
                 f"{folder.checkpoint_path(state.version)}: found another state than was written, "
                 "expected the same. Nothing was dropped; check the disk with `replaylake fsck`."
             )
@@ -99,5 +99,5 @@ def _secure(folder: LogFolder, state: LogState) -> None:
 def _read(folder: LogFolder, version: int) -> LogState | None:
     try:
         return folder.checkpoint(version)
-    except LogCorrupt:
+    except LogCorruptError:
         return None

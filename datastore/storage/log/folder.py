@@ -15,7 +15,7 @@ from replaylake.datastore.storage.storage import Storage
 
 Actions: TypeAlias = list[dict[str, Any]]
 # Over a network, commits are read side by side, but not all 10,000 of a log in memory at once.
-FETCHED_AT_ONCE: Final = 256
+FETCH_BATCH: Final = 256
 _NAME: Final = re.compile(r"(\d{20})\.(json|checkpoint\.parquet)")
 
 
@@ -70,7 +70,10 @@ class LogFolder:
         return listing
 
     def commits(self, versions: Sequence[int]) -> list[Actions | None]:
-        """Return the actions of commits, None where there is no such file. Raises: LogCorrupt."""
+        """Return the actions of commits, None where there is no such file.
+
+        Raises: LogCorruptError.
+        """
         paths = [self.commit_path(version) for version in versions]
         blobs = self.storage.get_many(paths)
         return [
@@ -79,7 +82,7 @@ class LogFolder:
         ]
 
     def commit(self, version: int) -> Actions | None:
-        """Return the actions of a commit, or None if there is none. Raises: LogCorrupt."""
+        """Return the actions of a commit, or None if there is none. Raises: LogCorruptError."""
         data = self.storage.get(self.commit_path(version))
         return None if data is None else decode(data, self.commit_path(version))
 
@@ -87,7 +90,7 @@ class LogFolder:
         return self.storage.get(self.commit_path(version)) is not None
 
     def checkpoint(self, version: int) -> LogState | None:
-        """Return the state of a checkpoint. Raises: LogCorrupt, FormatTooNew."""
+        """Return the state of a checkpoint. Raises: LogCorruptError, FormatTooNewError."""
         path = self.checkpoint_path(version)
         data = self.storage.get(path)
         if data is None:
@@ -121,7 +124,7 @@ class LogFolder:
         self.storage.put(self.pointer_path, json.dumps(pointer).encode())
 
 
-def info_of(version: int, actions: Actions) -> dict[str, Any]:
+def extract_commit_info(version: int, actions: Actions) -> dict[str, Any]:
     """Return a commit's commitInfo, with its version."""
     found = [action["commitInfo"] for action in actions if "commitInfo" in action]
     return {"version": version, **(found[0] if found else {})}

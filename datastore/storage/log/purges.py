@@ -71,24 +71,24 @@ class Purges:
         """Return the purges of a dataset, or of all, oldest first."""
         if not self._log.exists():
             return []
-        return purges_in(self._log.newest(), dataset)
+        return list_purges(self._log.newest(), dataset)
 
     def of_version(self, dataset: str, version: int) -> Purge | None:
         """Return the first purge that made a version unreadable; None if none did."""
         return next((purge for purge in self.list(dataset) if purge.broke(version)), None)
 
 
-def purges_in(state: LogState, dataset: str | None = None) -> list[Purge]:
+def list_purges(state: LogState, dataset: str | None = None) -> list[Purge]:
     """Return the purges that a state of the lake's log names, oldest first."""
     found = []
     for key, text in state.entries.items():
         kind, _, rest = key.partition("/")
         if kind == _PREFIX and dataset in (None, rest.partition("/")[0]):
-            found.append(_parsed(json.loads(text)))
+            found.append(_parse_purge(json.loads(text)))
     return sorted(found, key=lambda purge: purge.id)
 
 
-def _parsed(body: Mapping[str, Any]) -> Purge:
+def _parse_purge(body: Mapping[str, Any]) -> Purge:
     versions = tuple((int(first), int(last)) for first, last in body["versions"])
     texts = {name: tuple(body[name]) for name in ("paths", "tags")}
     return Purge(**{**body, **texts, "versions": versions})

@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 # A copy holds up to about as many changes as keeps both costs even: copying them for each commit,
 # and merging them into all keys now and then.
-_FEWEST_CHANGES = 64
+_MIN_CHANGES = 64
 
 
-class SharedMap(Mapping[str, Value], Generic[Value]):
+class PersistentMap(Mapping[str, Value], Generic[Value]):
     """A dict that is never altered, and over it the few keys that have changed since.
 
     A commit changes one key of thousands; copying them all for each commit made up a third of its
@@ -28,18 +28,18 @@ class SharedMap(Mapping[str, Value], Generic[Value]):
         self._layers = (dict(base or {}), changes)
 
     @classmethod
-    def of(cls, mapping: Mapping[str, Value]) -> SharedMap[Value]:
+    def of(cls, mapping: Mapping[str, Value]) -> PersistentMap[Value]:
         """Return the mapping itself if it is shared already."""
-        return mapping if isinstance(mapping, SharedMap) else cls(mapping)
+        return mapping if isinstance(mapping, PersistentMap) else cls(mapping)
 
-    def changed(self, changes: Mapping[str, Value | None]) -> SharedMap[Value]:
+    def changed(self, changes: Mapping[str, Value | None]) -> PersistentMap[Value]:
         """Return a copy with further keys set, and those with None gone."""
         if not changes:
             return self
         base, earlier = self._layers
-        copy = SharedMap[Value]()
+        copy = PersistentMap[Value]()
         copy._layers = (base, {**earlier, **changes})
-        if len(copy._layers[1]) > max(_FEWEST_CHANGES, math.isqrt(len(base))):
+        if len(copy._layers[1]) > max(_MIN_CHANGES, math.isqrt(len(base))):
             copy._merged()
         return copy
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from replaylake.datastore.errors import FormatTooNew
-from replaylake.datastore.storage.log.shared_map import SharedMap
+from replaylake.datastore.errors import FormatTooNewError
+from replaylake.datastore.storage.log.shared_map import PersistentMap
 
 FORMAT_VERSION: Final = 1
 _FORMAT_KEY: Final = "replaylake.format_version"
@@ -83,11 +83,11 @@ class TableMetadata:
 
     @classmethod
     def from_action(cls, action: Mapping[str, Any]) -> TableMetadata:
-        """Read the body of a Delta `metaData`. Raises: FormatTooNew."""
+        """Read the body of a Delta `metaData`. Raises: FormatTooNewError."""
         configuration = dict(action["configuration"])
         found = int(configuration.get(_FORMAT_KEY, FORMAT_VERSION))
         if found > FORMAT_VERSION:
-            raise FormatTooNew(
+            raise FormatTooNewError(
                 f"found format version {found}, expected at most "
                 f"{FORMAT_VERSION}. Install ReplayLake {configuration.get(_WRITER_KEY, 'newer')} "
                 "or later to open it."
@@ -137,7 +137,7 @@ class LogState:
         return 2 + len(self.files) + len(self.transactions) + len(self.entries)
 
     def apply(self, commits: Iterable[Iterable[Mapping[str, Any]]]) -> LogState:
-        """Return the state after further commits, oldest first. Raises: FormatTooNew."""
+        """Return the state after further commits, oldest first. Raises: FormatTooNewError."""
         version, metadata, protocol = self.version, self.metadata, self.protocol
         timestamp_ms = self.timestamp_ms
         files: dict[str, FileEntry | None] = {}
@@ -160,23 +160,23 @@ class LogState:
                 elif raw := action.get("metaData"):
                     metadata = TableMetadata.from_action(raw)
                 elif raw := action.get("protocol"):
-                    protocol = _checked_protocol(raw)
+                    protocol = _check_protocol(raw)
         return LogState(
             version,
             metadata,
             protocol,
-            SharedMap.of(self.files).changed(files),
-            SharedMap.of(self.transactions).changed(transactions),
-            SharedMap.of(self.entries).changed(entries),
+            PersistentMap.of(self.files).changed(files),
+            PersistentMap.of(self.transactions).changed(transactions),
+            PersistentMap.of(self.entries).changed(entries),
             timestamp_ms,
         )
 
 
-def _checked_protocol(protocol: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_protocol(protocol: Mapping[str, Any]) -> Mapping[str, Any]:
     reader = int(protocol.get("minReaderVersion") or 1)
     unknown = set(protocol.get("writerFeatures") or []) - _KNOWN_WRITER_FEATURES
     if reader > _READER_VERSION or unknown:
-        raise FormatTooNew(
+        raise FormatTooNewError(
             f"found Delta reader version {reader}, writer features {sorted(unknown)}, expected "
             f"reader version {_READER_VERSION} and none of them. Another engine upgraded the "
             "table; read it with that engine, or restore the log from before."

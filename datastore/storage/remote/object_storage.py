@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from replaylake.datastore.errors import (
-    ExtraMissing,
-    FailedInPassing,
-    NameRefused,
-    ShardCorrupt,
-    StorageFailed,
+    ExtraMissingError,
+    InvalidNameError,
+    ShardCorruptError,
+    StorageError,
+    TransientStorageError,
 )
 from replaylake.datastore.storage.remote.shard_cache import PARALLEL_REQUESTS, ShardCache
 from replaylake.datastore.storage.storage import Blob, StoredFile
@@ -52,7 +52,7 @@ ENDPOINTS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreHandles:
     """Handles on one prefix: `retrying` repeats what fails in passing, `once` does not."""
 
     scheme: str
@@ -61,19 +61,19 @@ class Store:
     once: ObjectStore
 
 
-def open_store(scheme: str, bucket: str, prefix: str) -> Store:
-    """Return handles; nothing is sent yet. Raises: ExtraMissing, StorageFailed."""
+def open_store(scheme: str, bucket: str, prefix: str) -> StoreHandles:
+    """Return handles; nothing is sent yet. Raises: ExtraMissingError, StorageError."""
     try:
         import obstore.exceptions
         import obstore.store as stores
     except ModuleNotFoundError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             f"{scheme}://: found no obstore, expected it for a lake on an object store. Install "
             "replaylake[remote]."
         ) from error
     if scheme == "memory":
         memory = stores.MemoryStore()
-        return Store(scheme, bucket, memory, memory)
+        return StoreHandles(scheme, bucket, memory, memory)
     makers: dict[str, Callable[..., ObjectStore]] = {
         "s3": stores.S3Store,
         "gs": stores.GCSStore,
@@ -85,17 +85,17 @@ def open_store(scheme: str, bucket: str, prefix: str) -> Store:
     client: ClientConfig = {**_CLIENT, "allow_http": without_tls}
     options: dict[str, Any] = {"prefix": prefix or None, "client_options": client}
     try:
-        return Store(
+        return StoreHandles(
             scheme,
             bucket,
-            makers[scheme](bucket, retry_config=_retries(_MAX_RETRIES), **options),
-            makers[scheme](bucket, retry_config=_retries(0), **options),
+            makers[scheme](bucket, retry_config=_retry_config(_MAX_RETRIES), **options),
+            makers[scheme](bucket, retry_config=_retry_config(0), **options),
         )
     except (obstore.exceptions.BaseError, ValueError) as error:
-        raise refusal(scheme, bucket, f"{scheme}://{bucket}", error) from error
+        raise to_storage_error(scheme, bucket, f"{scheme}://{bucket}", error) from error
 
 
-def _retries(max_retries: int) -> RetryConfig:
+def _retry_config(max_retries: int) -> RetryConfig:
     return {
         "max_retries": max_retries,
         "retry_timeout": timedelta(seconds=_RETRY_S),
@@ -113,7 +113,7 @@ class ObjectStorage:
     Whoever may read the bucket reads all of it: `private` adds nothing here.
     """
 
-    def __init__(self, store: Store, url: str, cache: ShardCache, state: Path) -> None:
+    def __init__(self, store: StoreHandles, url: str, cache: ShardCache, state: Path) -> None:
         """Use a store; `state` is this machine's folder for the lake's journals."""
         self._store = store
         self._url = url
@@ -144,30 +144,30 @@ class ObjectStorage:
                 with self._reported(path):
                     obstore.put(self._store.once, key, data, mode="create")
                 return True
-            except _Taken:
+            except _NameTakenError:
                 found = self.get(path)
                 if found is not None:
                     return lost and found == data
                 # S3 says 409 to one of two creates at once, where it may then have neither.
-                last: Exception = StorageFailed(
+                last: Exception = StorageError(
                     f"{self._name(path)}: the store answers that it exists and has no such blob, "
                     "expected one or the other. Run it again."
                 )
-            except FailedInPassing as error:
+            except TransientStorageError as error:
                 lost, last = True, error
             if attempt == _MAX_RETRIES or time.monotonic() + wait_s > deadline:
                 break
             time.sleep(wait_s)
             wait_s *= 2
-        raise FailedInPassing(str(last)) from last
+        raise TransientStorageError(str(last)) from last
 
     def get(self, path: str) -> bytes | None:
-        """Return the blob, or None if there is none. Raises: StorageFailed if no bucket is."""
+        """Return the blob, or None if there is none. Raises: StorageError if no bucket is."""
         with self._reported(path):
             try:
                 return bytes(_obstore().get(self._store.retrying, _key(path)).bytes())
             except FileNotFoundError as error:
-                if is_of_bucket(error):
+                if is_missing_bucket(error):
                     raise
                 return None
 
@@ -212,7 +212,7 @@ class ObjectStorage:
             try:
                 obstore.delete(self._store.retrying, keys)
             except FileNotFoundError as error:
-                if is_of_bucket(error):
+                if is_missing_bucket(error):
                     raise
                 # Stores without a call for many answer for each, also that there was none.
                 for key in keys:
@@ -245,15 +245,15 @@ class ObjectStorage:
         return self._state / _key(path)
 
     def _copy(self, blob: Blob, target: Path) -> None:
-        """Stream a blob into a new file. Raises: ShardCorrupt, StorageFailed."""
+        """Stream a blob into a new file. Raises: ShardCorruptError, StorageError."""
         digest, num_bytes = hashlib.sha256(), 0
         with self._reported(blob.path):
             try:
                 got = _obstore().get(self._store.retrying, blob.path)
             except FileNotFoundError as error:
-                if is_of_bucket(error):
+                if is_missing_bucket(error):
                     raise
-                raise ShardCorrupt(
+                raise ShardCorruptError(
                     f"{self._name(blob.path)}: found no such file, expected the one that the log "
                     "names. Restore it from a copy of the lake."
                 ) from error
@@ -265,7 +265,7 @@ class ObjectStorage:
                 num_bytes += len(chunk)
         found = digest.hexdigest()
         if blob.size_bytes not in (-1, num_bytes) or blob.sha256 not in ("", found):
-            raise ShardCorrupt(
+            raise ShardCorruptError(
                 f"{self._name(blob.path)}: found {num_bytes} bytes of sha256 {found[:16]}, "
                 f"expected {'any number' if blob.size_bytes < 0 else blob.size_bytes} of "
                 f"{blob.sha256[:16]} as committed. Restore the file from a copy of the lake."
@@ -285,16 +285,18 @@ class ObjectStorage:
         try:
             yield
         except exceptions.AlreadyExistsError as error:
-            raise _Taken from error
+            raise _NameTakenError from error
         except (exceptions.BaseError, OSError, ValueError) as error:
             denied = isinstance(
                 error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
             )
             store, name = self._store, self._name(path)
-            raise refusal(store.scheme, store.bucket, name, error, denied=denied) from error
+            raise to_storage_error(
+                store.scheme, store.bucket, name, error, denied=denied
+            ) from error
 
 
-class _Taken(Exception):
+class _NameTakenError(Exception):
     """A create found the name taken, perhaps by itself."""
 
 
@@ -307,16 +309,16 @@ def _obstore() -> Any:
 def _key(path: str) -> str:
     """Return a path that stays below the prefix and, in the cache, below its folder."""
     if path and (any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path):
-        raise NameRefused(
+        raise InvalidNameError(
             f"{path!r}: expected the path of a file inside of the lake, such as dataset/shards/x. "
             "Something other than ReplayLake wrote it."
         )
     return path
 
 
-_SIGNS_OF_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
+_MISSING_BUCKET_SIGNS: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 # What is asked where the environment has no credentials.
-_SIGNS_OF_NO_CREDENTIALS: Final = (
+_MISSING_CREDENTIALS_SIGNS: Final = (
     "/latest/api/token",
     "/meta-data/iam",
     "computeMetadata",
@@ -332,34 +334,34 @@ _CREDENTIALS: Final = {
 }
 
 
-def is_of_bucket(error: Exception) -> bool:
+def is_missing_bucket(error: Exception) -> bool:
     """Whether it is the bucket that is not there."""
-    return any(sign in str(error) for sign in _SIGNS_OF_NO_BUCKET)
+    return any(sign in str(error) for sign in _MISSING_BUCKET_SIGNS)
 
 
-def refusal(
+def to_storage_error(
     scheme: str, bucket: str, name: str, error: Exception, *, denied: bool = False
-) -> StorageFailed:
+) -> StorageError:
     """Return what to raise for obstore's error on `name`; `denied` where it is of that class."""
     text = str(error)
     # A shared access signature is a secret, and in the query.
     said = re.sub(r"\?\S*", "", text.split("\n\n")[0].replace("\n", " "))[:300]
     variables = _CREDENTIALS[scheme]
-    if is_of_bucket(error):
-        return StorageFailed(
+    if is_missing_bucket(error):
+        return StorageError(
             f"{name}: found no bucket {bucket!r}, expected one. Make it, or check --lake."
         )
-    if any(sign in text for sign in _SIGNS_OF_NO_CREDENTIALS):
-        return StorageFailed(
+    if any(sign in text for sign in _MISSING_CREDENTIALS_SIGNS):
+        return StorageError(
             f"{name}: found no credentials, expected {variables} in the environment. Set them; "
             "docs/STORAGE.md names all that are read."
         )
     if denied or re.search(r"status code: 40[013]\b", text):
-        return StorageFailed(
+        return StorageError(
             f"{name}: the store refused ({said}), expected credentials that may list, read and "
             f"write there. Check {variables} and what they may do."
         )
-    kind = StorageFailed if re.search(r"status code: [34]\d\d", text) else FailedInPassing
+    kind = StorageError if re.search(r"status code: [34]\d\d", text) else TransientStorageError
     if re.search(r"kind: (Connect|Timeout)\b", text):
         return kind(
             f"{name}: no answer ({said}), expected an object store there. Check the network and "

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.errors import ConfigInvalid, StorageFailed
+from replaylake.datastore.errors import ConfigInvalidError, StorageError
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.storage import Blob
 
@@ -34,8 +34,8 @@ PARALLEL_REQUESTS: Final = 16
 _IN_USE_S: Final = 86_400.0
 _ABANDONED_S: Final = 86_400.0
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_OWN: Final = ("leases", "tmp", "lock")
-_homes: set[Path] = set()  # caches in use by this process
+_RESERVED_NAMES: Final = ("leases", "tmp", "lock")
+_cache_folders: set[Path] = set()  # caches in use by this process
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CacheConfig:
     def from_environment(cls, environment: Mapping[str, str]) -> CacheConfig:
         """Read REPLAYLAKE_CACHE, else XDG_CACHE_HOME; and REPLAYLAKE_CACHE_BYTES, such as 50GB.
 
-        Raises: ConfigInvalid.
+        Raises: ConfigInvalidError.
         """
         home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         folder = Path(environment.get("REPLAYLAKE_CACHE") or Path(home) / "replaylake").absolute()
@@ -61,7 +61,7 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
-class Trimmed:
+class CacheTrimResult:
     """What a trim removed, and what is left."""
 
     num_files: int
@@ -71,12 +71,12 @@ class Trimmed:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that `20GB`, `500 MB` or `1000` stand for. Raises: ConfigInvalid."""
+    """Return the bytes that `20GB`, `500 MB` or `1000` stand for. Raises: ConfigInvalidError."""
     number = text.strip().upper()
     unit = next((u for u in ("KB", "MB", "GB", "TB") if number.endswith(u)), "")
     digits = number.removesuffix(unit).strip()
     if not (digits.isascii() and digits.isdecimal()):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"REPLAYLAKE_CACHE_BYTES: found {text!r}, expected a number of bytes such as 20GB."
         )
     return int(digits) * _UNITS[unit]
@@ -84,7 +84,7 @@ def parse_bytes(text: str) -> int:
 
 def is_copy(path: Path) -> bool:
     """Whether a path lies in a cache that this process uses, and may so be gone another day."""
-    return any(path.is_relative_to(home) for home in _homes)
+    return any(path.is_relative_to(home) for home in _cache_folders)
 
 
 def discard_copy(path: Path) -> bool:
@@ -95,10 +95,10 @@ def discard_copy(path: Path) -> bool:
     return False
 
 
-def trim_cache(max_bytes: int | None = None) -> Trimmed:
+def trim_cache(max_bytes: int | None = None) -> CacheTrimResult:
     """Remove the least recently used copies of all lakes until they fit into `max_bytes`.
 
-    By default into the cap that the environment names. Raises: StorageFailed.
+    By default into the cap that the environment names. Raises: StorageError.
     """
     config = CacheConfig.from_environment(os.environ)
     return _trim(config.folder, config.max_bytes if max_bytes is None else max_bytes)
@@ -111,7 +111,7 @@ class ShardCache:
         """Use the folder `lake`, a plain name, in the cache."""
         self.config = config
         self.folder = config.folder / lake
-        _homes.add(config.folder)
+        _cache_folders.add(config.folder)
         self._lock = threading.Lock()
         self._unseen_bytes = config.max_bytes  # copied since the cache was measured; at first: do
 
@@ -119,17 +119,21 @@ class ShardCache:
         """Return files that hold the blobs, those that are not here copied side by side.
 
         `copy` writes a blob to a new file and raises where it is not what was asked for. Raises:
-        what it raises, StorageFailed; no half of a copy is ever found by its name.
+        what it raises, StorageError; no half of a copy is ever found by its name.
         """
         paths = [self.folder / blob.path for blob in blobs]
         home = self.config.folder
-        with _told(home):
+        with _translate_os_errors(home):
             _make_folders(home)
-            with locked(home, exclusive=False):
-                lease = own_lease(home)
+            with lock_cache(home, exclusive=False):
+                lease = get_process_lease(home)
                 lease.add(paths)
                 # A set: the same blob may be asked for twice.
-                missing = {b.path: b for b, p in zip(blobs, paths, strict=True) if not _used(p, b)}
+                missing = {
+                    b.path: b
+                    for b, p in zip(blobs, paths, strict=True)
+                    if not _touch_if_present(p, b)
+                }
         try:
             self._copy_all(list(missing.values()), copy)
         except BaseException:
@@ -142,15 +146,15 @@ class ShardCache:
         home = self.config.folder
         if not home.is_dir():
             return
-        with _told(home), locked(home, exclusive=False):
-            own_lease(home).remove([self.folder / blob.path for blob in blobs])
+        with _translate_os_errors(home), lock_cache(home, exclusive=False):
+            get_process_lease(home).remove([self.folder / blob.path for blob in blobs])
 
     def forget(self, paths: Iterable[str]) -> None:
         """Remove copies, even those in use."""
         home = self.config.folder
         if not home.is_dir():
             return
-        with _told(home), locked(home, exclusive=True):
+        with _translate_os_errors(home), lock_cache(home, exclusive=True):
             for path in paths:
                 (self.folder / path).unlink(missing_ok=True)
 
@@ -179,7 +183,7 @@ class ShardCache:
         temporary = self.config.folder / "tmp" / new_ulid()
         target = self.folder / blob.path
         try:
-            with _told(self.config.folder):
+            with _translate_os_errors(self.config.folder):
                 copy(blob, temporary)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 num_bytes = temporary.stat().st_size
@@ -190,14 +194,14 @@ class ShardCache:
                 temporary.unlink(missing_ok=True)
 
 
-def _trim(home: Path, max_bytes: int) -> Trimmed:
+def _trim(home: Path, max_bytes: int) -> CacheTrimResult:
     if not home.is_dir():
-        return Trimmed(0, 0, 0, 0)
+        return CacheTrimResult(0, 0, 0, 0)
     now = time.time()
-    with _told(home):
+    with _translate_os_errors(home):
         _make_folders(home)
-        with locked(home, exclusive=True):
-            held = leased(home)
+        with lock_cache(home, exclusive=True):
+            held = collect_leased_names(home)
             copies = sorted(_copies(home))
             left = sum(size for _, size, _ in copies)
             num_files = num_bytes = in_use = 0
@@ -211,14 +215,14 @@ def _trim(home: Path, max_bytes: int) -> Trimmed:
                 with suppress(FileNotFoundError):
                     if now - path.stat().st_mtime > _ABANDONED_S:
                         path.unlink()
-    return Trimmed(num_files, num_bytes, left - num_bytes, in_use)
+    return CacheTrimResult(num_files, num_bytes, left - num_bytes, in_use)
 
 
 def _copies(home: Path) -> Iterator[tuple[float, int, str]]:
     """Yield (time of last use, bytes, name) of each copy."""
     for parent, folders, files in os.walk(home):
         if parent == str(home):
-            folders[:] = [name for name in folders if name not in _OWN]
+            folders[:] = [name for name in folders if name not in _RESERVED_NAMES]
             continue
         for file in files:
             path = os.path.join(parent, file)
@@ -227,7 +231,7 @@ def _copies(home: Path) -> Iterator[tuple[float, int, str]]:
                 yield stat.st_mtime, stat.st_size, os.path.relpath(path, home)
 
 
-def _used(path: Path, blob: Blob) -> bool:
+def _touch_if_present(path: Path, blob: Blob) -> bool:
     """Whether the copy is here, as long as it should be; marks it as used now."""
     try:
         if blob.size_bytes not in (-1, path.stat().st_size):
@@ -244,18 +248,18 @@ def _make_folders(home: Path) -> None:
 
 
 @contextmanager
-def _told(home: Path) -> Iterator[None]:
+def _translate_os_errors(home: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageFailed(
+        raise StorageError(
             f"cache {home}: {error.strerror or error}, expected to keep copies of a remote lake's "
             "files there. Make room, or name another folder with REPLAYLAKE_CACHE."
         ) from error
 
 
 @contextmanager
-def locked(home: Path, *, exclusive: bool) -> Iterator[None]:
+def lock_cache(home: Path, *, exclusive: bool) -> Iterator[None]:
     """Hold the cache's lock: shared to look copies up, exclusive to choose some to remove."""
     fd = os.open(home / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
@@ -265,7 +269,7 @@ def locked(home: Path, *, exclusive: bool) -> Iterator[None]:
         os.close(fd)
 
 
-class Lease:
+class CacheLease:
     """The names that this process may still read, in a file that it holds while it lives."""
 
     def __init__(self, home: Path) -> None:
@@ -303,21 +307,21 @@ class Lease:
             os.write(self._fd, "".join(f"{sign}{name}\n" for name in names).encode())
 
 
-_leases: dict[tuple[Path, int], Lease] = {}
+_leases: dict[tuple[Path, int], CacheLease] = {}
 _leases_lock = threading.Lock()
 
 
-def own_lease(home: Path) -> Lease:
+def get_process_lease(home: Path) -> CacheLease:
     """Return this process's lease; call it with the cache locked, since the first call makes it."""
     # A forked child has a lease of its own: what it lets go of, its parent may still read.
     key = (home, os.getpid())
     with _leases_lock:
         if (lease := _leases.get(key)) is None:
-            lease = _leases[key] = Lease(home)
+            lease = _leases[key] = CacheLease(home)
         return lease
 
 
-def leased(home: Path) -> set[str]:
+def collect_leased_names(home: Path) -> set[str]:
     """Return the names that live processes hold; the leases of dead ones go."""
     names: set[str] = set()
     for path in (home / "leases").iterdir():

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import SchemaMismatchError
 
 FIELD_ID: Final = b"PARQUET:field_id"
 _PRIMITIVES: Final[list[tuple[pa.DataType, str, str]]] = [
@@ -45,12 +45,15 @@ def with_field_ids(schema: pa.Schema) -> pa.Schema:
 
 
 def to_delta(schema: pa.Schema) -> str:
-    """Return Delta's schemaString. Raises: SchemaMismatch on a type that Delta lacks."""
+    """Return Delta's schemaString. Raises: SchemaMismatchError on a type that Delta lacks."""
     return json.dumps(_struct_to_delta(schema))
 
 
 def to_duckdb(kind: pa.DataType) -> str:
-    """Return the DuckDB type that reads a column of this Arrow type. Raises: SchemaMismatch."""
+    """Return the DuckDB type that reads a column of this Arrow type.
+
+    Raises: SchemaMismatchError.
+    """
     kind = plain_type(kind)
     for arrow, _, sql in _PRIMITIVES:
         if kind.equals(arrow):
@@ -64,7 +67,7 @@ def to_duckdb(kind: pa.DataType) -> str:
     if pa.types.is_struct(kind):
         inner = ", ".join(f'"{field.name}" {to_duckdb(field.type)}' for field in kind)
         return f"STRUCT({inner})"
-    raise SchemaMismatch(f"column type {kind}: no Delta or SQL type holds it. Cast it first.")
+    raise SchemaMismatchError(f"column type {kind}: no Delta or SQL type holds it. Cast it first.")
 
 
 def _struct_to_delta(fields: Any, parent: str = "") -> dict[str, Any]:
@@ -104,7 +107,7 @@ def _to_delta(kind: pa.DataType, name: str) -> Any:
         }
     if pa.types.is_struct(kind):
         return _struct_to_delta(kind, f"{name}.")
-    raise SchemaMismatch(
+    raise SchemaMismatchError(
         f"column {name!r}: found {kind}, expected a type that Delta and SQL have. Cast it first."
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
-from replaylake.datastore.errors import NotFound, ReplayLakeError, ShardCorrupt
+from replaylake.datastore.errors import NotFoundError, ReplayLakeError, ShardCorruptError
 from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.storage.log.commit_log import CommitLog
 from replaylake.datastore.storage.log.purges import Purges
@@ -15,13 +15,12 @@ from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 
-def check_present(snapshot: TableSnapshot) -> None:
+def check_shards_present(snapshot: TableSnapshot) -> None:
     """Refuse a version whose shards are not all there, before any of its rows is read.
 
     Cost: a look at each file; on an object store one listing.
-    Raises: NotFound for a version whose shards were taken out by a later one and removed since, or
-    purged,
-    ShardCorrupt for a shard that should still be there.
+    Raises: NotFoundError for a version whose shards were taken out by a later one and removed
+    since, or purged, ShardCorruptError for a shard that should still be there.
     """
     paths = [entry.path for entry in snapshot.files]
     missing = missing_files(snapshot.storage, snapshot.root, paths)
@@ -30,24 +29,24 @@ def check_present(snapshot: TableSnapshot) -> None:
     log = CommitLog(snapshot.storage, snapshot.root)
     newest = log.newest()
     if damaged := [path for path in missing if path in newest.files]:
-        place = _place(snapshot, damaged[0])
-        raise ShardCorrupt(
+        place = _display_path(snapshot, damaged[0])
+        raise ShardCorruptError(
             f"{place}: No such file or directory, expected the shard that the log names. Restore "
             "the file from a copy of the lake."
         )
     newest_name = f"Read the newest version, {snapshot.root}@{newest.version}"
     if (purge := _purges(snapshot).of_version(snapshot.root, snapshot.version)) is not None:
         at = datetime.fromtimestamp(purge.started_ms / 1000, UTC).isoformat(timespec="seconds")
-        raise NotFound(
+        raise NotFoundError(
             f"{snapshot.root}@{snapshot.version}: purged at {at} by version {purge.version} "
             f"(purge {purge.id}): {len(missing)} of its {len(snapshot.files)} shards held rows of "
             f"{purge.num_episodes} episodes that had to go from every version, expected all of "
             f"them. {newest_name}."
         )
     found = f"{len(missing)} of its {len(snapshot.files)} shards are gone"
-    raise NotFound(
+    raise NotFoundError(
         f"{snapshot.root}@{snapshot.version}: found that {found}, such as {missing[0]}, expected "
-        f"all of them. {_taken_out(log, snapshot.version, newest.version, missing)} "
+        f"all of them. {_explain_removal(log, snapshot.version, newest.version, missing)} "
         f"{newest_name}; a version that has a tag is kept."
     )
 
@@ -73,14 +72,14 @@ def _purges(snapshot: TableSnapshot) -> Purges:
     return Purges(CommitLog(snapshot.storage, LAKE_ROOT))
 
 
-def _place(snapshot: TableSnapshot, path: str) -> str | Path:
+def _display_path(snapshot: TableSnapshot, path: str) -> str | Path:
     storage = snapshot.storage
     if storage.is_remote:
         return f"{storage.url}/{snapshot.root}/{path}"
     return storage.local(f"{snapshot.root}/{path}")
 
 
-def _taken_out(log: CommitLog, version: int, newest: int, missing: list[str]) -> str:
+def _explain_removal(log: CommitLog, version: int, newest: int, missing: list[str]) -> str:
     """Say which later version took the first of the missing shards out."""
     gone = set(missing)
     try:

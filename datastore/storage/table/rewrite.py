@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import CommitConflict
+from replaylake.datastore.errors import CommitConflictError
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.table import Table, TableCommit, TableSnapshot
 
@@ -24,7 +24,7 @@ ChangeRows = Callable[[pa.Table], pa.Table]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RewritePlan:
     """Which shards change, and how; `info` goes to the commit. Without changes nothing is done.
 
     `dropped` are shards of which no row stays, where that is known without reading them.
@@ -37,7 +37,7 @@ class Plan:
 
 def rewrite(
     table: Table,
-    plan: Callable[[TableSnapshot], Plan],
+    plan: Callable[[TableSnapshot], RewritePlan],
     *,
     producer: str,
     sequence: int,
@@ -48,7 +48,7 @@ def rewrite(
     `plan` is called again when another writer was first. The same (producer, sequence) again
     changes nothing. Memory: one shard before and after its change.
 
-    Raises: ShardCorrupt before anything changes, SchemaMismatch, and what `plan` raises.
+    Raises: ShardCorruptError before anything changes, SchemaMismatchError, and what `plan` raises.
     """
     if (version := table.committed(producer, sequence)) is not None:
         return TableCommit(version, True, 0, 0, 0)
@@ -71,7 +71,7 @@ def rewrite(
                 info=planned.info,
                 removed=[entry.path for entry in (*planned.changes, *planned.dropped)],
             )
-        except CommitConflict:
+        except CommitConflictError:
             # A compactor or another rewrite replaced one of these shards: its rows are elsewhere.
             continue
 

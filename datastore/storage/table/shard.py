@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from replaylake.datastore.errors import ReplayLakeError, ShardCorrupt
+from replaylake.datastore.errors import ReplayLakeError, ShardCorruptError
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.storage.arrow_values import is_list, row_numbers, whole
+from replaylake.datastore.storage.arrow_values import combine_chunks, is_list, row_numbers
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.remote.shard_cache import discard_copy
 from replaylake.datastore.storage.storage import Blob, Storage
@@ -94,7 +94,7 @@ def _without_unused_values(data: pa.Table) -> pa.Table:
     for number, field in enumerate(data.schema):
         if _has_dictionary(field.type):
             # In one piece: of chunks with several dictionaries only the first is written as one.
-            column = _compact_dictionaries(whole(data.column(number)))
+            column = _compact_dictionaries(combine_chunks(data.column(number)))
             data = data.set_column(number, field, column)
     return data
 
@@ -170,26 +170,29 @@ def blob_of(root: str, entry: FileEntry) -> Blob:
 def read_shard(path: Path, entry: FileEntry, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a shard after checking its sha256.
 
-    Columns that this shard is too old to have are left out. Raises: ShardCorrupt.
+    Columns that this shard is too old to have are left out. Raises: ShardCorruptError.
     """
     verify_shard(path, entry)
     return decode_shard(path, columns)
 
 
 def decode_shard(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a shard that `verify_shard` has just passed. Raises: ShardCorrupt."""
+    """Read a shard that `verify_shard` has just passed. Raises: ShardCorruptError."""
     with _decoding(path), pq.ParquetFile(path, pre_buffer=False) as file:
-        return file.read(columns=_present(file, columns))
+        return file.read(columns=_present_columns(file, columns))
 
 
-def verified_groups(path: Path, entry: FileEntry) -> list[int]:
-    """Check a shard's sha256; return the rows of each of its row groups. Raises: ShardCorrupt."""
+def verify_row_groups(path: Path, entry: FileEntry) -> list[int]:
+    """Check a shard's sha256; return the rows of each of its row groups.
+
+    Raises: ShardCorruptError.
+    """
     verify_shard(path, entry)
     with _decoding(path):
         metadata = pq.read_metadata(path)
     sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     if sum(sizes) != entry.num_rows:
-        raise ShardCorrupt(
+        raise ShardCorruptError(
             f"{path}: found {sum(sizes)} rows, expected {entry.num_rows} as committed. Restore the "
             "log and the file from a copy of the lake."
         )
@@ -205,10 +208,12 @@ def decode_row_group(
 ) -> pa.Table:
     """Read one row group of a shard that `verify_shard` has passed, in the calling thread alone.
 
-    Strings of the columns `as_dictionaries` come as dictionaries. Raises: ShardCorrupt.
+    Strings of the columns `as_dictionaries` come as dictionaries. Raises: ShardCorruptError.
     """
     with _row_groups(path, as_dictionaries) as file, _decoding(path):
-        return file.read_row_group(group, columns=_present(file, columns), use_threads=False)
+        return file.read_row_group(
+            group, columns=_present_columns(file, columns), use_threads=False
+        )
 
 
 def row_group_batches(
@@ -223,11 +228,11 @@ def row_group_batches(
 
     columns: names, or paths of leaves such as `smallest_leaf` gives. Decoding as many rows as
     the processor's cache holds takes no longer than all at once (2 cores, 2026-11). Memory: those
-    rows, and a page and a buffer of 256 KiB of each column. Raises: ShardCorrupt.
+    rows, and a page and a buffer of 256 KiB of each column. Raises: ShardCorruptError.
     """
     with _row_groups(path, as_dictionaries) as file:
         batches = file.iter_batches(
-            num_rows, row_groups=[group], columns=_present(file, columns), use_threads=False
+            num_rows, row_groups=[group], columns=_present_columns(file, columns), use_threads=False
         )
         while True:
             with _decoding(path):
@@ -241,7 +246,7 @@ def smallest_leaf(path: Path, group: int, column: str) -> tuple[str, int | None]
     """Return the path of a column's smallest leaf in a row group, and in how many rows it is null.
 
     It tells in which rows the column is null without decoding all of it. None: not known.
-    Raises: ShardCorrupt.
+    Raises: ShardCorruptError.
     """
     with _decoding(path):
         metadata = pq.read_metadata(path).row_group(group)
@@ -275,7 +280,7 @@ def _row_groups(path: Path, as_dictionaries: Sequence[str]) -> Iterator[pq.Parqu
 
 
 def verify_shard(path: Path, entry: FileEntry) -> None:
-    """Compare a file with the sha256 in the log. Raises: ShardCorrupt."""
+    """Compare a file with the sha256 in the log. Raises: ShardCorruptError."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(_HASHED_BYTES))
     try:
@@ -283,9 +288,9 @@ def verify_shard(path: Path, entry: FileEntry) -> None:
             while num := file.readinto(block):
                 digest.update(block[:num])
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_shard_error(path, error) from error
     if not entry.sha256:
-        raise ShardCorrupt(
+        raise ShardCorruptError(
             f"{path}: found no sha256 in the log, expected one: another engine wrote this file. "
             "Ingest its rows into a dataset instead."
         )
@@ -293,18 +298,18 @@ def verify_shard(path: Path, entry: FileEntry) -> None:
         advice = "The file was altered or damaged; restore it from a copy of the lake."
         if discard_copy(path):
             advice = "This machine's copy of it was damaged and is removed now; run it again."
-        raise ShardCorrupt(
+        raise ShardCorruptError(
             f"{path}: found sha256 {digest.hexdigest()[:16]}, expected {entry.sha256[:16]} as "
             f"committed. {advice}"
         )
 
 
-def check_present(path: Path) -> None:
-    """Look for a shard's file. Raises: ShardCorrupt."""
+def check_shard_present(path: Path) -> None:
+    """Look for a shard's file. Raises: ShardCorruptError."""
     try:
         path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_shard_error(path, error) from error
 
 
 @contextmanager
@@ -312,18 +317,20 @@ def _decoding(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        raise ShardCorrupt(f"{path}: {error}. Restore the file from a copy of the lake.") from error
+        raise ShardCorruptError(
+            f"{path}: {error}. Restore the file from a copy of the lake."
+        ) from error
 
 
-def _present(file: pq.ParquetFile, columns: Sequence[str] | None) -> list[str] | None:
+def _present_columns(file: pq.ParquetFile, columns: Sequence[str] | None) -> list[str] | None:
     if columns is None:
         return None
     present = set(file.schema_arrow.names)
     return [name for name in columns if name.split(".", 1)[0] in present]
 
 
-def _unreadable(path: Path, error: OSError) -> ShardCorrupt:
-    return ShardCorrupt(
+def _unreadable_shard_error(path: Path, error: OSError) -> ShardCorruptError:
+    return ShardCorruptError(
         f"{path}: {error.strerror}, expected the shard that the log names. Restore the file from a "
         "copy of the lake."
     )

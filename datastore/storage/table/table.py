@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import AlreadyExists, CommitConflict, NotFound
+from replaylake.datastore.errors import AlreadyExistsError, CommitConflictError, NotFoundError
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.log.commit_file import Intent, transaction_id
 from replaylake.datastore.storage.log.commit_log import CommitLog
@@ -22,12 +22,12 @@ from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.storage.table.delta_schema import with_field_ids
 from replaylake.datastore.storage.table.shard import FOLDER, blob_of, read_shard, write_shards
 from replaylake.datastore.storage.table.table_schema import (
-    configuration_of,
     conform,
-    extended_schema,
+    extend_schema,
     has_other_ids,
-    merged_schema,
+    merge_schemas,
     new_metadata,
+    read_configuration,
     table_schema,
     with_schema,
 )
@@ -40,7 +40,7 @@ _SHARD_ROWS: Final = 524_288
 _SHARD_BYTES: Final = 128 << 20
 # Vacuum takes shards that waited an hour or more for their commit for what a crash left behind.
 # Half of that: an upload may be dated when it began.
-_SURELY_KEPT_MS: Final = 1_800_000
+_VACUUM_SAFE_MS: Final = 1_800_000
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class WrittenRows:
 
 
 @dataclass(frozen=True)
-class _Change:
+class _CommitOptions:
     """What a commit says beside the shards that it adds."""
 
     operation: str
@@ -91,12 +91,17 @@ class Table:
         return self.log.exists()
 
     def create(self, schema: pa.Schema, configuration: Mapping[str, str] | None = None) -> None:
-        """Commit version 0. Raises: AlreadyExists, SchemaMismatch on a type that Delta lacks."""
+        """Commit version 0.
+
+        Raises: AlreadyExistsError, SchemaMismatchError on a type that Delta lacks.
+        """
         metadata = new_metadata(with_field_ids(schema), configuration or {})
 
         def build(state: LogState) -> Intent:
             if state.version >= 0:
-                raise AlreadyExists(f"{self.root}: the table exists at version {state.version}.")
+                raise AlreadyExistsError(
+                    f"{self.root}: the table exists at version {state.version}."
+                )
             return Intent(f"create/{new_ulid()}", 0, "CREATE TABLE", metadata=metadata)
 
         self.log.commit(build)
@@ -105,14 +110,15 @@ class Table:
         """Give a table that is older than its schema the columns it lacks, nullable.
 
         A column that must not be null, and may be in `schema`, may be from then on. Commits nothing
-        where nothing differs. Raises: NotFound, SchemaMismatch if a column's type differs.
+        where nothing differs. Raises: NotFoundError, SchemaMismatchError if a column's type
+        differs.
         """
         current = table_schema(self.log.newest())
-        if extended_schema(current, schema) is current:
+        if extend_schema(current, schema) is current:
             return
 
         def build(state: LogState) -> Intent:
-            extended = extended_schema(table_schema(state), schema)
+            extended = extend_schema(table_schema(state), schema)
             metadata = with_schema(state, extended)
             return Intent(f"extend/{new_ulid()}", 0, "ADD COLUMNS", metadata=metadata)
 
@@ -129,8 +135,9 @@ class Table:
     ) -> TableCommit:
         """Write shards and commit them as one version, durably.
 
-        Columns are matched by name; new nullable ones extend the schema. Raises: NotFound if the
-        table does not exist, SchemaMismatch if a column's type differs or a required one is absent.
+        Columns are matched by name; new nullable ones extend the schema. Raises: NotFoundError if
+        the table does not exist, SchemaMismatchError if a column's type differs or a required one
+        is absent.
         """
         if (done := self.committed(producer, sequence)) is not None:
             return TableCommit(done, True, 0, 0, 0)
@@ -144,7 +151,7 @@ class Table:
         `since` is for rows that take the place of others: the version that first had them.
         Raises: as append.
         """
-        data = conform(data, merged_schema(table_schema(self.log.newest()), data.schema))
+        data = conform(data, merge_schemas(table_schema(self.log.newest()), data.schema))
         scale = 1 if since < 0 else 2
         in_bytes = scale * _SHARD_BYTES * data.num_rows // max(data.nbytes, 1)
         num_rows = max(1, min(scale * _SHARD_ROWS, in_bytes))
@@ -180,16 +187,16 @@ class Table:
             check: called with the state that is committed onto, whenever another writer was first;
                 what it raises is raised, and nothing is committed.
 
-        Raises: SchemaMismatch if that column has another type, ShardCorrupt; CommitConflict if a
-        removed shard is no longer live, because another writer was first, or if a written one
-        waited so long for its commit that it was deleted meanwhile.
+        Raises: SchemaMismatchError if that column has another type, ShardCorruptError;
+        CommitConflictError if a removed shard is no longer live, because another writer was first,
+        or if a written one waited so long for its commit that it was deleted meanwhile.
         """
         parts = tuple(written)
-        change = _Change(operation, info or {}, tuple(removed), data_change, check)
+        change = _CommitOptions(operation, info or {}, tuple(removed), data_change, check)
         while True:
             try:
                 return self._commit(parts, producer, sequence, change)
-            except _FieldIdTaken:
+            except _FieldIdTakenError:
                 parts = tuple(map(self._rewritten, parts))
 
     def _commit(
@@ -197,7 +204,7 @@ class Table:
         written: Sequence[WrittenRows],
         producer: str,
         sequence: int,
-        change: _Change,
+        change: _CommitOptions,
     ) -> TableCommit:
         entries = tuple(entry for part in written for entry in part.entries)
 
@@ -209,9 +216,9 @@ class Table:
                 change.check(state)
             current = merged = table_schema(state)
             for part in written:
-                merged = merged_schema(merged, part.schema)
+                merged = merge_schemas(merged, part.schema)
                 if has_other_ids(merged, part.schema):
-                    raise _FieldIdTaken
+                    raise _FieldIdTakenError
             metadata = None if merged is current else with_schema(state, merged)
             if transaction_id(producer, sequence) not in state.transactions:
                 self._check_kept(entries)
@@ -237,13 +244,13 @@ class Table:
         """Look for shards that were written long before their commit: vacuum may have been here."""
         now_ms = time.time_ns() // 1_000_000
         # Either way: the clock may have been moved between.
-        old = [e for e in entries if abs(now_ms - e.modified_ms) > _SURELY_KEPT_MS]
+        old = [e for e in entries if abs(now_ms - e.modified_ms) > _VACUUM_SAFE_MS]
         if not old:
             return
         present = set(self.storage.names(f"{self.root}/{FOLDER}"))
         gone = [entry.path for entry in old if entry.path.removeprefix(f"{FOLDER}/") not in present]
         if gone:
-            raise CommitConflict(
+            raise CommitConflictError(
                 f"{self.root}: found no {', '.join(gone[:3])} ({len(gone)} of {len(entries)} "
                 "shards), expected what was written for this commit over half an hour ago: it was "
                 "vacuumed meanwhile. Write the rows again."
@@ -251,7 +258,7 @@ class Table:
 
     def _rewritten(self, part: WrittenRows) -> WrittenRows:
         """Write rows again from their shards, with the field ids that the table has now."""
-        merged = merged_schema(table_schema(self.log.newest()), part.schema)
+        merged = merge_schemas(table_schema(self.log.newest()), part.schema)
         if not has_other_ids(merged, part.schema):
             return part
         again = [
@@ -283,15 +290,15 @@ class Table:
         return max((int(text) for text in sequences if text.isdecimal()), default=-1) + 1
 
     def snapshot(self, version: int | None = None) -> TableSnapshot:
-        """Pin a version, the newest by default. Raises: NotFound."""
+        """Pin a version, the newest by default. Raises: NotFoundError."""
         if not self.exists():
-            raise NotFound(f"{self.root}: found no table, expected one.")
+            raise NotFoundError(f"{self.root}: found no table, expected one.")
         state = self.log.newest() if version is None else self.log.at(version)
         return TableSnapshot(
             version=state.version,
             schema=table_schema(state),
             files=tuple(sorted(state.files.values(), key=lambda entry: entry.since)),
-            configuration=configuration_of(state),
+            configuration=read_configuration(state),
             storage=self.storage,
             root=self.root,
         )
@@ -301,9 +308,9 @@ class Table:
         return self.log.history()
 
     def commit_info(self, version: int) -> dict[str, Any]:
-        """Return one version's commitInfo. Raises: NotFound."""
+        """Return one version's commitInfo. Raises: NotFoundError."""
         return self.log.info(version)
 
 
-class _FieldIdTaken(Exception):
+class _FieldIdTakenError(Exception):
     """Another writer gave a new column's field id, which shards hold, to a column of its own."""

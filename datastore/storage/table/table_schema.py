@@ -12,7 +12,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import LogCorrupt, NotFound, SchemaMismatch
+from replaylake.datastore.errors import LogCorruptError, NotFoundError, SchemaMismatchError
 from replaylake.datastore.storage.log.state import LogState, TableMetadata, format_configuration
 from replaylake.datastore.storage.table.delta_schema import field_id, to_delta, with_field_ids
 from replaylake.datastore.version import VERSION
@@ -40,9 +40,9 @@ def new_metadata(
 
 def table_schema(state: LogState) -> pa.Schema:
     """Return the Arrow schema, with field ids."""
-    encoded = configuration_of(state).get(_ARROW_SCHEMA_KEY)
+    encoded = read_configuration(state).get(_ARROW_SCHEMA_KEY)
     if encoded is None:
-        raise LogCorrupt(
+        raise LogCorruptError(
             f"table: found no {_ARROW_SCHEMA_KEY} in its configuration, expected one: another "
             "engine made it. Ingest its rows into a dataset instead."
         )
@@ -55,28 +55,31 @@ def _decode_schema(encoded: str) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded)))
 
 
-def configuration_of(state: LogState) -> Mapping[str, str]:
-    """Return the table's configuration. Raises: NotFound before the table exists."""
+def read_configuration(state: LogState) -> Mapping[str, str]:
+    """Return the table's configuration. Raises: NotFoundError before the table exists."""
     if state.metadata is None:
-        raise NotFound("found no table, expected one.")
+        raise NotFoundError("found no table, expected one.")
     return state.metadata.configuration
 
 
-def merged_schema(current: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Return `current` and the columns that only `other` has, nullable. Raises: SchemaMismatch."""
+def merge_schemas(current: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Return `current` and the columns that only `other` has, nullable.
+
+    Raises: SchemaMismatchError.
+    """
     extra = []
     taken = {name.lower(): name for name in current.names}
     for field in other:
         if field.name not in current.names:
             # Delta and SQL tell no case apart.
             if (same := taken.setdefault(field.name.lower(), field.name)) != field.name:
-                raise SchemaMismatch(
+                raise SchemaMismatchError(
                     f"column {field.name!r}: found beside {same!r}, expected names that differ "
                     "without regard to case. Rename it."
                 )
             extra.append(pa.field(field.name, field.type))
         elif not field.type.equals(current.field(field.name).type):
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"column {field.name!r}: found {field.type}, expected "
                 f"{current.field(field.name).type} as the table has it. Cast it, or rename it."
             )
@@ -85,9 +88,9 @@ def merged_schema(current: pa.Schema, other: pa.Schema) -> pa.Schema:
     return with_field_ids(pa.schema([*current, *extra]))
 
 
-def extended_schema(current: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Return `merged_schema`, where a column may also be null if it may in `other`."""
-    merged = merged_schema(current, other)
+def extend_schema(current: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Return `merge_schemas`, where a column may also be null if it may in `other`."""
+    merged = merge_schemas(current, other)
     relaxed = [
         field.with_nullable(True)
         if not field.nullable and field.name in other.names and other.field(field.name).nullable
@@ -99,13 +102,16 @@ def extended_schema(current: pa.Schema, other: pa.Schema) -> pa.Schema:
 
 
 def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns of `schema` in its order, absent ones as nulls. Raises: SchemaMismatch."""
+    """Return the columns of `schema` in its order, absent ones as nulls.
+
+    Raises: SchemaMismatchError.
+    """
     columns = []
     for field in schema:
         if field.name in data.schema.names:
             column = data.column(field.name)
             if not field.nullable and column.null_count:
-                raise SchemaMismatch(
+                raise SchemaMismatchError(
                     f"column {field.name!r}: found {column.null_count} nulls, expected "
                     f"{field.type} in each row."
                 )
@@ -113,7 +119,7 @@ def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
         elif field.nullable:
             columns.append(pa.nulls(data.num_rows, field.type))
         else:
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"column {field.name!r}: absent, expected {field.type} in each row."
             )
     return pa.Table.from_arrays(columns, schema=schema)
@@ -123,7 +129,7 @@ def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     try:
         return column.cast(field.type)
     except pa.ArrowException as error:
-        raise SchemaMismatch(
+        raise SchemaMismatchError(
             f"column {field.name!r}: found {column.type}, expected {field.type}: {error}."
         ) from error
 
@@ -135,7 +141,7 @@ def has_other_ids(current: pa.Schema, written: pa.Schema) -> bool:
 
 def with_schema(state: LogState, schema: pa.Schema) -> TableMetadata:
     if state.metadata is None:
-        raise NotFound("found no table, expected one.")
+        raise NotFoundError("found no table, expected one.")
     configuration = {**state.metadata.configuration, _ARROW_SCHEMA_KEY: _encode_schema(schema)}
     return replace(state.metadata, schema_string=to_delta(schema), configuration=configuration)
 

@@ -12,13 +12,13 @@ from typing import Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.storage import Blob, Storage
 from replaylake.datastore.storage.table.shard import blob_of, decode_shard, verify_shard
 from replaylake.datastore.storage.table.table_schema import conform
 
-_FETCHED_AT_ONCE: Final = 16
+_FETCH_BATCH: Final = 16
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TableSnapshot:
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """Read and verify shard by shard; absent columns come as nulls.
 
-        While one is decoded and used, the next is hashed. Raises: ShardCorrupt.
+        While one is decoded and used, the next is hashed. Raises: ShardCorruptError.
         """
         names = list(self.schema.names if columns is None else columns)
         schema = self.selected(names)
@@ -52,7 +52,7 @@ class TableSnapshot:
             yield conform(decode_shard(path, names), schema)
 
     def verified(self) -> Iterator[Path]:
-        """Return the shards' paths, each once its sha256 was checked. Raises: ShardCorrupt."""
+        """Return the shards' paths, each once its sha256 was checked. Raises: ShardCorruptError."""
         if len(self.files) == 1:
             for path, entry in self._copies():
                 verify_shard(path, entry)
@@ -74,8 +74,8 @@ class TableSnapshot:
         """
         held: deque[list[Blob]] = deque()
         try:
-            for start in range(0, len(self.files), _FETCHED_AT_ONCE):
-                entries = self.files[start : start + _FETCHED_AT_ONCE]
+            for start in range(0, len(self.files), _FETCH_BATCH):
+                entries = self.files[start : start + _FETCH_BATCH]
                 blobs = [blob_of(self.root, entry) for entry in entries]
                 paths = self.storage.fetch(blobs)
                 held.append(blobs)
@@ -87,16 +87,16 @@ class TableSnapshot:
                 self.storage.release(blobs)
 
     def read(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Read all rows. Raises: ShardCorrupt."""
+        """Read all rows. Raises: ShardCorruptError."""
         names = list(self.schema.names if columns is None else columns)
         tables = list(self.batches(names))
         schema = self.selected(names)
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
     def selected(self, names: Sequence[str]) -> pa.Schema:
-        """Return the fields of some columns. Raises: NotFound naming those that are absent."""
+        """Return the fields of some columns. Raises: NotFoundError naming those that are absent."""
         if missing := [name for name in names if name not in self.schema.names]:
-            raise NotFound(
+            raise NotFoundError(
                 f"{self.root}: found no column {', '.join(missing)}, expected some of "
                 f"{', '.join(self.schema.names)}."
             )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episodes.compatibility import compatible, encoding_difference
+from replaylake.datastore.episodes.compatibility import find_encoding_mismatch, is_compatible
 from replaylake.datastore.episodes.schema import REWARD, DatasetSpec
 from replaylake.datastore.episodes.spaces import (
     Dict,
@@ -19,7 +19,7 @@ from replaylake.datastore.episodes.spaces import (
     describe,
     value_dtype,
 )
-from replaylake.datastore.errors import ConfigInvalid, QueryFailed, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, QueryError, SchemaMismatchError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.datastore.lake.policies.package import load_policy
@@ -32,18 +32,18 @@ from replaylake.offline.evaluation.ope.question import (
     STORED,
     TRAINING,
     EvaluatedReward,
-    Question,
+    EvaluationRequest,
 )
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.training_set import TrainingSet, training_set
 
 RANDOM: Final = "random"
 # Measures of a checkpoint that are taken on what training held out.
-_ON_HELD_OUT: Final = ("fqe", "loss")
+_CHOSEN_ON_HELD_OUT_NOTE: Final = ("fqe", "loss")
 
 
 @dataclass(frozen=True, eq=False)
-class AskedPolicy:
+class EvaluatedPolicy:
     """Who is evaluated. target: None where SQL says what it does.
 
     named: how a report names it. training: what it was trained on, and discount with which gamma,
@@ -80,16 +80,21 @@ class AskedPolicy:
         return observations
 
 
-def ask_for(lake: Lake, question: Question, spec: DatasetSpec) -> AskedPolicy:
-    """Find the policy. Raises: NotFound, NameRefused, SchemaMismatch, SpaceUnsupported."""
+def load_evaluated_policy(
+    lake: Lake, question: EvaluationRequest, spec: DatasetSpec
+) -> EvaluatedPolicy:
+    """Find the policy.
+
+    Raises: NotFoundError, InvalidNameError, SchemaMismatchError, SpaceUnsupportedError.
+    """
     if question.policy is None:
         named: dict[str, Any] = {"policy": None, "target_prob": question.target_prob}
         unknown = "whether the policy of --target-prob was made from these episodes is not known"
-        return AskedPolicy(None, named, TrainingSet(unknown=unknown))
+        return EvaluatedPolicy(None, named, TrainingSet(unknown=unknown))
     if question.policy == RANDOM:
         uniform = UniformPolicy(spec.observation_space, spec.action_space)
         named = {"policy": RANDOM, "policy_version": None, "acts": "uniform"}
-        return AskedPolicy(TargetPolicy(uniform), named, TrainingSet())
+        return EvaluatedPolicy(TargetPolicy(uniform), named, TrainingSet())
     ref = lake.registry.resolve(question.policy)
     policy = load_policy(ref.path, ref.manifest_sha256)
     _check_spaces(str(ref), policy.spec, spec)
@@ -103,29 +108,31 @@ def ask_for(lake: Lake, question: Question, spec: DatasetSpec) -> AskedPolicy:
     }
     notes = []
     chosen = policy.manifest.body.get("selection") or {}
-    if training.holdout is not None and chosen.get("measure") in _ON_HELD_OUT:
+    if training.holdout is not None and chosen.get("measure") in _CHOSEN_ON_HELD_OUT_NOTE:
         num = len(chosen.get("history") or ())
         notes.append(
             f"{ref} is the best of {num} checkpoints by {chosen['measure']} on the held-out "
             "episodes: estimates on them may be a little too high"
         )
     discount = (policy.manifest.body.get("config") or {}).get("discount")
-    return AskedPolicy(target, named, training, tuple(notes), discount)
+    return EvaluatedPolicy(target, named, training, tuple(notes), discount)
 
 
-def evaluated_reward(asked: AskedPolicy, question: Question, snapshot: Snapshot) -> EvaluatedReward:
+def evaluated_reward(
+    asked: EvaluatedPolicy, question: EvaluationRequest, snapshot: Snapshot
+) -> EvaluatedReward:
     """Return which reward a policy is evaluated by: what is asked for, else its training's.
 
     A cost that a policy learned to keep low by `reward="-reward"` would else be judged as a return.
-    Raises: QueryRefused; QueryFailed where the snapshot lacks a column of the training's;
-    ConfigInvalid where it was trained with several and none is asked for.
+    Raises: QueryRefusedError; QueryError where the snapshot lacks a column of the training's;
+    ConfigInvalidError where it was trained with several and none is asked for.
     """
     found = asked.training.rewards()
     training = " and ".join(found) or None
     if question.reward is not None:
         return EvaluatedReward(canonical_reward(question.reward), ASKED, training)
     if len(found) > 1:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{_name(asked)}: was trained with different rewards, {training}; expected to "
             "be told which of them it is evaluated by. Name one with --reward."
         )
@@ -133,8 +140,8 @@ def evaluated_reward(asked: AskedPolicy, question: Question, snapshot: Snapshot)
         return EvaluatedReward(REWARD, STORED, None)
     try:
         check_reward(snapshot.table, training)
-    except QueryFailed as error:
-        raise QueryFailed(
+    except QueryError as error:
+        raise QueryError(
             f"{_name(asked)}: was trained with the reward {training}, which is no number of the "
             f"steps of {snapshot.dataset}@{snapshot.version}: {error} Name another with --reward; "
             f"--reward {REWARD} is the stored one."
@@ -142,21 +149,21 @@ def evaluated_reward(asked: AskedPolicy, question: Question, snapshot: Snapshot)
     return EvaluatedReward(training, TRAINING, training)
 
 
-def _name(asked: AskedPolicy) -> str:
+def _name(asked: EvaluatedPolicy) -> str:
     return f"{asked.named['policy']}:{asked.named['policy_version']}"
 
 
 def _check_spaces(name: str, policy: PolicySpec, dataset: DatasetSpec) -> None:
-    """Refuse a policy that cannot take the dataset's observations. Raises: SchemaMismatch."""
+    """Refuse a policy that cannot take the dataset's observations. Raises: SchemaMismatchError."""
     for what in ("observation_space", "action_space"):
         ours, theirs = getattr(policy, what), getattr(dataset, what)
-        if not compatible(ours, theirs, any_width=True):
-            raise SchemaMismatch(
+        if not is_compatible(ours, theirs, any_width=True):
+            raise SchemaMismatchError(
                 f"policy {name}: its {what.replace('_', ' ')} is {describe(ours)}, the dataset's "
                 f"is {describe(theirs)}, expected one. Evaluate it on a log of its own task."
             )
-    if (differs := encoding_difference(policy.encoding, dataset.encoding)) is not None:
-        raise SchemaMismatch(
+    if (differs := find_encoding_mismatch(policy.encoding, dataset.encoding)) is not None:
+        raise SchemaMismatchError(
             f"policy {name}: {differs}, expected observations encoded as those it was trained on. "
             "Ingest the log into the dataset that it was trained on."
         )

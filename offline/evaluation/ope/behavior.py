@@ -24,7 +24,7 @@ from replaylake.offline.evaluation.ope.calibration import calibration_error, rel
 from replaylake.offline.evaluation.ope.folds import each_fold, episode_folds
 from replaylake.offline.evaluation.ope.moments import observation_moments
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.learner import Learner
 from replaylake.offline.learning.options import expect
 from replaylake.offline.networks.graph import TorchPolicy
@@ -32,7 +32,7 @@ from replaylake.offline.networks.graph import TorchPolicy
 _CHECK_UPDATES: Final = 50
 # Of the episodes that a fold is fitted on, those that say when to stop.
 _VALIDATION_SHARE: Final = 0.1
-_MOST_VALIDATION_STEPS: Final = 1 << 14
+_MAX_VALIDATION_STEPS: Final = 1 << 14
 OnProgress = Callable[[int, int], None]
 
 
@@ -92,8 +92,8 @@ def fit_behavior(
 ) -> FittedBehavior:
     """Fit the policy that took the logged actions, by folds of the episodes.
 
-    Deterministic on the CPU. Raises: SpaceUnsupported for spaces that behaviour cloning does not
-    take. on_progress is called with (folds done, folds).
+    Deterministic on the CPU. Raises: SpaceUnsupportedError for spaces that behaviour cloning does
+    not take. on_progress is called with (folds done, folds).
     """
     config = config or BehaviorConfig()
     assert steps.observations is not None
@@ -108,7 +108,7 @@ def fit_behavior(
     for number, inside in each_fold(folds):
         rows = np.flatnonzero(inside[steps.episode_of])
         fitted_on = inside if num_folds == 1 else ~inside
-        model = _fitted(steps, fitted_on, config, seed + number)
+        model = _fit_policy(steps, fitted_on, config, seed + number)
         masks = None if steps.action_masks is None else steps.action_masks[rows]
         observations = take(steps.observations, rows)
         log_probs[rows] = model.log_probs(observations, take(steps.actions, rows), masks)
@@ -130,7 +130,7 @@ def fit_behavior(
     )
 
 
-def _fitted(
+def _fit_policy(
     steps: LoggedSteps, episodes: NDArray[np.bool_], config: BehaviorConfig, seed: int
 ) -> TargetPolicy:
     """Clone the actions of some episodes, as long as it helps with a tenth of them left out."""
@@ -140,7 +140,7 @@ def _fitted(
     is_left_out = np.zeros(steps.num_episodes, np.bool_)
     is_left_out[chosen[:num_left_out]] = True
     rows = np.flatnonzero((episodes & ~is_left_out)[steps.episode_of])
-    left_out = np.flatnonzero(is_left_out[steps.episode_of])[:_MOST_VALIDATION_STEPS]
+    left_out = np.flatnonzero(is_left_out[steps.episode_of])[:_MAX_VALIDATION_STEPS]
     learner = _learner(steps, rows, config, seed)
     policy = TargetPolicy(TorchPolicy(learner.policy()), Exploration(temperature=1.0))
     best, kept, num_worse = -np.inf, learner.state_dict(), 0
@@ -181,7 +181,7 @@ def _learner(
         space,
         options=options,
         seed=seed,
-        facts=DatasetFacts(action_range=logged, observations=moments),
+        facts=DatasetStatistics(action_range=logged, observations=moments),
     )
 
 

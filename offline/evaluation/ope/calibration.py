@@ -16,9 +16,9 @@ from replaylake.offline.evaluation.ope.weights import rounding_of
 # Finer where probabilities of many actions crowd.
 _EDGES: Final = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 # The normal and chi-square approximations need about this many; Cochran 1954.
-_FEWEST: Final = 5
+_MIN_COUNT: Final = 5
 # Sums of 1 / p are skewed where p is small: fewer occurrences tell nothing of their spread.
-_FEWEST_INVERSE: Final = 20
+_MIN_INVERSE_COUNT: Final = 20
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _by_count(distribution: Array, actions: Array) -> tuple[float, int, float, f
     width = distribution.shape[1]
     observed = np.bincount(actions, minlength=width).astype(np.float64)
     expected = distribution.sum(axis=0)
-    often = expected >= _FEWEST
+    often = expected >= _MIN_COUNT
     columns = distribution[:, often]
     if not often.all():
         columns = np.c_[columns, 1 - columns.sum(axis=1)]
@@ -152,7 +152,7 @@ def _by_inverse_probability(probs: Array, actions: Array) -> tuple[float, int, f
     variances = np.bincount(actions, inverse * (inverse - 1))
     rounding = np.bincount(actions, inverse * rounding_of(probs))
     counts = np.bincount(actions)
-    known = counts >= _FEWEST_INVERSE
+    known = counts >= _MIN_INVERSE_COUNT
     if not known.any():
         return 1.0, int(np.argmax(counts)), float(counts.max()), float(counts.max())
     deviations = np.maximum(np.sqrt(np.maximum(variances, 0)), rounding)

@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.errors import EmptyReplayError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.logged_steps import LoggedSteps, read_logged_steps
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.offline.evaluation.ope.probabilities import BEHAVIOR, TARGET
-from replaylake.offline.evaluation.ope.question import EvaluatedReward, Listener, Question
+from replaylake.offline.evaluation.ope.question import (
+    EvaluatedReward,
+    EvaluationRequest,
+    ProgressCallbacks,
+)
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class SelectedEpisodes:
     """The episodes that a question is asked of, as far as they can tell of anything.
 
     reward: what the rewards of `steps` are. left_out: how many more were selected, by why they do
@@ -31,24 +35,24 @@ class Chosen:
     left_out: Mapping[str, int]
 
 
-def choose_episodes(
+def select_episodes(
     snapshot: Snapshot,
-    question: Question,
+    question: EvaluationRequest,
     reward: EvaluatedReward,
     holdout: Holdout | None,
-    listener: Listener,
-) -> Chosen:
+    listener: ProgressCallbacks,
+) -> SelectedEpisodes:
     """Read the episodes that a question is asked of, with `reward`. Raises: as evaluate_policy."""
     listener.stage("reading the steps")
-    steps, left_out = _usable(_read(snapshot, question, reward, holdout), question)
-    return Chosen(snapshot, reward, holdout, steps, left_out)
+    steps, left_out = _drop_unusable(_read(snapshot, question, reward, holdout), question)
+    return SelectedEpisodes(snapshot, reward, holdout, steps, left_out)
 
 
-def with_first_steps(chosen: Chosen) -> Chosen:
+def drop_without_first_step(chosen: SelectedEpisodes) -> SelectedEpisodes:
     """Leave out episodes whose first step is not there: a policy that remembers needs it.
 
-    Steps count from 0, or from 1 where no step of the whole snapshot is a 0. Raises: EmptyReplay
-    where no episode is left.
+    Steps count from 0, or from 1 where no step of the whole snapshot is a 0. Raises:
+    EmptyReplayError where no episode is left.
     """
     snapshot, steps = chosen.snapshot, chosen.steps
     begins = steps.step_numbers[steps.offsets[:-1]]
@@ -59,7 +63,7 @@ def with_first_steps(chosen: Chosen) -> Chosen:
     if not late.any():
         return chosen
     if late.all():
-        raise EmptyReplay(
+        raise EmptyReplayError(
             f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found "
             f"{steps.num_episodes:,} episodes that begin at step {begins.min()} or later, expected "
             "some from their first step, from which a policy that remembers is followed. Widen "
@@ -71,7 +75,10 @@ def with_first_steps(chosen: Chosen) -> Chosen:
 
 
 def _read(
-    snapshot: Snapshot, question: Question, reward: EvaluatedReward, holdout: Holdout | None
+    snapshot: Snapshot,
+    question: EvaluationRequest,
+    reward: EvaluatedReward,
+    holdout: Holdout | None,
 ) -> LoggedSteps:
     where = question.where
     if holdout is not None:
@@ -82,17 +89,19 @@ def _read(
     expression = None if reward.is_stored else reward.expression
     steps = read_logged_steps(snapshot, where, reward=expression, columns=columns)
     if not steps.num_episodes:
-        raise EmptyReplay(
+        raise EmptyReplayError(
             f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found no episode "
             f"where {where or 'true'}, expected at least two. Widen the condition."
         )
     return steps
 
 
-def _usable(steps: LoggedSteps, question: Question) -> tuple[LoggedSteps, dict[str, int]]:
+def _drop_unusable(
+    steps: LoggedSteps, question: EvaluationRequest
+) -> tuple[LoggedSteps, dict[str, int]]:
     """Leave out episodes whose return is not known, each counted by its first fault.
 
-    Raises: EmptyReplay where none is left.
+    Raises: EmptyReplayError where none is left.
     """
     faults: dict[str, NDArray[np.bool_]] = {}
     if not question.with_incomplete:
@@ -107,7 +116,7 @@ def _usable(steps: LoggedSteps, question: Question) -> tuple[LoggedSteps, dict[s
         keep &= ~flags
     if not keep.any():
         said = ", ".join(f"{num:,} {reason}" for reason, num in left_out.items())
-        raise EmptyReplay(
+        raise EmptyReplayError(
             f"off-policy evaluation: found {steps.num_episodes:,} episodes, none usable ({said}), "
             "expected at least two with an end and all rewards. --incomplete takes those that were "
             "not seen to end as they are; --reward 'coalesce(reward, 0)' gives rewards."

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import Values
-from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
+from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.replay.view import ReplayView
@@ -23,8 +23,8 @@ from replaylake.offline.evaluation.ope.d3rlpy_fqe_model import FQEModel
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig, OnProgress
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays, from_view
-from replaylake.offline.facts import DatasetFacts
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.networks.actors import NO_STATISTICS
 
 _CHECK_UPDATES: Final = 250
 
@@ -61,7 +61,7 @@ def d3rlpy_fqe(
     device: torch.device | str = "cpu",
     exploration: Exploration | None = None,
     on_progress: OnProgress | None = None,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> D3rlpyFQE:
     """Fit the action values of a policy on the transitions of a view, as fitted_q_evaluation does.
 
@@ -72,9 +72,9 @@ def d3rlpy_fqe(
     by the standard deviation of the logged returns, and values multiplied by it. Observations are
     normalised by `facts`, where those say by what.
 
-    Raises: EmptyReplay, ExtraMissing; ConfigInvalid for a tolerance, which d3rlpy has none of;
-    SpaceUnsupported for a policy with a state, or spaces that d3rlpy's critics do not take;
-    TrainingFailed where the model diverges.
+    Raises: EmptyReplayError, ExtraMissingError; ConfigInvalidError for a tolerance, which d3rlpy
+    has none of; SpaceUnsupportedError for a policy with a state, or spaces that d3rlpy's critics do
+    not take; TrainingError where the model diverges.
     """
     target = TargetPolicy(policy, exploration or Exploration())
     target.check_forgets()
@@ -92,11 +92,11 @@ def fit_by_d3rlpy(
     seed: int = 0,
     device: torch.device | str = "cpu",
     on_progress: OnProgress | None = None,
-    facts: DatasetFacts = NO_FACTS,
+    facts: DatasetStatistics = NO_STATISTICS,
 ) -> D3rlpyFQE:
     """Fit the action values of a policy on transitions; see d3rlpy_fqe."""
     if config.tolerance:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"d3rlpy's FQE: found tolerance {config.tolerance:g}, expected 0: it makes all updates."
             " Leave it out, or use our own FQE."
         )
@@ -115,7 +115,7 @@ def fit_by_d3rlpy(
 
 def _check_finite(loss: float, update: int) -> None:
     if not np.isfinite(loss):
-        raise TrainingFailed(
+        raise TrainingError(
             f"d3rlpy's FQE, update {update}: found a loss of {loss}, expected a finite number. "
             "Give a lower discount or learning rate; with discount 1 the values of episodes that "
             "never terminate have no bound."

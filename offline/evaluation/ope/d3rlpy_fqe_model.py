@@ -18,17 +18,17 @@ from replaylake.datastore.episodes.spaces import (
     num_values,
     take,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.offline.d3rlpy.features import observation_features
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.d3rlpy.randomness import OwnRandomness
-from replaylake.offline.d3rlpy.shortcuts import take_shortcuts
+from replaylake.offline.d3rlpy.randomness import IsolatedRandomState
+from replaylake.offline.d3rlpy.shortcuts import apply_optimizations
 from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays
-from replaylake.offline.evaluation.ope.value_network import in_parts
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.evaluation.ope.value_network import map_chunks
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.action_scaling import ActionScaling, action_scaling
 
 # No line of the table: it learns what a policy is worth, and none to act with.
@@ -37,7 +37,7 @@ _ROW: Final = D3rlpyAlgorithm(
 )
 
 
-class _Answers:
+class _PolicyAdapter:
     """Stands where d3rlpy's FQE expects an algorithm: says what the policy does next."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class FQEModel:
         discount: float,
         seed: int,
         device: torch.device,
-        facts: DatasetFacts,
+        facts: DatasetStatistics,
     ) -> None:
         space = self._action_space = arrays.spec.action_space
         self._scaling: ActionScaling | None = None
@@ -70,7 +70,7 @@ class FQEModel:
         elif isinstance(space, Discrete):
             size = space.n
         else:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"d3rlpy's FQE: found action space {describe(space)}, expected Discrete or a float "
                 "Box."
             )
@@ -79,12 +79,12 @@ class FQEModel:
         self._features = features.to(device)
         spread = float(arrays.returns.std())
         self._scale = spread if spread > 0 else 1.0
-        self._answers = _Answers()
-        self._randomness = OwnRandomness(seed, device)
+        self._answers = _PolicyAdapter()
+        self._randomness = IsolatedRandomState(seed, device)
         self._name = f"{device.type}:{device.index or 0}"
         with self._randomness.lent():
             self._impl = self._created(config, discount, shape, size)
-        take_shortcuts(self._impl)
+        apply_optimizations(self._impl)
         self._num_updates = 0
 
     def update(
@@ -136,7 +136,7 @@ class FQEModel:
             features = self._observed(take(observations, some))
             return self._valued(features, self._encoded(take(actions, some)))
 
-        return in_parts(num_values(observations), ask)
+        return map_chunks(num_values(observations), ask)
 
     def values(
         self,
@@ -162,7 +162,7 @@ class FQEModel:
             expected: Array = (chosen.cpu().numpy() * np.stack(every, axis=1)).sum(axis=1)
             return expected
 
-        return in_parts(num_values(observations), ask)
+        return map_chunks(num_values(observations), ask)
 
     def _created(
         self, config: FQEConfig, discount: float, shape: tuple[int, ...], size: int

@@ -24,12 +24,12 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array, Box
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, EpisodeInvalid
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, EpisodeInvalidError
 from replaylake.datastore.feedback.logged_decisions import DecisionReader, LoggedDecisions
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.exploration import Exploration
-from replaylake.offline.evaluation.ope.asked_policy import as_dtypes, ask_for
-from replaylake.offline.evaluation.ope.question import Question
+from replaylake.offline.evaluation.ope.asked_policy import as_dtypes, load_evaluated_policy
+from replaylake.offline.evaluation.ope.question import EvaluationRequest
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 
 # Single decisions that are timed.
@@ -65,7 +65,7 @@ class Tally:
     sum_short: float = 0.0
     sum_distances: float = 0.0
 
-    def add(self, asked: Asked) -> None:
+    def add(self, asked: CandidateDecisions) -> None:
         """Add decisions."""
         self.num += len(asked.agrees)
         self.num_agreeing += int(asked.agrees.sum())
@@ -108,7 +108,7 @@ class Tally:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class CandidateDecisions:
     """What the candidate says of N logged decisions.
 
     agrees bool [N]: its mode is the logged action; distances float64 [N], of Box actions between
@@ -122,14 +122,16 @@ class Asked:
     log_probs: Array | None
     logged: Array
 
-    def only(self, rows: Array) -> Asked:
+    def only(self, rows: Array) -> CandidateDecisions:
         """Return some of the rows, as numbers or flags."""
         log_probs = None if self.log_probs is None else self.log_probs[rows]
-        return Asked(self.agrees[rows], self.distances[rows], log_probs, self.logged[rows])
+        return CandidateDecisions(
+            self.agrees[rows], self.distances[rows], log_probs, self.logged[rows]
+        )
 
 
 @dataclass(frozen=True)
-class Replayed:
+class DecisionReplay:
     """What became of replaying a log's decisions on a candidate.
 
     table: `decisions`, or `steps` where the dataset has none. total: over all; groups: by the text
@@ -183,7 +185,7 @@ def replay_decisions(
     limit: int | None = None,
     by: str | None = None,
     on_progress: OnProgress | None = None,
-) -> Replayed:
+) -> DecisionReplay:
     """Compare a candidate with logged decisions; those that were served where there are any.
 
     Args:
@@ -196,18 +198,19 @@ def replay_decisions(
         by: a column of that table whose values are told apart; 10,000 of them at most.
         on_progress: called with (decisions replayed, decisions in the table).
 
-    Raises: NotFound, SchemaMismatch for other spaces, SpaceUnsupported for a policy that remembers;
-    EmptyReplay where no row is selected; QueryRefused, QueryFailed; ConfigInvalid; ShardCorrupt.
+    Raises: NotFoundError, SchemaMismatchError for other spaces, SpaceUnsupportedError for a policy
+    that remembers; EmptyReplayError where no row is selected; QueryRefusedError, QueryError;
+    ConfigInvalidError; ShardCorruptError.
     Memory: one shard.
     """
     if limit is not None and limit < 1:
-        raise ConfigInvalid(f"replay: limit: found {limit}, expected 1 or more.")
+        raise ConfigInvalidError(f"replay: limit: found {limit}, expected 1 or more.")
     reader = DecisionReader(lake.dataset(dataset), where=where, by=by)
-    question = Question(dataset, policy, exploration=exploration or Exploration())
-    asked = ask_for(lake, question, reader.spec)
+    question = EvaluationRequest(dataset, policy, exploration=exploration or Exploration())
+    asked = load_evaluated_policy(lake, question, reader.spec)
     assert asked.target is not None, "a policy was named"
     asked.target.check_forgets()
-    replay = _Replay(asked.target)
+    replay = _ReplayTotals(asked.target)
     space = asked.target.policy.spec.observation_space
     seen = 0
     for batch in reader.batches(limit):
@@ -216,7 +219,7 @@ def replay_decisions(
         if on_progress is not None:
             on_progress(seen, min(reader.num_rows, limit or reader.num_rows))
     if not seen:
-        raise EmptyReplay(
+        raise EmptyReplayError(
             f"replay of {dataset}.{reader.name}: found no decision where {where or 'true'}, "
             "expected some. Widen the condition."
         )
@@ -224,7 +227,7 @@ def replay_decisions(
     if replay.latencies:
         p50, p99 = np.quantile(replay.latencies, [0.5, 0.99]) * 1e3
         latency = (float(p50), float(p99))
-    return Replayed(
+    return DecisionReplay(
         asked.named,
         dataset,
         reader.name,
@@ -241,7 +244,7 @@ def replay_decisions(
 
 
 @dataclass
-class _Replay:
+class _ReplayTotals:
     """What was found so far."""
 
     target: TargetPolicy
@@ -254,8 +257,8 @@ class _Replay:
     def take(self, batch: LoggedDecisions) -> None:
         """Ask of more decisions: of halves of halves where one row makes the policy refuse all."""
         try:
-            asked = _ask(self.target, batch)
-        except EpisodeInvalid as error:
+            asked = _query_candidate(self.target, batch)
+        except EpisodeInvalidError as error:
             if batch.num == 1:
                 self.num_errors += 1
                 if len(self.errors) < _MAX_ERRORS:
@@ -270,14 +273,14 @@ class _Replay:
         if batch.groups is not None:
             self._add_to_groups(asked, batch.groups)
 
-    def _add_to_groups(self, asked: Asked, groups: Sequence[str]) -> None:
+    def _add_to_groups(self, asked: CandidateDecisions, groups: Sequence[str]) -> None:
         rows: dict[str, list[int]] = {}
         for row, group in enumerate(groups):
             rows.setdefault(group, []).append(row)
         for group, chosen in rows.items():
             self.groups.setdefault(group, Tally()).add(asked.only(np.asarray(chosen)))
         if len(self.groups) > _MAX_GROUPS:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"replay: by: found more than {_MAX_GROUPS:,} values, expected a column with few, "
                 "such as policy_version. Choose another, or narrow --where."
             )
@@ -293,7 +296,7 @@ class _Replay:
             self.latencies.append(time.perf_counter() - before)
 
 
-def _ask(target: TargetPolicy, batch: LoggedDecisions) -> Asked:
+def _query_candidate(target: TargetPolicy, batch: LoggedDecisions) -> CandidateDecisions:
     policy = target.policy
     rng = np.random.default_rng(0)
     modes = policy.act(batch.observations, rng=rng, action_mask=batch.masks).actions
@@ -309,7 +312,7 @@ def _ask(target: TargetPolicy, batch: LoggedDecisions) -> Asked:
     log_probs = None
     if not target.no_density:
         log_probs = target.log_probs(batch.observations, batch.actions, batch.masks)
-    return Asked(agrees, distances, log_probs, batch.log_probs)
+    return CandidateDecisions(agrees, distances, log_probs, batch.log_probs)
 
 
 def _mean(total: float, num: int) -> float | None:

@@ -10,7 +10,7 @@ import numpy as np
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.evaluation.ope.calibration import Calibration, calibration
 from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimable
+from replaylake.offline.evaluation.ope.refusal import NotEstimableError
 from replaylake.offline.evaluation.ope.weights import Weights, importance_weights, summary
 
 
@@ -71,10 +71,10 @@ def diagnose(episodes: LoggedEpisodes) -> Diagnostics:
     weights, no_weights = None, ""
     try:
         weights = _weights(importance_weights(episodes))
-    except NotEstimable as error:
+    except NotEstimableError as error:
         no_weights = str(error)
     behavior = episodes.behavior_probs
-    unsupported = _unsupported(episodes)
+    unsupported = _unsupported_mass(episodes)
     return Diagnostics(
         num_episodes=episodes.num_episodes,
         num_steps=episodes.num_steps,
@@ -134,7 +134,7 @@ def _overlap(episodes: LoggedEpisodes) -> float | None:
     return float(np.minimum(behavior, target).sum(axis=1).mean())
 
 
-def _unsupported(episodes: LoggedEpisodes) -> Array | None:
+def _unsupported_mass(episodes: LoggedEpisodes) -> Array | None:
     """Return each step's target probability of actions without support, float64 [M]."""
     behavior, target = episodes.behavior_distribution, episodes.target_distribution
     if target is None:

@@ -27,10 +27,10 @@ from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays
 from replaylake.offline.evaluation.ope.value_network import (
     ActionValues,
     TransitionRows,
-    fitted_by_adam,
-    in_parts,
+    make_adam,
+    map_chunks,
 )
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 
 # Of the reward model: a fold's predictions come from the four others.
 REWARD_FOLDS: Final = 5
@@ -70,7 +70,7 @@ def predict_values(
 ) -> PredictedValues:
     """Fit fitted Q evaluation on folds of the episodes, and predict each fold by the others.
 
-    Raises: SpaceUnsupported, TrainingFailed, EmptyReplay.
+    Raises: SpaceUnsupportedError, TrainingError, EmptyReplayError.
     """
     config = config or FQEConfig()
     assert steps.observations is not None
@@ -109,7 +109,8 @@ def predict_values_by_d3rlpy(
 ) -> NDArray[np.float64]:
     """Return v float64 [M], as predict_values, but fitted by d3rlpy.
 
-    Raises: ExtraMissing, ConfigInvalid, SpaceUnsupported, TrainingFailed, EmptyReplay.
+    Raises: ExtraMissingError, ConfigInvalidError, SpaceUnsupportedError, TrainingError,
+    EmptyReplayError.
     """
     config = config or FQEConfig()
     assert steps.observations is not None
@@ -127,7 +128,7 @@ def predict_values_by_d3rlpy(
 
         model = fit_by_d3rlpy(
             target, arrays, config, discount, seed + number, on_progress=tell,
-            facts=DatasetFacts(observations=moments),
+            facts=DatasetStatistics(observations=moments),
         )  # fmt: skip
         masks = None if steps.action_masks is None else steps.action_masks[rows]
         v[rows] = model.v(take(steps.observations, rows), masks)
@@ -146,7 +147,7 @@ def predict_rewards(
 
     target: the policy, or its probabilities float64 [M, A] of Discrete actions. A model that is
     no better than the mean reward on episodes left out of it is given up for that mean.
-    Deterministic on the CPU. Raises: SpaceUnsupported.
+    Deterministic on the CPU. Raises: SpaceUnsupportedError.
     """
     assert steps.observations is not None
     arrays = from_steps(replace(steps, terminated=np.ones(steps.num_episodes, np.bool_)), 1.0)
@@ -183,15 +184,15 @@ class _RewardModel:
         num_left_out = int(_VALIDATION_SHARE * len(rows))
         self.mean = float(arrays.rewards[rows].mean())
         left_out, rows = rows[:num_left_out], rows[num_left_out:]
-        self._values = ActionValues(_only(arrays, rows), config, seed, torch.device("cpu"))
+        self._values = ActionValues(_select_rows(arrays, rows), config, seed, torch.device("cpu"))
         rewards = arrays.rewards[left_out]
         mean = float(arrays.rewards[rows].mean())
         best = float(((rewards - mean) ** 2).mean()) if num_left_out else 0.0
         self.is_mean = True
         # Nothing follows a one-step episode, so nothing is asked of the policy here.
-        data = TransitionRows(self._values, _only(arrays, rows), None)
+        data = TransitionRows(self._values, _select_rows(arrays, rows), None)
         network = self._values.online
-        parameters, optimizer = fitted_by_adam(network, config.learning_rate)
+        parameters, optimizer = make_adam(network, config.learning_rate)
         kept, num_worse = network.state_dict(), 0
         for update in range(1, config.updates + 1):
             batch = torch.from_numpy(rng.integers(len(rows), size=config.batch_size))
@@ -222,7 +223,7 @@ class _RewardModel:
             inputs = values.actions.encoded(take(arrays.actions, at))
             return values.q(values.online, take(arrays.observations, at), inputs)
 
-        return in_parts(len(rows), ask)
+        return map_chunks(len(rows), ask)
 
     def _v(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         values, arrays, target = self._values, self._arrays, self._target
@@ -238,10 +239,10 @@ class _RewardModel:
                 chosen = values.tensor(target[at].astype(np.float32))
             return values.v(values.online, observations, chosen)
 
-        return in_parts(len(rows), ask)
+        return map_chunks(len(rows), ask)
 
 
-def _only(arrays: TransitionArrays, rows: NDArray[np.int64]) -> TransitionArrays:
+def _select_rows(arrays: TransitionArrays, rows: NDArray[np.int64]) -> TransitionArrays:
     return replace(
         arrays,
         observations=take(arrays.observations, rows),

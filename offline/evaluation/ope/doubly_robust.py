@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.offline.evaluation.ope.refusal import NotEstimable
+from replaylake.offline.evaluation.ope.refusal import NotEstimableError
 from replaylake.offline.evaluation.ope.statistic import (
     Statistic,
     mean_of,
@@ -19,10 +19,10 @@ from replaylake.offline.evaluation.ope.statistic import (
     ratio_per_step,
     total_of,
 )
-from replaylake.offline.evaluation.ope.weights import Inputs, summary
+from replaylake.offline.evaluation.ope.weights import EstimatorInputs, summary
 
 
-def direct_method(inputs: Inputs) -> Statistic:
+def direct_method(inputs: EstimatorInputs) -> Statistic:
     """(1/n) sum of v(s_0): `dm`; `fqe` with v by fitted Q evaluation.
 
     As right as the model, whose error its intervals do not know.
@@ -32,15 +32,15 @@ def direct_method(inputs: Inputs) -> Statistic:
     return mean_of(values[inputs.episodes.offsets[:-1]])
 
 
-def direct_method_d3rlpy(inputs: Inputs) -> Statistic:
+def direct_method_d3rlpy(inputs: EstimatorInputs) -> Statistic:
     """`fqe` with v by d3rlpy's fitted Q evaluation: `fqe_d3rlpy`."""
     values = inputs.episodes.v_d3rlpy
     if values is None:
-        raise NotEstimable("no model of values by d3rlpy was given (v_d3rlpy)")
+        raise NotEstimableError("no model of values by d3rlpy was given (v_d3rlpy)")
     return mean_of(values[inputs.episodes.offsets[:-1]])
 
 
-def doubly_robust(inputs: Inputs) -> Statistic:
+def doubly_robust(inputs: EstimatorInputs) -> Statistic:
     """(1/n) sum over t of gamma^t (rho_0:t-1 v_t + rho_0:t (r_t - q_t)): `dr`.
 
     The recursion V_t = v_t + rho_t (r_t + gamma V_t+1 - q_t), written out.
@@ -55,7 +55,7 @@ def doubly_robust(inputs: Inputs) -> Statistic:
     return mean_of(values, weights.worst_step, rounding=moved)
 
 
-def weighted_doubly_robust(inputs: Inputs) -> Statistic:
+def weighted_doubly_robust(inputs: EstimatorInputs) -> Statistic:
     """`dr` with weights divided by their sum at each step: `wdr`, `sndr`.
 
     mean of v(s_0) + sum over t of gamma^t (sum of rho_0:t (r_t - q_t + gamma v_t+1)) / (sum of
@@ -76,7 +76,7 @@ def weighted_doubly_robust(inputs: Inputs) -> Statistic:
     return total_of(corrected, direct_method(inputs))
 
 
-def _corrections(inputs: Inputs) -> Array:
+def _corrections(inputs: EstimatorInputs) -> Array:
     """Return gamma^t rho_0:t (r_t - q_t + gamma v_t+1), v_t+1 = 0 past the last step: [M]."""
     episodes = inputs.episodes
     q, v = inputs.model
@@ -87,27 +87,27 @@ def _corrections(inputs: Inputs) -> Array:
     return corrections
 
 
-def switch(inputs: Inputs) -> Statistic:
+def switch_doubly_robust(inputs: EstimatorInputs) -> Statistic:
     """(1/n) sum of v + rho (r - q) where rho <= clip, v elsewhere: `switch_dr`, one step.
 
     Where the weight is too large to trust, the model alone speaks.
     Source: Wang, Agarwal & Dudik 2017, section 4, SWITCH-DR.
     """
     final = inputs.weights.final
-    return _corrected_by(inputs, np.where(final <= inputs.clip, final, 0.0))
+    return _correct_model(inputs, np.where(final <= inputs.clip, final, 0.0))
 
 
-def shrunk(inputs: Inputs) -> Statistic:
+def optimistic_shrinkage(inputs: EstimatorInputs) -> Statistic:
     """`dr` with rho shrunk to lambda rho / (rho^2 + lambda), lambda = clip^2: `dr_os`, one step.
 
     A weight of `clip` counts half. Source: Su, Dimakopoulou, Krishnamurthy & Dudik 2020, "Doubly
     Robust Off-Policy Evaluation with Shrinkage", section 3, optimistic.
     """
     final, square = inputs.weights.final, inputs.clip**2
-    return _corrected_by(inputs, final * (square / (final**2 + square)))
+    return _correct_model(inputs, final * (square / (final**2 + square)))
 
 
-def _corrected_by(inputs: Inputs, applied: Array) -> Statistic:
+def _correct_model(inputs: EstimatorInputs, applied: Array) -> Statistic:
     q, v = inputs.model
     corrections = applied * (inputs.episodes.rewards - q)
     moved = float((inputs.weights.rounding * np.abs(corrections)).mean())

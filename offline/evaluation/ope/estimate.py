@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, Estimator, for_logs
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
+from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, Estimator, default_estimators
 from replaylake.offline.evaluation.ope.intervals import (
     METHODS,
     Interval,
@@ -18,18 +18,18 @@ from replaylake.offline.evaluation.ope.intervals import (
     widen_to_rounding,
 )
 from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimable
+from replaylake.offline.evaluation.ope.refusal import NotEstimableError
 from replaylake.offline.evaluation.ope.statistic import (
     Bounds,
     Statistic,
-    clustered,
+    cluster_by,
     difference_of,
     mean_of,
 )
-from replaylake.offline.evaluation.ope.weights import Inputs
+from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 from replaylake.offline.learning.options import near_matches
 
-_FITTED: Final = (
+_FITTED_PROPENSITIES_NOTE: Final = (
     "behavior probabilities were fitted, not logged, and the interval takes them as right; "
 )
 
@@ -91,11 +91,13 @@ def estimate(
     for ci_low .. ci_high; by default the studentised bootstrap, and empirical Bernstein where that
     has no finite limit. A model alone has none.
     Cost: a few passes over the steps, and 2,000 resamples of the episodes.
-    Raises: ConfigInvalid on a name, level, clip or interval that there is not; EmptyReplay for a
-    single episode.
+    Raises: ConfigInvalidError on a name, level, clip or interval that there is not;
+    EmptyReplayError for a single episode.
     """
     _check_options(names, level, clip, interval)
-    chosen = for_logs(episodes.is_one_step) if names is None else list(dict.fromkeys(names))
+    chosen = (
+        default_estimators(episodes.is_one_step) if names is None else list(dict.fromkeys(names))
+    )
     statistics, refused = _statistics(episodes, chosen, clip or math.sqrt(episodes.num_episodes))
     log = _log_statistic(episodes)
     differences = [difference_of(statistic, log) for statistic in statistics.values()]
@@ -108,7 +110,7 @@ def estimate(
             statistics.items(), of_values, differences, of_differences, strict=True
         )
     )
-    return Estimates(estimates, refused, log.value, _choose(of_log, "bootstrap"))
+    return Estimates(estimates, refused, log.value, _choose_interval(of_log, "bootstrap"))
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Difference:
     no_interval: str = ""
 
 
-def compare(
+def estimate_differences(
     first: LoggedEpisodes,
     second: LoggedEpisodes,
     names: Sequence[str],
@@ -141,14 +143,14 @@ def compare(
     """Compare two policies on the same episodes by each estimator named; and why not by others.
 
     As `estimate` compares one with the log: the same resamples of the episodes serve both
-    policies, so what they have in common falls out. Cost: as estimate's. Raises: ConfigInvalid as
-    estimate does, and where the episodes are not the same.
+    policies, so what they have in common falls out. Cost: as estimate's. Raises: ConfigInvalidError
+    as estimate does, and where the episodes are not the same.
     """
     _check_options(names, level, clip, None)
     if not np.array_equal(first.offsets, second.offsets) or not np.array_equal(
         first.rewards, second.rewards
     ):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"comparison of two policies: found {first.num_episodes:,} and {second.num_episodes:,} "
             "episodes that differ, expected the same ones. Evaluate both on the same."
         )
@@ -165,7 +167,7 @@ def compare(
         if why := ESTIMATORS[name].no_interval:
             differences.append(Difference(name, *values, None, None, None, why))
             continue
-        interval = _choose(intervals, "bootstrap")
+        interval = _choose_interval(intervals, "bootstrap")
         if interval.low == interval.high != 0 and np.ptp(first.returns) > 0:
             interval = intervals["empirical_bernstein"]
         interval = widen_to_rounding(intervals, statistic, level)[interval.method]
@@ -177,9 +179,9 @@ def _log_statistic(episodes: LoggedEpisodes) -> Statistic:
     returns = episodes.returns
     seen = Bounds(float(returns.min()), float(returns.max()), known=False)
     try:
-        return clustered(mean_of(returns, None, seen), episodes.clusters)
-    except NotEstimable as error:
-        raise EmptyReplay(
+        return cluster_by(mean_of(returns, None, seen), episodes.clusters)
+    except NotEstimableError as error:
+        raise EmptyReplayError(
             "off-policy evaluation: found 1 episode, expected 2 or more: a single one does not "
             "tell how far its return is from the mean. Evaluate more episodes."
         ) from error
@@ -190,38 +192,40 @@ def _check_options(
 ) -> None:
     for name in names or ():
         if name not in ESTIMATORS:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"estimator: found {name!r}, expected {near_matches(name, ESTIMATORS)}."
             )
     if names is not None and not names:
-        raise ConfigInvalid(f"estimator: found none, expected some of {list(ESTIMATORS)}.")
+        raise ConfigInvalidError(f"estimator: found none, expected some of {list(ESTIMATORS)}.")
     if not 0.5 <= level < 1:
-        raise ConfigInvalid(f"level: found {level}, expected a number in [0.5, 1), such as 0.95.")
+        raise ConfigInvalidError(
+            f"level: found {level}, expected a number in [0.5, 1), such as 0.95."
+        )
     if clip is not None and not 0 < clip < math.inf:
-        raise ConfigInvalid(f"clip: found {clip}, expected a finite weight above 0.")
+        raise ConfigInvalidError(f"clip: found {clip}, expected a finite weight above 0.")
     if interval is not None and interval not in METHODS:
-        raise ConfigInvalid(f"interval: found {interval!r}, expected one of {list(METHODS)}.")
+        raise ConfigInvalidError(f"interval: found {interval!r}, expected one of {list(METHODS)}.")
 
 
 def _statistics(
     episodes: LoggedEpisodes, names: Sequence[str], clip: float
 ) -> tuple[dict[str, Statistic], dict[str, str]]:
     """Return what each estimator found, and for those that could not, why."""
-    inputs = Inputs(episodes, clip)
+    inputs = EstimatorInputs(episodes, clip)
     statistics: dict[str, Statistic] = {}
     refused: dict[str, str] = {}
     for name in names:
         estimator = ESTIMATORS[name]
         try:
             if estimator.one_step not in (None, episodes.is_one_step):
-                raise NotEstimable(_other_log(estimator))
-            statistics[name] = clustered(estimator.function(inputs), episodes.clusters)
-        except NotEstimable as error:
+                raise NotEstimableError(_unsuitable_log_reason(estimator))
+            statistics[name] = cluster_by(estimator.function(inputs), episodes.clusters)
+        except NotEstimableError as error:
             refused[name] = str(error)
     return statistics, refused
 
 
-def _other_log(estimator: Estimator) -> str:
+def _unsuitable_log_reason(estimator: Estimator) -> str:
     kinds = ("one-step logs", "episodes of several steps")
     expected, found = kinds if estimator.one_step else kinds[::-1]
     instead = f": use {estimator.twin!r}" if estimator.twin else ""
@@ -243,7 +247,10 @@ def _estimate(
         intervals, differences = {}, {}
     else:
         wanted = method or "bootstrap"
-        headline, paired = _choose(intervals, wanted), _choose(differences, wanted)
+        headline, paired = (
+            _choose_interval(intervals, wanted),
+            _choose_interval(differences, wanted),
+        )
         if headline.low == headline.high and np.ptp(episodes.returns) > 0:
             # Not one episode that counts has a reward, though some in the log have: no certainty.
             headline, paired = (some["empirical_bernstein"] for some in (intervals, differences))
@@ -253,7 +260,9 @@ def _estimate(
     size, largest = float(episodes.num_episodes), None
     if statistic.spread is not None:
         size, largest = statistic.spread.effective_sample_size, statistic.spread.max_weight
-    fitted = _FITTED if estimator.uses_weights and episodes.behavior_fitted else ""
+    fitted = (
+        _FITTED_PROPENSITIES_NOTE if estimator.uses_weights and episodes.behavior_fitted else ""
+    )
     return Estimate(
         estimator=estimator.name,
         value=statistic.value,
@@ -280,7 +289,7 @@ def _propensities(estimator: Estimator, episodes: LoggedEpisodes) -> str | None:
     return "fitted" if episodes.behavior_fitted else "logged"
 
 
-def _choose(intervals: Mapping[str, Interval], method: str) -> Interval:
+def _choose_interval(intervals: Mapping[str, Interval], method: str) -> Interval:
     """The method's interval; the empirical Bernstein one where that is not finite."""
     interval = intervals[method]
     if math.isfinite(interval.low) and math.isfinite(interval.high):

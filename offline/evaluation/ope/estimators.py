@@ -9,9 +9,9 @@ from typing import Final
 
 from replaylake.offline.evaluation.ope import doubly_robust, importance
 from replaylake.offline.evaluation.ope.statistic import Statistic
-from replaylake.offline.evaluation.ope.weights import Inputs
+from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 
-OURS: Final = "ours"
+REPLAYLAKE: Final = "ours"
 D3RLPY: Final = "d3rlpy"
 _RATIOS: Final = (
     "behavior probabilities are right, and above 0 wherever the policy's are; nothing unlogged "
@@ -33,14 +33,14 @@ _EITHER: Final = (
 class Estimator:
     """How to estimate one way.
 
-    one_step: for one-step logs (True), for longer episodes (False), for both (None). twin: its name
-    on the other kind of log. is_offered: asked for by name only, where False. model: the one that
-    it needs, of `ours` and `d3rlpy`. no_interval: why its value has none; empty where it has one.
-    function raises NotEstimable where it has nothing to say.
+    one_step_episodes: for one-step logs (True), for longer episodes (False), for both (None). twin:
+    its name on the other kind of log. is_offered: asked for by name only, where False. model: the
+    one that it needs, of `ours` and `d3rlpy`. no_interval: why its value has none; empty where it
+    has one. function raises NotEstimableError where it has nothing to say.
     """
 
     name: str
-    function: Callable[[Inputs], Statistic]
+    function: Callable[[EstimatorInputs], Statistic]
     one_step: bool | None
     assumptions: str
     paper: str
@@ -63,37 +63,38 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
     estimator.name: estimator
     for estimator in (
         _OneStep("ips", assumptions=_RATIOS, paper="Horvitz & Thompson 1952",
-                 function=importance.whole_episode, twin="is"),
+                 function=importance.importance_sampling, twin="is"),
         _OneStep("snips", assumptions=_SN, paper="Swaminathan & Joachims 2015",
-                 function=importance.weighted, twin="wis"),
+                 function=importance.weighted_importance_sampling, twin="wis"),
         _OneStep("clipped_ips", assumptions=_TRUNCATED, paper="Ionides 2008",
-                 function=importance.clipped, twin="clipped_is"),
+                 function=importance.clipped_importance_sampling, twin="clipped_is"),
         _OneStep("switch_dr", assumptions=f"{_EITHER}; {_MODEL} where weights pass the clip",
-                 paper="Wang, Agarwal & Dudik 2017", function=doubly_robust.switch,
-                 model=OURS),
+                 paper="Wang, Agarwal & Dudik 2017", function=doubly_robust.switch_doubly_robust,
+                 model=REPLAYLAKE),
         _OneStep("dr_os", assumptions=f"{_EITHER}; shrinking weights near the clip matters little",
-                 paper="Su et al. 2020", function=doubly_robust.shrunk, model=OURS),
+                 paper="Su et al. 2020", function=doubly_robust.optimistic_shrinkage,
+                 model=REPLAYLAKE),
         _OneStep("sndr", assumptions=_EITHER, paper="Dudik, Langford & Li 2011, self-normalised",
-                 function=doubly_robust.weighted_doubly_robust, twin="wdr", model=OURS),
+                 function=doubly_robust.weighted_doubly_robust, twin="wdr", model=REPLAYLAKE),
         _Longer("is", assumptions=_RATIOS, paper="Precup, Sutton & Singh 2000",
-                function=importance.whole_episode, twin="ips"),
+                function=importance.importance_sampling, twin="ips"),
         _Longer("wis", assumptions=_SN, paper="Precup, Sutton & Singh 2000",
-                function=importance.weighted, twin="snips"),
+                function=importance.weighted_importance_sampling, twin="snips"),
         _Longer("clipped_is", assumptions=_TRUNCATED, paper="Ionides 2008",
-                function=importance.clipped, twin="clipped_ips"),
+                function=importance.clipped_importance_sampling, twin="clipped_ips"),
         _Longer("pdis", assumptions=_RATIOS, paper="Precup, Sutton & Singh 2000",
-                function=importance.per_decision, twin="ips"),
+                function=importance.per_decision_importance_sampling, twin="ips"),
         _Longer("wpdis", assumptions=_SN, paper="Thomas 2015",
-                function=importance.weighted_per_decision, twin="snips"),
+                function=importance.weighted_per_decision_importance_sampling, twin="snips"),
         _Longer("wdr", assumptions=_EITHER, paper="Thomas & Brunskill 2016",
-                function=doubly_robust.weighted_doubly_robust, twin="sndr", model=OURS),
+                function=doubly_robust.weighted_doubly_robust, twin="sndr", model=REPLAYLAKE),
         _Both("dr", assumptions=_EITHER, paper="Dudik, Langford & Li 2011; Jiang & Li 2016",
-              function=doubly_robust.doubly_robust, model=OURS),
+              function=doubly_robust.doubly_robust, model=REPLAYLAKE),
         _OneStep("dm", assumptions=_MODEL, paper="Dudik, Langford & Li 2011", twin="fqe",
-                 function=doubly_robust.direct_method, uses_weights=False, model=OURS,
+                 function=doubly_robust.direct_method, uses_weights=False, model=REPLAYLAKE,
                  no_interval=_MODEL_ALONE),
         _Longer("fqe", assumptions=_MODEL, paper=_FQE_PAPER, twin="dm",
-                function=doubly_robust.direct_method, uses_weights=False, model=OURS,
+                function=doubly_robust.direct_method, uses_weights=False, model=REPLAYLAKE,
                 no_interval=_MODEL_ALONE),
         _Longer("fqe_d3rlpy", assumptions=_MODEL, paper=_FQE_PAPER, twin="dm",
                 function=doubly_robust.direct_method_d3rlpy, uses_weights=False, model=D3RLPY,
@@ -102,6 +103,6 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
 }  # fmt: skip
 
 
-def for_logs(one_step: bool) -> list[str]:
+def default_estimators(one_step: bool) -> list[str]:
     """Return the names for one-step logs, or for longer episodes, of those that are offered."""
     return [e.name for e in ESTIMATORS.values() if e.is_offered and e.one_step in (None, one_step)]

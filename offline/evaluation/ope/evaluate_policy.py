@@ -11,17 +11,21 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import Array, Discrete
 from replaylake.datastore.errors import (
-    EmptyReplay,
-    SpaceUnsupported,
-    TrainingFailed,
+    EmptyReplayError,
+    SpaceUnsupportedError,
+    TrainingError,
 )
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.logged_steps import LoggedSteps
-from replaylake.offline.evaluation.ope.asked_policy import AskedPolicy, ask_for, evaluated_reward
+from replaylake.offline.evaluation.ope.asked_policy import (
+    EvaluatedPolicy,
+    evaluated_reward,
+    load_evaluated_policy,
+)
 from replaylake.offline.evaluation.ope.chosen_episodes import (
-    Chosen,
-    choose_episodes,
-    with_first_steps,
+    SelectedEpisodes,
+    drop_without_first_step,
+    select_episodes,
 )
 from replaylake.offline.evaluation.ope.diagnostics import diagnose
 from replaylake.offline.evaluation.ope.direct import (
@@ -31,28 +35,32 @@ from replaylake.offline.evaluation.ope.direct import (
     predict_values_by_d3rlpy,
 )
 from replaylake.offline.evaluation.ope.estimate import Estimate, Estimates, estimate
-from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, OURS
+from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, REPLAYLAKE
 from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
 from replaylake.offline.evaluation.ope.probabilities import (
     BehaviorProbabilities,
     Probabilities,
     behavior_probabilities,
+    drop_unknown_target,
     target_probabilities,
-    with_known_target,
 )
-from replaylake.offline.evaluation.ope.question import Listener, PolicyReport, Question
-from replaylake.offline.evaluation.ope.refusal import NotEstimable
-from replaylake.offline.evaluation.ope.training_set import learned_from
+from replaylake.offline.evaluation.ope.question import (
+    EvaluationRequest,
+    PolicyReport,
+    ProgressCallbacks,
+)
+from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.training_set import find_training_episodes
 from replaylake.offline.evaluation.ope.value_table import has_table
 from replaylake.offline.evaluation.ope.verdict import SUPPORTED, WEAK, Verdict
 from replaylake.offline.evaluation.ope.verdict import verdict as judge
 from replaylake.offline.evaluation.ope.weights import importance_weights
 
-_USE_OURS: Final = frozenset(e.name for e in ESTIMATORS.values() if e.model == OURS)
+_USE_FITTED_VALUES: Final = frozenset(e.name for e in ESTIMATORS.values() if e.model == REPLAYLAKE)
 _FQE_D3RLPY: Final = "fqe_d3rlpy"
 
-_ELSEWHERE: Final = "what the policy does is known at logged observations alone"
-_REMEMBERS: Final = "the policy remembers, and its value is no function of one observation"
+_LOGGED_OBSERVATIONS_ONLY: Final = "what the policy does is known at logged observations alone"
+_STATEFUL: Final = "the policy remembers, and its value is no function of one observation"
 _FITTED_WITHOUT_MEMORY: Final = (
     "The policy remembers, and the log's propensities are fitted to single observations: where who "
     "wrote it remembered too, they are wrong. Log the probabilities of actions."
@@ -71,7 +79,7 @@ _MODEL_GOES_ON: Final = "of episodes that were cut off the model is not right, h
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class PolicyEvaluation:
     """A report, and what it rests on.
 
     steps: of the episodes that were evaluated; episodes: what is known of those and of the policy.
@@ -85,7 +93,7 @@ class Evaluation:
 
 
 def evaluate_policy(
-    lake: Lake, question: Question, listener: Listener | None = None
+    lake: Lake, question: EvaluationRequest, listener: ProgressCallbacks | None = None
 ) -> PolicyReport:
     """Evaluate a policy on a log.
 
@@ -96,60 +104,60 @@ def evaluate_policy(
     that of the policy's training, else the stored one; the report says which. Deterministic on the
     CPU: the same question gives the same answer.
 
-    Raises: NotFound, NameRefused, QueryRefused, QueryFailed, ConfigInvalid; EmptyReplay where no
-    episode is left, or one; SchemaMismatch for a policy of other spaces, or a holdout by a time
-    that the episodes do not have; SpaceUnsupported for observations or actions that the policy's
-    head does not take; ShardCorrupt.
+    Raises: NotFoundError, InvalidNameError, QueryRefusedError, QueryError, ConfigInvalidError;
+    EmptyReplayError where no episode is left, or one; SchemaMismatchError for a policy of other
+    spaces, or a holdout by a time that the episodes do not have; SpaceUnsupportedError for
+    observations or actions that the policy's head does not take; ShardCorruptError.
     Memory: the snapshot's steps, and the probabilities of all Discrete actions of those evaluated.
     """
-    listener = listener or Listener()
+    listener = listener or ProgressCallbacks()
     snapshot = lake.snapshot(question.dataset)
-    asked = ask_for(lake, question, snapshot.spec)
+    asked = load_evaluated_policy(lake, question, snapshot.spec)
     holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
     reward = evaluated_reward(asked, question, snapshot)
-    chosen = choose_episodes(snapshot, question, reward, holdout, listener)
+    chosen = select_episodes(snapshot, question, reward, holdout, listener)
     if asked.remembers:
-        chosen = with_first_steps(chosen)
-    return evaluate_on(lake, asked, question, chosen, listener).report
+        chosen = drop_without_first_step(chosen)
+    return evaluate_on_episodes(lake, asked, question, chosen, listener).report
 
 
-def evaluate_on(
+def evaluate_on_episodes(
     lake: Lake,
-    asked: AskedPolicy,
-    question: Question,
-    chosen: Chosen,
-    listener: Listener,
+    asked: EvaluatedPolicy,
+    question: EvaluationRequest,
+    chosen: SelectedEpisodes,
+    listener: ProgressCallbacks,
     doubts: Sequence[str] = (),
-) -> Evaluation:
+) -> PolicyEvaluation:
     """Evaluate a policy that was found on episodes that were read. Raises: as evaluate_policy.
 
-    chosen: of a policy that remembers each with its first step (with_first_steps).
+    chosen: of a policy that remembers each with its first step (drop_without_first_step).
     doubts: those of an evaluation on more episodes, from which these were taken.
     """
     snapshot, steps, left_out = chosen.snapshot, chosen.steps, dict(chosen.left_out)
     listener.stage("looking up what the policy was trained on")
-    found = learned_from(lake, asked.training, snapshot, steps)
+    found = find_training_episodes(lake, asked.training, snapshot, steps)
     seen, notes = found.episodes, asked.notes
     is_seen = bool(seen.all())
     doubts = list(doubts)
     if found.unknown:
         notes = (*notes, found.unknown)
         if not question.unseen:
-            doubts.append(_not_known(found.unknown))
+            doubts.append(_unknown_training_note(found.unknown))
     if seen.any() and not is_seen:
         steps = steps.only(~seen)
         left_out["in the policy's training set"] = int(seen.sum())
-        doubts += _selection_bias(asked)
+        doubts += _selection_bias_notes(asked)
     listener.stage("asking the policy")
     target = target_probabilities(asked, steps)
-    steps, target = with_known_target(steps, target, left_out)
+    steps, target = drop_unknown_target(steps, target, left_out)
     behavior = behavior_probabilities(steps, target, question, listener)
     if asked.remembers and behavior.is_fitted and steps.num_steps > steps.num_episodes:
         doubts.append(_FITTED_WITHOUT_MEMORY)
     trained_on = steps.num_episodes if is_seen else 0
     values, model = _values(asked, steps, target, question, listener)
     by_d3rlpy, why_not = _values_by_d3rlpy(asked, steps, question, listener)
-    episodes = _logged_episodes(steps, question, target, behavior, values, by_d3rlpy)
+    episodes = _make_logged_episodes(steps, question, target, behavior, values, by_d3rlpy)
     listener.stage("estimating")
     cut_off = _CutOff(steps, question.discount)
     estimates = _estimates(episodes, question, values, why_not, cut_off)
@@ -184,17 +192,17 @@ def evaluate_on(
         judged=judged,
         weights=_weights(episodes),
     )
-    return Evaluation(report, steps, episodes, tuple(doubts))
+    return PolicyEvaluation(report, steps, episodes, tuple(doubts))
 
 
-def _not_known(unknown: str) -> str:
+def _unknown_training_note(unknown: str) -> str:
     return (
         f"It is not known whether the policy learned from the evaluated episodes ({unknown}): "
         "it may know them by heart. --unseen gives your word that it did not."
     )
 
 
-def _selection_bias(asked: AskedPolicy) -> list[str]:
+def _selection_bias_notes(asked: EvaluatedPolicy) -> list[str]:
     """Say why the episodes that the policy was not trained on may not be like the others."""
     return [
         f"The policy was trained on the episodes where {where}; what is left for its evaluation "
@@ -205,19 +213,19 @@ def _selection_bias(asked: AskedPolicy) -> list[str]:
 
 
 def _values(
-    asked: AskedPolicy,
+    asked: EvaluatedPolicy,
     steps: LoggedSteps,
     target: Probabilities,
-    question: Question,
-    listener: Listener,
+    question: EvaluationRequest,
+    listener: ProgressCallbacks,
 ) -> tuple[PredictedValues | None, str]:
     """Fit a model of values where an estimator needs one; returns what it is, or why not."""
     names = question.estimators
-    if names is not None and not _USE_OURS & set(names):
+    if names is not None and not _USE_FITTED_VALUES & set(names):
         return None, "none: no estimator that was asked for uses one"
     policy = target.every if asked.target is None or asked.remembers else asked.target
     if policy is None and asked.remembers:
-        return None, f"none: {_REMEMBERS}"
+        return None, f"none: {_STATEFUL}"
     if policy is None:
         return None, "none: of the policy only the probability of the logged action is known"
     given: dict[str, Any] = {"seed": question.seed, "on_progress": listener.progress}
@@ -229,9 +237,9 @@ def _values(
                 asked.translated(steps), policy, config=question.reward_model, **given
             )
         elif asked.target is None:
-            return None, f"none: {_ELSEWHERE}"
+            return None, f"none: {_LOGGED_OBSERVATIONS_ONLY}"
         elif asked.remembers:
-            return None, f"none: {_REMEMBERS}"
+            return None, f"none: {_STATEFUL}"
         elif _CutOff(steps, question.discount).is_whole and not is_listed:
             return None, f"none: {_NO_BOUND}"
         else:
@@ -240,7 +248,7 @@ def _values(
                 asked.translated(steps), asked.target, question.discount, config=question.fqe,
                 **given,
             )  # fmt: skip
-    except (SpaceUnsupported, TrainingFailed, EmptyReplay) as error:
+    except (SpaceUnsupportedError, TrainingError, EmptyReplayError) as error:
         return None, f"none: {error}"
     return found, found.model
 
@@ -297,15 +305,18 @@ class _CutOff:
 
 
 def _values_by_d3rlpy(
-    asked: AskedPolicy, steps: LoggedSteps, question: Question, listener: Listener
+    asked: EvaluatedPolicy,
+    steps: LoggedSteps,
+    question: EvaluationRequest,
+    listener: ProgressCallbacks,
 ) -> tuple[NDArray[np.float64] | None, str]:
     """Fit d3rlpy's model where it is asked for by name; returns its values, or why not."""
     if _FQE_D3RLPY not in (question.estimators or ()) or steps.num_steps == steps.num_episodes:
         return None, ""
     if asked.target is None:
-        return None, _ELSEWHERE
+        return None, _LOGGED_OBSERVATIONS_ONLY
     if asked.remembers:
-        return None, _REMEMBERS
+        return None, _STATEFUL
     cut_off = _CutOff(steps, question.discount)
     if cut_off.is_whole:
         return None, cut_off.why_no_fqe()
@@ -315,14 +326,14 @@ def _values_by_d3rlpy(
             asked.translated(steps), asked.target, question.discount, config=question.fqe,
             seed=question.seed, on_progress=listener.progress,
         )  # fmt: skip
-    except (SpaceUnsupported, TrainingFailed, EmptyReplay) as error:
+    except (SpaceUnsupportedError, TrainingError, EmptyReplayError) as error:
         return None, str(error)
     return found, ""
 
 
-def _logged_episodes(
+def _make_logged_episodes(
     steps: LoggedSteps,
-    question: Question,
+    question: EvaluationRequest,
     target: Probabilities,
     behavior: BehaviorProbabilities,
     values: PredictedValues | None,
@@ -349,7 +360,7 @@ def _logged_episodes(
 
 def _estimates(
     episodes: LoggedEpisodes,
-    question: Question,
+    question: EvaluationRequest,
     values: PredictedValues | None,
     why_not_d3rlpy: str,
     cut_off: _CutOff,
@@ -382,5 +393,5 @@ def _names(found: Estimates) -> set[str]:
 def _weights(episodes: LoggedEpisodes) -> Array | None:
     try:
         return importance_weights(episodes).final
-    except NotEstimable:
+    except NotEstimableError:
         return None

@@ -75,8 +75,9 @@ def fitted_q_evaluation(
         on_progress: called with (updates done, updates) now and then.
 
     Deterministic on the CPU. What the policy does at every next observation is asked once, before
-    the first update. Raises: EmptyReplay; SpaceUnsupported for a policy with a state, or spaces
-    that no critic takes; TrainingFailed where the model diverges. Memory: the view's transitions.
+    the first update. Raises: EmptyReplayError; SpaceUnsupportedError for a policy with a state, or
+    spaces that no critic takes; TrainingError where the model diverges. Memory: the view's
+    transitions.
     """
     target = TargetPolicy(policy, exploration or Exploration())
     target.check_forgets()

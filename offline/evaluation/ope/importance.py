@@ -20,10 +20,15 @@ from replaylake.offline.evaluation.ope.statistic import (
     ratio_of,
     ratio_per_step,
 )
-from replaylake.offline.evaluation.ope.weights import Inputs, Weights, largest_ratio, summary
+from replaylake.offline.evaluation.ope.weights import (
+    EstimatorInputs,
+    Weights,
+    largest_ratio,
+    summary,
+)
 
 
-def whole_episode(inputs: Inputs) -> Statistic:
+def importance_sampling(inputs: EstimatorInputs) -> Statistic:
     """(1/n) sum of rho_0:T G: `is`, `ips`.
 
     Unbiased. Source: Horvitz & Thompson 1952; of episodes Precup, Sutton & Singh 2000, section 3.
@@ -37,7 +42,7 @@ def whole_episode(inputs: Inputs) -> Statistic:
     return mean_of(weighted, weights.whole_episodes, bounds, _rounding(weights, weighted))
 
 
-def clipped(inputs: Inputs) -> Statistic:
+def clipped_importance_sampling(inputs: EstimatorInputs) -> Statistic:
     """(1/n) sum of min(rho_0:T, clip) G: `clipped_is`, `clipped_ips`.
 
     Leans towards 0 by what is cut off; with clip = sqrt(n) that vanishes as n grows.
@@ -51,7 +56,7 @@ def clipped(inputs: Inputs) -> Statistic:
     return mean_of(weighted, summary(applied), bounds, _rounding(weights, weighted))
 
 
-def weighted(inputs: Inputs) -> Statistic:
+def weighted_importance_sampling(inputs: EstimatorInputs) -> Statistic:
     """Sum of rho_0:T G / sum of rho_0:T: `wis`, `snips`.
 
     Consistent, biased by O(1/n), and never outside the returns that were logged.
@@ -71,7 +76,7 @@ def weighted(inputs: Inputs) -> Statistic:
     return replace(ratio, bounds=Bounds(low, high, known=False))
 
 
-def per_decision(inputs: Inputs) -> Statistic:
+def per_decision_importance_sampling(inputs: EstimatorInputs) -> Statistic:
     """(1/n) sum over t of gamma^t rho_0:t r_t: `pdis`.
 
     Unbiased: a reward is weighted by the actions before it only.
@@ -85,7 +90,7 @@ def per_decision(inputs: Inputs) -> Statistic:
     return mean_of(episodes.sum_by_episode(rewards), weights.worst_step, bounds, moved)
 
 
-def weighted_per_decision(inputs: Inputs) -> Statistic:
+def weighted_per_decision_importance_sampling(inputs: EstimatorInputs) -> Statistic:
     """Sum over t of gamma^t (sum of rho_0:t r_t / sum of rho_0:t): `wpdis`.
 
     Consistent. Normalised at each step by the weights of that step (also called CWPDIS).

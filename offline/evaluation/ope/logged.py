@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 
 # Rounding: published tables of probabilities have five digits or so, and some dozens of columns.
 _PROBABILITY_SLACK: Final = 1e-3
@@ -44,7 +44,7 @@ class LoggedEpisodes:
     behavior_fitted         behavior_probs are a fit, not what was logged: estimates say so
     no_density              why target_probs is None: "the head 'sampled' has no density"
 
-    Raises: EpisodeInvalid.
+    Raises: EpisodeInvalidError.
     """
 
     offsets: Array
@@ -66,7 +66,7 @@ class LoggedEpisodes:
     def __post_init__(self) -> None:
         _check_offsets(self.offsets, len(self.rewards))
         if not 0 < self.discount <= 1:
-            raise _refuse("discount", f"{self.discount}", "a number in (0, 1]")
+            raise _invalid_column_error("discount", f"{self.discount}", "a number in (0, 1]")
         _check_column("rewards", self.rewards, len(self.rewards))
         for name in ("q_logged", "v_target", "v_d3rlpy"):
             _check_column(name, getattr(self, name), len(self.rewards))
@@ -122,64 +122,74 @@ class LoggedEpisodes:
         return sums
 
 
-def one_step(rewards: Array, **columns: object) -> LoggedEpisodes:
+def one_step_episodes(rewards: Array, **columns: object) -> LoggedEpisodes:
     """Return a one-step log of these rewards [M]; the other columns as LoggedEpisodes has them."""
     offsets = np.arange(len(rewards) + 1, dtype=np.int64)
     return LoggedEpisodes(offsets, np.asarray(rewards, np.float64), **columns)  # type: ignore[arg-type]
 
 
-def _refuse(name: str, found: str, expected: str) -> EpisodeInvalid:
-    return EpisodeInvalid(f"logged episodes, {name}: found {found}, expected {expected}.")
+def _invalid_column_error(name: str, found: str, expected: str) -> EpisodeInvalidError:
+    return EpisodeInvalidError(f"logged episodes, {name}: found {found}, expected {expected}.")
 
 
 def _check_offsets(offsets: Array, num_steps: int) -> None:
     if offsets.ndim != 1 or len(offsets) < 2:
-        raise _refuse("offsets", f"shape {offsets.shape}", "[E + 1] with at least one episode")
+        raise _invalid_column_error(
+            "offsets", f"shape {offsets.shape}", "[E + 1] with at least one episode"
+        )
     if offsets[0] != 0 or offsets[-1] != num_steps:
-        raise _refuse("offsets", f"{offsets[0]} .. {offsets[-1]}", f"0 .. {num_steps} (rewards)")
+        raise _invalid_column_error(
+            "offsets", f"{offsets[0]} .. {offsets[-1]}", f"0 .. {num_steps} (rewards)"
+        )
     empty = np.flatnonzero(np.diff(offsets) <= 0)
     if len(empty):
-        raise _refuse("offsets", f"episode {empty[0]} without a step", "one or more in each")
+        raise _invalid_column_error(
+            "offsets", f"episode {empty[0]} without a step", "one or more in each"
+        )
 
 
 def _check_column(name: str, values: Array | None, num_steps: int) -> None:
     if values is None:
         return
     if values.shape != (num_steps,):
-        raise _refuse(name, f"shape {values.shape}", f"({num_steps},), one a step")
+        raise _invalid_column_error(name, f"shape {values.shape}", f"({num_steps},), one a step")
     wrong = np.flatnonzero(~np.isfinite(values))
     if len(wrong):
-        raise _refuse(name, f"{values[wrong[0]]} in row {wrong[0]}", "finite numbers")
+        raise _invalid_column_error(name, f"{values[wrong[0]]} in row {wrong[0]}", "finite numbers")
 
 
 def _check_probs(name: str, probs: Array | None, num_steps: int) -> None:
     if probs is None:
         return
     if probs.shape != (num_steps,):
-        raise _refuse(name, f"shape {probs.shape}", f"({num_steps},), one a step")
+        raise _invalid_column_error(name, f"shape {probs.shape}", f"({num_steps},), one a step")
     may_be_unknown = name == "behavior_probs"
     wrong = np.flatnonzero((probs < 0) | np.isinf(probs) | (np.isnan(probs) & (not may_be_unknown)))
     if len(wrong):
-        raise _refuse(name, f"{probs[wrong[0]]} in row {wrong[0]}", "finite, 0 or more")
+        raise _invalid_column_error(
+            name, f"{probs[wrong[0]]} in row {wrong[0]}", "finite, 0 or more"
+        )
 
 
 def _check_distribution(name: str, probs: Array | None, num_steps: int) -> None:
     if probs is None:
         return
     if probs.ndim != 2 or len(probs) != num_steps:
-        raise _refuse(name, f"shape {probs.shape}", f"({num_steps}, A), a row a step")
+        raise _invalid_column_error(name, f"shape {probs.shape}", f"({num_steps}, A), a row a step")
     sums = probs.sum(axis=1)
     wrong = np.flatnonzero(~(np.abs(sums - 1) <= _PROBABILITY_SLACK) | (probs < 0).any(axis=1))
     if len(wrong):
         found = f"row {wrong[0]} with sum {sums[wrong[0]]:.6g}, least {probs[wrong[0]].min():.6g}"
-        raise _refuse(name, found, "probabilities that sum to 1")
+        raise _invalid_column_error(name, found, "probabilities that sum to 1")
 
 
 def _check_actions(episodes: LoggedEpisodes) -> None:
     if episodes.actions is None:
         return
     if episodes.actions.shape != (episodes.num_steps,):
-        raise _refuse("actions", f"shape {episodes.actions.shape}", f"({episodes.num_steps},)")
+        raise _invalid_column_error(
+            "actions", f"shape {episodes.actions.shape}", f"({episodes.num_steps},)"
+        )
     for name in ("behavior_distribution", "target_distribution"):
         probs = getattr(episodes, name)
         if probs is None:
@@ -187,7 +197,7 @@ def _check_actions(episodes: LoggedEpisodes) -> None:
         least, greatest = episodes.actions.min(), episodes.actions.max()
         if least < 0 or greatest >= probs.shape[1]:
             expected = f"0 .. {probs.shape[1] - 1} as {name} has columns"
-            raise _refuse("actions", f"{least} .. {greatest}", expected)
+            raise _invalid_column_error("actions", f"{least} .. {greatest}", expected)
         _check_agreement(name, probs, episodes)
 
 
@@ -202,7 +212,7 @@ def _check_agreement(name: str, distribution: Array, episodes: LoggedEpisodes) -
     if len(wrong):
         row = wrong[0]
         expected = f"{theirs[row]:.6g} as {name} has for action {episodes.actions[row]}"
-        raise _refuse(probs_name, f"{probs[row]:.6g} in row {row}", expected)
+        raise _invalid_column_error(probs_name, f"{probs[row]:.6g} in row {row}", expected)
 
 
 def _check_reward_range(episodes: LoggedEpisodes) -> None:
@@ -212,4 +222,4 @@ def _check_reward_range(episodes: LoggedEpisodes) -> None:
     least, greatest = float(episodes.rewards.min()), float(episodes.rewards.max())
     if not (low <= least and greatest <= high):
         expected = f"rewards in the range {low} .. {high} that was given"
-        raise _refuse("rewards", f"{least} .. {greatest}", expected)
+        raise _invalid_column_error("rewards", f"{least} .. {greatest}", expected)

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import EmptyReplay, QueryRefused, SpaceUnsupported
+from replaylake.datastore.errors import EmptyReplayError, QueryRefusedError, SpaceUnsupportedError
 from replaylake.datastore.lake.logged_steps import LoggedSteps
-from replaylake.offline.evaluation.ope.asked_policy import AskedPolicy
+from replaylake.offline.evaluation.ope.asked_policy import EvaluatedPolicy
 from replaylake.offline.evaluation.ope.behavior import fit_behavior
-from replaylake.offline.evaluation.ope.question import Listener, Question
+from replaylake.offline.evaluation.ope.question import EvaluationRequest, ProgressCallbacks
 
 # What `read_logged_steps` calls what the question's SQL gave.
 TARGET: Final = "target-prob"
@@ -43,11 +43,11 @@ class BehaviorProbabilities(Probabilities):
     is_fitted: bool = False
 
 
-def target_probabilities(asked: AskedPolicy, steps: LoggedSteps) -> Probabilities:
+def target_probabilities(asked: EvaluatedPolicy, steps: LoggedSteps) -> Probabilities:
     """Ask the target policy, or take what SQL gave.
 
     One that remembers is followed along each episode, whose first step has to be there (see
-    chosen_episodes.with_first_steps). Raises: QueryRefused, SpaceUnsupported.
+    chosen_episodes.drop_without_first_step). Raises: QueryRefusedError, SpaceUnsupportedError.
     """
     if asked.target is None:
         return _from_sql(steps, TARGET)
@@ -58,7 +58,7 @@ def target_probabilities(asked: AskedPolicy, steps: LoggedSteps) -> Probabilitie
             every = target.action_probs_along(steps.offsets, observations, masks)
         else:
             every = target.action_probs(observations, masks)
-        return Probabilities(_of_logged(steps, every), every)
+        return Probabilities(_pick_logged(steps, every), every)
     if target.no_density:
         return Probabilities(None, None, target.no_density)
     if target.remembers:
@@ -75,7 +75,7 @@ def _from_sql(steps: LoggedSteps, name: str) -> Probabilities:
     wrong = values[(values < 0) | (values > most) | np.isinf(values)]
     if len(wrong):
         kind = "densities of 0 or more" if isinstance(space, Box) else "probabilities from 0 to 1"
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"--{name}: found {wrong[0]:g} among {values.size} values, expected {kind}. Mend the "
             "expression; NULL says that one is not known."
         )
@@ -83,25 +83,25 @@ def _from_sql(steps: LoggedSteps, name: str) -> Probabilities:
         return Probabilities(values)
     if not isinstance(space, Discrete) or values.shape[1] != space.n:
         found = f"{space.n} actions" if isinstance(space, Discrete) else "other actions"
-        raise QueryRefused(
+        raise QueryRefusedError(
             f"--{name}: found lists of {values.shape[1]} numbers, but the dataset has {found}, "
             "expected a probability for each. Give that of the logged action alone."
         )
-    return Probabilities(_of_logged(steps, values), values)
+    return Probabilities(_pick_logged(steps, values), values)
 
 
-def _of_logged(steps: LoggedSteps, every: NDArray[np.float64]) -> NDArray[np.float64]:
+def _pick_logged(steps: LoggedSteps, every: NDArray[np.float64]) -> NDArray[np.float64]:
     found: NDArray[np.float64] = every[np.arange(len(every)), steps.action_numbers]
     return found
 
 
-def with_known_target(
+def drop_unknown_target(
     steps: LoggedSteps, target: Probabilities, left_out: dict[str, int]
 ) -> tuple[LoggedSteps, Probabilities]:
     """Leave out episodes with an action whose probability under the policy is not known.
 
-    Where that is each of them, a continuous policy goes without weights. Raises: EmptyReplay where
-    SQL said nothing.
+    Where that is each of them, a continuous policy goes without weights. Raises: EmptyReplayError
+    where SQL said nothing.
     """
     if target.logged is None:
         return steps, target
@@ -109,7 +109,7 @@ def with_known_target(
     if not unknown.any():
         return steps, target
     if unknown.all() and TARGET in steps.columns:
-        raise EmptyReplay(
+        raise EmptyReplayError(
             f"off-policy evaluation: each of {steps.num_episodes:,} episodes has an action of "
             "which the policy's probability is not known: SQL gave NULL, expected a value in each "
             "row. Mend --target-prob."
@@ -124,7 +124,10 @@ def with_known_target(
 
 
 def behavior_probabilities(
-    steps: LoggedSteps, target: Probabilities, question: Question, listener: Listener
+    steps: LoggedSteps,
+    target: Probabilities,
+    question: EvaluationRequest,
+    listener: ProgressCallbacks,
 ) -> BehaviorProbabilities:
     """Return what the log says of its own probabilities, fitted where it says nothing."""
     said = "logged"
@@ -146,7 +149,7 @@ def behavior_probabilities(
         fitted = fit_behavior(
             steps, question.behavior, seed=question.seed, on_progress=listener.progress
         )
-    except SpaceUnsupported as error:
+    except SpaceUnsupportedError as error:
         return BehaviorProbabilities(None, about={**about, "source": "unknown", "why": str(error)})
     is_all = bool(unknown.all())
     about = {

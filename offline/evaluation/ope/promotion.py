@@ -18,22 +18,26 @@ from typing import Any, Final, Literal
 
 from replaylake.datastore.episodes.schema import REWARD
 from replaylake.datastore.episodes.spaces import Discrete
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.registry import PolicyRef
-from replaylake.offline.evaluation.ope.asked_policy import AskedPolicy, ask_for, evaluated_reward
-from replaylake.offline.evaluation.ope.chosen_episodes import (
-    Chosen,
-    choose_episodes,
-    with_first_steps,
+from replaylake.offline.evaluation.ope.asked_policy import (
+    EvaluatedPolicy,
+    evaluated_reward,
+    load_evaluated_policy,
 )
-from replaylake.offline.evaluation.ope.estimate import compare
-from replaylake.offline.evaluation.ope.evaluate_policy import Evaluation, evaluate_on
+from replaylake.offline.evaluation.ope.chosen_episodes import (
+    SelectedEpisodes,
+    drop_without_first_step,
+    select_episodes,
+)
+from replaylake.offline.evaluation.ope.estimate import estimate_differences
+from replaylake.offline.evaluation.ope.evaluate_policy import PolicyEvaluation, evaluate_on_episodes
 from replaylake.offline.evaluation.ope.question import (
     EvaluatedReward,
-    Listener,
+    EvaluationRequest,
     PolicyReport,
-    Question,
+    ProgressCallbacks,
 )
 
 # 95% two-sided intervals, as `ope` has them: their lower ends hold in 97.5 of 100 logs.
@@ -48,7 +52,7 @@ _LOG: Final = "the log's mean"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class EstimatorComparison:
     """What one estimator says: candidate - against, with the interval low .. high.
 
     Its ends and method are None where it has none, and no_interval says why.
@@ -65,7 +69,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Gate:
+class GateResult:
     """What a log says of promoting a candidate; `reasons` say why it does not pass, or why it does.
 
     champion: None where there was none; the comparison is then with the log's own mean return.
@@ -76,7 +80,7 @@ class Gate:
     reasons: tuple[str, ...]
     candidate: PolicyReport
     champion: PolicyReport | None
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[EstimatorComparison, ...]
     refused: Mapping[str, str]
     alpha: float
     margin: float
@@ -92,15 +96,15 @@ class Gate:
         return {
             "passed": self.passed,
             "reasons": list(self.reasons),
-            **_asked(asked, self.alpha, self.margin),
+            **_describe_request(asked, self.alpha, self.margin),
             "reward": report.reward.expression,
             "reward_source": report.reward.source,
             "version": report.version,
             "acts": report.policy["acts"],
             "num_episodes": report.num_episodes,
             "num_steps": report.num_steps,
-            "candidate": _named(report),
-            "champion": None if self.champion is None else _named(self.champion),
+            "candidate": _summarize_report(report),
+            "champion": None if self.champion is None else _summarize_report(self.champion),
             "against": self.against,
             "comparisons": [asdict(one) for one in self.comparisons],
             "refused": dict(self.refused),
@@ -114,14 +118,14 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Unanswered:
+class GateNotApplicable:
     """A gate that found nothing to compare: it does not pass, and says why.
 
     No episodes or one, or two policies that were trained with different rewards.
     """
 
     reason: str
-    question: Question
+    question: EvaluationRequest
     alpha: float
     margin: float
     passed: Literal[False] = False
@@ -131,7 +135,7 @@ class Unanswered:
         return {
             "passed": False,
             "reasons": [self.reason],
-            **_asked(self.question, self.alpha, self.margin),
+            **_describe_request(self.question, self.alpha, self.margin),
             "comparisons": [],
             "refused": {},
         }
@@ -141,7 +145,7 @@ class Unanswered:
         return {**self.record(), "reports": []}
 
 
-def _asked(question: Question, alpha: float, margin: float) -> dict[str, Any]:
+def _describe_request(question: EvaluationRequest, alpha: float, margin: float) -> dict[str, Any]:
     """Return what a gate was asked, JSON-able, as every record of one has it."""
     return {
         "dataset": question.dataset,
@@ -154,16 +158,16 @@ def _asked(question: Question, alpha: float, margin: float) -> dict[str, Any]:
     }
 
 
-def gate(
+def evaluate_gate(
     lake: Lake,
     candidate: PolicyRef,
     champion: PolicyRef | None,
-    question: Question,
+    question: EvaluationRequest,
     *,
     alpha: float = DEFAULT_ALPHA,
     margin: float = 0.0,
-    listener: Listener | None = None,
-) -> Gate | Unanswered:
+    listener: ProgressCallbacks | None = None,
+) -> GateResult | GateNotApplicable:
     """Compare a candidate with the champion on a log.
 
     Args:
@@ -179,27 +183,30 @@ def gate(
         margin: by how much it has to be better, in units of the return; below 0: may be worse.
         listener: told how far it is.
 
-    Raises: as evaluate_policy, but for EmptyReplay, which is an answer here; ConfigInvalid for an
-    alpha out of range. Cost: that of two evaluations, of three where one policy learned from some
-    of the episodes.
+    Raises: as evaluate_policy, but for EmptyReplayError, which is an answer here;
+    ConfigInvalidError for an alpha out of range. Cost: that of two evaluations, of three where one
+    policy learned from some of the episodes.
     """
     if not 0 < alpha <= 0.25:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"gate: alpha: found {alpha:g}, expected more than 0 and at most 0.25; 0.025 is usual."
         )
     question = replace(question, policy=str(candidate), level=1 - 2 * alpha)
     try:
-        ours, theirs = _evaluated(lake, question, champion, listener or Listener())
-    except (EmptyReplay, _DifferentRewards) as error:
-        return Unanswered(str(error), question, alpha, margin)
-    comparisons, refused = _compared(ours, theirs)
+        ours, theirs = _evaluate_both(lake, question, champion, listener or ProgressCallbacks())
+    except (EmptyReplayError, _DifferentRewards) as error:
+        return GateNotApplicable(str(error), question, alpha, margin)
+    comparisons, refused = _compare_reports(ours, theirs)
     reports = [ours.report] if theirs is None else [ours.report, theirs.report]
     against = _LOG if theirs is None else _CHAMPION
-    reasons = [*_unsupported(reports), *_not_better(comparisons, margin, against, refused)]
+    reasons = [
+        *_iter_unsupported(reports),
+        *_iter_not_better(comparisons, margin, against, refused),
+    ]
     passed = not reasons
     if passed:
-        reasons = [_better(comparisons, margin, against)]
-    return Gate(
+        reasons = [_format_better(comparisons, margin, against)]
+    return GateResult(
         passed,
         tuple(reasons),
         ours.report,
@@ -215,17 +222,17 @@ class _DifferentRewards(Exception):
     """Candidate and champion were trained with different rewards, and none was asked for."""
 
 
-def _evaluated(
-    lake: Lake, question: Question, champion: PolicyRef | None, listener: Listener
-) -> tuple[Evaluation, Evaluation | None]:
+def _evaluate_both(
+    lake: Lake, question: EvaluationRequest, champion: PolicyRef | None, listener: ProgressCallbacks
+) -> tuple[PolicyEvaluation, PolicyEvaluation | None]:
     """Evaluate both on the episodes that neither learned from, where there are any."""
     snapshot = lake.snapshot(question.dataset)
-    asked = ask_for(lake, question, snapshot.spec)
+    asked = load_evaluated_policy(lake, question, snapshot.spec)
     holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
     other, reward = None, evaluated_reward(asked, question, snapshot)
     against = reward
     if champion is not None:
-        other = ask_for(lake, replace(question, policy=str(champion)), snapshot.spec)
+        other = load_evaluated_policy(lake, replace(question, policy=str(champion)), snapshot.spec)
         against = evaluated_reward(other, question, snapshot)
     if reward.expression != against.expression:
         raise _DifferentRewards(
@@ -233,21 +240,25 @@ def _evaluated(
             f"{_judged_by(against)}: returns of different rewards have no difference. Name the "
             f"reward that counts with --reward; --reward {REWARD} is the stored one."
         )
-    chosen = choose_episodes(snapshot, question, reward, holdout, listener)
+    chosen = select_episodes(snapshot, question, reward, holdout, listener)
     both = [one for one in (asked, other) if one is not None]
     if any(one.remembers for one in both):
-        chosen = with_first_steps(chosen)
+        chosen = drop_without_first_step(chosen)
     if question.estimators is None:
-        question = replace(question, estimators=_usual(chosen, both))
+        question = replace(question, estimators=_default_estimators(chosen, both))
     if other is None:
-        return evaluate_on(lake, asked, question, chosen, listener), None
+        return evaluate_on_episodes(lake, asked, question, chosen, listener), None
     of_champion = replace(question, policy=str(champion))
-    theirs = evaluate_on(lake, other, of_champion, replace(chosen, reward=against), listener)
-    fewer = replace(chosen, steps=theirs.steps, left_out=_of_champion(theirs.report.left_out))
-    ours = evaluate_on(lake, asked, question, fewer, listener)
+    theirs = evaluate_on_episodes(
+        lake, other, of_champion, replace(chosen, reward=against), listener
+    )
+    fewer = replace(
+        chosen, steps=theirs.steps, left_out=_label_champion_drops(theirs.report.left_out)
+    )
+    ours = evaluate_on_episodes(lake, asked, question, fewer, listener)
     if ours.steps.num_episodes < theirs.steps.num_episodes:
         fewer = replace(chosen, reward=against, steps=ours.steps, left_out=ours.report.left_out)
-        theirs = evaluate_on(lake, other, of_champion, fewer, listener, theirs.doubts)
+        theirs = evaluate_on_episodes(lake, other, of_champion, fewer, listener, theirs.doubts)
     return ours, theirs
 
 
@@ -257,7 +268,9 @@ def _judged_by(reward: EvaluatedReward) -> str:
     return f"was trained with the reward {reward.training}"
 
 
-def _usual(chosen: Chosen, both: Sequence[AskedPolicy]) -> tuple[str, ...]:
+def _default_estimators(
+    chosen: SelectedEpisodes, both: Sequence[EvaluatedPolicy]
+) -> tuple[str, ...]:
     is_one_step = chosen.steps.num_steps == chosen.steps.num_episodes
     is_listed = isinstance(chosen.steps.spec.action_space, Discrete)
     if any(one.remembers for one in both) and not (is_one_step and is_listed):
@@ -265,18 +278,18 @@ def _usual(chosen: Chosen, both: Sequence[AskedPolicy]) -> tuple[str, ...]:
     return _OF_ONE_STEP if is_one_step else _OF_EPISODES
 
 
-def _of_champion(left_out: Mapping[str, int]) -> dict[str, int]:
+def _label_champion_drops(left_out: Mapping[str, int]) -> dict[str, int]:
     """Say whose training set it was, as the candidate's comes beside it."""
     return {reason.replace("the policy's", f"{_CHAMPION}'s"): n for reason, n in left_out.items()}
 
 
-def _compared(
-    ours: Evaluation, theirs: Evaluation | None
-) -> tuple[tuple[Comparison, ...], Mapping[str, str]]:
+def _compare_reports(
+    ours: PolicyEvaluation, theirs: PolicyEvaluation | None
+) -> tuple[tuple[EstimatorComparison, ...], Mapping[str, str]]:
     estimates, asked = ours.report.estimates, ours.report.question
     if theirs is None:
         found = [
-            Comparison(
+            EstimatorComparison(
                 one.estimator,
                 one.value,
                 estimates.log_mean,
@@ -289,7 +302,7 @@ def _compared(
             for one in estimates.estimates
         ]
         return tuple(found), estimates.refused
-    differences, refused = compare(
+    differences, refused = estimate_differences(
         ours.episodes,
         theirs.episodes,
         asked.estimators or (),
@@ -297,17 +310,20 @@ def _compared(
         seed=asked.seed,
         clip=asked.clip,
     )
-    return tuple(Comparison(*astuple(one)) for one in differences), refused
+    return tuple(EstimatorComparison(*astuple(one)) for one in differences), refused
 
 
-def _unsupported(reports: list[PolicyReport]) -> Iterator[str]:
+def _iter_unsupported(reports: list[PolicyReport]) -> Iterator[str]:
     for who, report in zip(("the candidate", _CHAMPION), reports, strict=False):
         if report.verdict != "supported":
-            yield f"{report.verdict} of {who}, {_name(report)}: {report.judged.reason}"
+            yield f"{report.verdict} of {who}, {_report_name(report)}: {report.judged.reason}"
 
 
-def _not_better(
-    comparisons: tuple[Comparison, ...], margin: float, against: str, refused: Mapping[str, str]
+def _iter_not_better(
+    comparisons: tuple[EstimatorComparison, ...],
+    margin: float,
+    against: str,
+    refused: Mapping[str, str],
 ) -> Iterator[str]:
     if not comparisons:
         why = "; ".join(dict.fromkeys(reason.rstrip(".") for reason in refused.values()))
@@ -334,7 +350,9 @@ def _not_better(
         )
 
 
-def _better(comparisons: tuple[Comparison, ...], margin: float, against: str) -> str:
+def _format_better(
+    comparisons: tuple[EstimatorComparison, ...], margin: float, against: str
+) -> str:
     low, worst = min(
         ((one.low, one) for one in comparisons if one.low is not None), key=itemgetter(0)
     )
@@ -345,11 +363,11 @@ def _better(comparisons: tuple[Comparison, ...], margin: float, against: str) ->
     )
 
 
-def _name(report: PolicyReport) -> str:
+def _report_name(report: PolicyReport) -> str:
     return f"{report.policy['policy']}:{report.policy['policy_version']}"
 
 
-def _named(report: PolicyReport) -> dict[str, Any]:
+def _summarize_report(report: PolicyReport) -> dict[str, Any]:
     return {
         "policy": report.policy["policy"],
         "version": report.policy["policy_version"],

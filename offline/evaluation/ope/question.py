@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.offline.evaluation.ope.behavior import BehaviorConfig
@@ -29,7 +29,7 @@ STORED: Final = "stored"
 
 
 @dataclass(frozen=True)
-class Question:
+class EvaluationRequest:
     """Which policy is to be evaluated on which episodes, and how.
 
     dataset: `NAME`, `NAME@VERSION` or `NAME@TAG`. policy: a registered one, or `random`; or
@@ -70,27 +70,27 @@ class Question:
     def __post_init__(self) -> None:
         if (self.policy is None) == (self.target_prob is None):
             both = "both" if self.policy is not None else "neither"
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"off-policy evaluation: found {both} of a policy and an SQL expression of its "
                 "probabilities, expected one of them. Name the policy, or give --target-prob."
             )
         if self.target_prob is not None and self.exploration.is_on:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "off-policy evaluation: found exploration beside an SQL expression of the policy's "
                 "probabilities, expected it in that expression. Leave it out."
             )
         if not 0 < self.discount <= 1:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"off-policy evaluation: found discount {self.discount}, expected more than 0 and "
                 "at most 1."
             )
         if self.seed < 0:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"off-policy evaluation: found seed {self.seed}, expected 0 or more."
             )
         for name in self.estimators or ():
             if name not in ESTIMATORS:
-                raise ConfigInvalid(
+                raise ConfigInvalidError(
                     f"estimator: found {name!r}, expected {near_matches(name, ESTIMATORS)}."
                 )
 
@@ -115,7 +115,7 @@ class EvaluatedReward:
 
 
 @dataclass(frozen=True)
-class Listener:
+class ProgressCallbacks:
     """Who is told how far it is: of each stage by its name, and of what is counted in it."""
 
     stage: Callable[[str], None] = lambda what: None
@@ -129,8 +129,8 @@ class PolicyReport:
     policy: name, version, what chose it and how it acts; or the SQL of its probabilities. reward:
     what its returns are of. training_discount: gamma of its training, None if unknown. It was
     evaluated on num_episodes episodes and num_steps steps; left_out: how many more were selected,
-    by the reason why they do not count. trained_on: how many of those evaluated were in its
-    training set.
+    by the reason why they do not count. find_trained_policies: how many of those evaluated were in
+    its training set.
     propensities: where behavior probabilities are from, and of fitted ones how well they fit.
     model: what predicted values, or why nothing did. weights float64 [num_episodes], or None.
     """
@@ -138,7 +138,7 @@ class PolicyReport:
     dataset: str
     version: int
     policy: Mapping[str, Any]
-    question: Question
+    question: EvaluationRequest
     reward: EvaluatedReward
     training_discount: float | None
     holdout: Mapping[str, Any] | None

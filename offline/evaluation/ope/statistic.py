@@ -8,7 +8,7 @@ import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimable
+from replaylake.offline.evaluation.ope.refusal import NotEstimableError
 from replaylake.offline.evaluation.ope.weights import WeightSummary, sum_by_step
 
 
@@ -51,7 +51,7 @@ def mean_of(
     bounds: Bounds | None = None,
     rounding: float = 0.0,
 ) -> Statistic:
-    """The mean of values [E]. Raises: NotEstimable for a single episode."""
+    """The mean of values [E]. Raises: NotEstimableError for a single episode."""
     return replace(ratio_of(values, np.ones(len(values)), spread, bounds), rounding=rounding)
 
 
@@ -64,31 +64,33 @@ def ratio_of(
 ) -> Statistic:
     """Sum of numerators [E] / sum of weights [E], each weight known to the share `rounding` [E].
 
-    Raises: NotEstimable where all weights are 0, or all but one.
+    Raises: NotEstimableError where all weights are 0, or all but one.
     """
     mean = float(weights.mean())
     if mean <= 0:
-        raise NotEstimable("no episode has any weight: the policy would have done none of them")
+        raise NotEstimableError(
+            "no episode has any weight: the policy would have done none of them"
+        )
     left_out = mean - weights / len(weights)
     if left_out.min() <= 1e-12 * mean:
-        raise NotEstimable("a single episode carries all the weight: nothing tells its error")
+        raise NotEstimableError("a single episode carries all the weight: nothing tells its error")
     ratio = float(numerators.mean()) / mean
     errors = numerators - ratio * weights
     moved = float(np.mean(rounding * np.abs(errors))) / mean
     return Statistic(ratio, errors / left_out, spread, bounds, moved)
 
 
-def clustered(statistic: Statistic, clusters: Array | None) -> Statistic:
+def cluster_by(statistic: Statistic, clusters: Array | None) -> Statistic:
     """The same statistic as one of independent clusters: int64 [E] says which an episode is in.
 
-    Source: Liang & Zeger 1986, eq. 2, the variance of sums within clusters. Raises: NotEstimable
-    for a single cluster.
+    Source: Liang & Zeger 1986, eq. 2, the variance of sums within clusters. Raises:
+    NotEstimableError for a single cluster.
     """
     if clusters is None:
         return statistic
     sums = np.bincount(clusters, statistic.influence)
     if len(sums) < 2:
-        raise NotEstimable("all agents are of a single episode: nothing tells its error")
+        raise NotEstimableError("all agents are of a single episode: nothing tells its error")
     # What one episode contributes at most does not bound what several do.
     return replace(statistic, influence=sums * (len(sums) / len(statistic.influence)), bounds=None)
 
@@ -134,7 +136,7 @@ def ratio_per_step(
     numerators [M] and weights [M], the latter products that an ended episode keeps, each known to
     the share `rounding` [M]. Its influence past its end is plainly linearised. Cost: a few passes
     over M.
-    Some episode has weight at every step. Raises: NotEstimable where a single one has.
+    Some episode has weight at every step. Raises: NotEstimableError where a single one has.
     """
     horizon = int(episodes.lengths.max())
     tops = np.bincount(episodes.steps, numerators, horizon) / episodes.num_episodes
@@ -144,7 +146,7 @@ def ratio_per_step(
     alone = np.flatnonzero(left_out <= 1e-12 * means[steps])
     if len(alone):
         step = steps[alone].min()
-        raise NotEstimable(f"at step {step} a single episode carries all the weight")
+        raise NotEstimableError(f"at step {step} a single episode carries all the weight")
     errors, lasts = numerators - ratios[steps] * weights, episodes.offsets[1:] - 1
     influence = episodes.sum_by_episode(errors / left_out)
     # Past its end an episode's last weight still lowers every later ratio.

@@ -21,7 +21,7 @@ from replaylake.datastore.episodes.spaces import (
     num_values,
     take,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.log_probs import check_has_density
 from replaylake.datastore.lake.policies.policy import Policy
@@ -47,10 +47,10 @@ class TargetPolicy:
     def check_forgets(self) -> None:
         """Refuse a policy that is not the same at each visit of an observation.
 
-        Raises: SpaceUnsupported.
+        Raises: SpaceUnsupportedError.
         """
         if self.remembers:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"head {self.policy.spec.head}: found a policy with a state, expected one whose "
                 "action depends on the observation alone. Importance sampling along whole episodes "
                 "(`replaylake ope`) can evaluate it, and so can an environment."
@@ -72,7 +72,7 @@ class TargetPolicy:
         """Why its actions have no probability or density; empty where they have."""
         try:
             check_has_density(self.policy.spec, **self._mode)
-        except SpaceUnsupported as error:
+        except SpaceUnsupportedError as error:
             return str(error)
         return ""
 
@@ -100,7 +100,7 @@ class TargetPolicy:
                 **self._mode,
             )
 
-        return np.concatenate(_in_parts(num_values(observations), ask))
+        return np.concatenate(_map_chunks(num_values(observations), ask))
 
     def log_probs(
         self,
@@ -123,7 +123,7 @@ class TargetPolicy:
                 **self._mode,
             )
 
-        return np.concatenate(_in_parts(num_values(observations), ask))
+        return np.concatenate(_map_chunks(num_values(observations), ask))
 
     def actions(
         self,
@@ -144,7 +144,7 @@ class TargetPolicy:
             )
             return act.actions
 
-        return concatenate(_in_parts(num_values(observations), ask))
+        return concatenate(_map_chunks(num_values(observations), ask))
 
     def action_probs_along(
         self,
@@ -225,7 +225,7 @@ class TargetPolicy:
         return {"deterministic": not temperature, "temperature": temperature or 1.0}
 
 
-def _in_parts(num: int, ask: Callable[[slice], Any]) -> list[Any]:
+def _map_chunks(num: int, ask: Callable[[slice], Any]) -> list[Any]:
     return [
         ask(slice(start, min(num, start + _ROWS_AT_ONCE)))
         for start in range(0, max(1, num), _ROWS_AT_ONCE)

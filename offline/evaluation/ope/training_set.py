@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.logged_steps import LoggedSteps
@@ -20,7 +20,7 @@ from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.expressions import (
     canonical_expression,
     canonical_reward,
-    selected_episodes,
+    select_episode_keys,
 )
 
 
@@ -64,7 +64,7 @@ class TrainingSet:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class TrainingOverlap:
     """Which episodes a policy learned from, bool [E]; unknown: why there may be more of them."""
 
     episodes: NDArray[np.bool_]
@@ -72,7 +72,7 @@ class Seen:
 
 
 def training_set(lake: Lake, ref: PolicyRef) -> TrainingSet:
-    """Read a policy's training set from its lineage. Raises: NotFound, ConfigInvalid."""
+    """Read a policy's training set from its lineage. Raises: NotFoundError, ConfigInvalidError."""
     lineage = lake.registry.show(ref)["lineage"]
     holdout = lineage.get("holdout")
     datasets = lineage.get("datasets")
@@ -85,7 +85,9 @@ def training_set(lake: Lake, ref: PolicyRef) -> TrainingSet:
     )
 
 
-def learned_from(lake: Lake, training: TrainingSet, snapshot: Snapshot, steps: LoggedSteps) -> Seen:
+def find_training_episodes(
+    lake: Lake, training: TrainingSet, snapshot: Snapshot, steps: LoggedSteps
+) -> TrainingOverlap:
     """Return which episodes of `steps` the policy learned from, and what is not certain.
 
     Episodes are compared by id, in whatever dataset they were trained on: a copy keeps ids, and so
@@ -99,8 +101,8 @@ def learned_from(lake: Lake, training: TrainingSet, snapshot: Snapshot, steps: L
         name, version = selection["dataset"], selection["version"]
         where = selection.get("where")
         if (name, version, where) == (snapshot.dataset, snapshot.version, None):
-            return Seen(np.ones(steps.num_episodes, np.bool_))
-        pinned = _pinned(lake, name, version)
+            return TrainingOverlap(np.ones(steps.num_episodes, np.bool_))
+        pinned = _find_readable_snapshot(lake, name, version)
         if pinned is None:
             unknown.append(
                 f"{name}@{version}, which the policy was trained on, is gone: whether it held "
@@ -113,13 +115,13 @@ def learned_from(lake: Lake, training: TrainingSet, snapshot: Snapshot, steps: L
                 f"episodes were looked up in version {pinned.version}"
             )
         seen |= steps.are_among(_episodes(pinned, where))
-    return Seen(seen, "; ".join(unknown))
+    return TrainingOverlap(seen, "; ".join(unknown))
 
 
-def _pinned(lake: Lake, name: str, version: int) -> Snapshot | None:
+def _find_readable_snapshot(lake: Lake, name: str, version: int) -> Snapshot | None:
     """Return the version, else the newest, whose shards are all there."""
     for at in (f"{name}@{version}", name):
-        with suppress(NotFound):
+        with suppress(NotFoundError):
             snapshot = lake.snapshot(at)
             snapshot.sql("SELECT 1 FROM episodes LIMIT 1")
             return snapshot
@@ -131,4 +133,4 @@ def _episodes(snapshot: Snapshot, where: str | None) -> Any:
     if where is None:
         return snapshot.sql(f"SELECT DISTINCT {schema.EPISODE_ID} FROM episodes")
     # As training itself selected them.
-    return selected_episodes(snapshot.table, where)
+    return select_episode_keys(snapshot.table, where)

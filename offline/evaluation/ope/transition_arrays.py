@@ -14,7 +14,7 @@ from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array, Values, concatenate, take
-from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.errors import EmptyReplayError
 from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
@@ -49,13 +49,13 @@ class TransitionArrays:
 
 
 def from_view(view: ReplayView, discount: float) -> TransitionArrays:
-    """Copy a view's transitions. Raises: EmptyReplay. Memory: twice the observations."""
+    """Copy a view's transitions. Raises: EmptyReplayError. Memory: twice the observations."""
     sampler = view.in_order(_ROWS_AT_ONCE, Transitions(discount, returns=True))
     batches: list[Batch[Array]] = []
     while True:
         try:
             batches.append(sampler.sample())
-        except EmptyReplay:
+        except EmptyReplayError:
             if not batches:
                 raise
             break
@@ -67,15 +67,15 @@ def from_view(view: ReplayView, discount: float) -> TransitionArrays:
         masks = np.asarray(rows[schema.ACTION_MASK])
     return TransitionArrays(
         spec=view.spec,
-        observations=_joined(batches, "observations"),
-        actions=_joined(batches, "actions"),
-        rewards=_joined(batches, "rewards").astype(np.float64),
-        discounts=_joined(batches, "discounts").astype(np.float64),
-        next_observations=_joined(batches, "next_observations"),
-        returns=_joined(batches, "returns").astype(np.float64),
+        observations=_concatenate_field(batches, "observations"),
+        actions=_concatenate_field(batches, "actions"),
+        rewards=_concatenate_field(batches, "rewards").astype(np.float64),
+        discounts=_concatenate_field(batches, "discounts").astype(np.float64),
+        next_observations=_concatenate_field(batches, "next_observations"),
+        returns=_concatenate_field(batches, "returns").astype(np.float64),
         initial_observations=records.layout.observations(rows),
-        action_masks=_joined(batches, "action_masks"),
-        next_action_masks=_joined(batches, "next_action_masks"),
+        action_masks=_concatenate_field(batches, "action_masks"),
+        next_action_masks=_concatenate_field(batches, "next_action_masks"),
         initial_action_masks=masks,
     )
 
@@ -85,7 +85,7 @@ def from_steps(
 ) -> TransitionArrays:
     """Copy the transitions of the episodes of which bool [E] is true, by default of all.
 
-    Raises: EmptyReplay where none can be bootstrapped.
+    Raises: EmptyReplayError where none can be bootstrapped.
     """
     steps = steps if keep is None else steps.only(keep)
     # They are read together.
@@ -103,7 +103,7 @@ def from_steps(
     following[lasts[steps.has_final]] = steps.num_steps + np.arange(steps.has_final.sum())
     rows = np.flatnonzero(known)
     if not len(rows):
-        raise EmptyReplay(
+        raise EmptyReplayError(
             f"fitted Q evaluation: found {steps.num_steps} steps, none with a next observation or "
             "a termination, expected at least one."
         )
@@ -144,6 +144,6 @@ def returns_to_go(steps: LoggedSteps, discount: float) -> NDArray[np.float64]:
     return returns
 
 
-def _joined(batches: Sequence[Batch[Array]], field: str) -> Any:
+def _concatenate_field(batches: Sequence[Batch[Array]], field: str) -> Any:
     parts: list[Any] = [getattr(batch, field) for batch in batches]
     return None if parts[0] is None else concatenate(parts)

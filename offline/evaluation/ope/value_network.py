@@ -23,14 +23,14 @@ from replaylake.datastore.episodes.spaces import (
     num_values,
     take,
 )
-from replaylake.datastore.errors import SpaceUnsupported, TrainingFailed
+from replaylake.datastore.errors import SpaceUnsupportedError, TrainingError
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig, OnProgress
 from replaylake.offline.evaluation.ope.moments import observation_moments
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.action_scaling import ActionScaling, action_scaling
-from replaylake.offline.learning.flat import FlatGroup, flattened
+from replaylake.offline.learning.flat import FlatGroup, flatten_parameters
 from replaylake.offline.networks.critics import Critics, QNetworks
 
 _ROWS_AT_ONCE: Final = 1 << 15
@@ -38,7 +38,7 @@ _ROWS_AT_ONCE: Final = 1 << 15
 _DRAWN_AT_ONCE: Final = 64
 _CHECK_UPDATES: Final = 250
 # Of the values at so many first observations it is seen whether they still move.
-_WATCHED: Final = 2048
+_NUM_CONVERGENCE_ROWS: Final = 2048
 
 
 class ValueModel:
@@ -53,7 +53,7 @@ class ValueModel:
         device: torch.device | str = "cpu",
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Fit it. Raises: TrainingFailed where it diverges, SpaceUnsupported."""
+        """Fit it. Raises: TrainingError where it diverges, SpaceUnsupportedError."""
         self._model = ActionValues(arrays, config, seed, torch.device(device))
         self._target, self._seed = target, seed
         model, rng = self._model, np.random.default_rng([seed, 0])
@@ -61,7 +61,7 @@ class ValueModel:
         after = model.chosen(target, arrays.next_observations, masks, rng)
         rows = TransitionRows(model, arrays, after)
         masks = arrays.initial_action_masks
-        watched = slice(0, _WATCHED)
+        watched = slice(0, _NUM_CONVERGENCE_ROWS)
         first = take(arrays.initial_observations, watched)
         chosen = model.chosen(target, first, None if masks is None else masks[watched], rng)
 
@@ -79,7 +79,7 @@ class ValueModel:
         def ask(some: slice) -> Array:
             return self._model.q(self._model.online, take(observations, some), inputs[some])
 
-        return in_parts(num_values(observations), ask)
+        return map_chunks(num_values(observations), ask)
 
     def v(
         self, observations: Values, action_masks: NDArray[np.bool_] | None = None
@@ -93,7 +93,7 @@ class ValueModel:
             chosen = self._model.chosen(self._target, part, masks, rng)
             return self._model.v(self._model.online, part, chosen)
 
-        return in_parts(num_values(observations), ask)
+        return map_chunks(num_values(observations), ask)
 
 
 def _fit(
@@ -105,7 +105,7 @@ def _fit(
     on_progress: OnProgress | None,
 ) -> int:
     """Make the updates; returns how many."""
-    online, optimizer = fitted_by_adam(model.online, config.learning_rate)
+    online, optimizer = make_adam(model.online, config.learning_rate)
     frozen = FlatGroup(model.frozen).flat
     generator = torch.Generator(model.device).manual_seed(seed)
     history: list[float] = []
@@ -129,21 +129,19 @@ def _fit(
             _check_finite(history[-1], float(loss.detach()), update + 1)
             if on_progress is not None:
                 on_progress(update + 1, config.updates)
-            if _has_settled(history, config, model.scale):
+            if _has_converged(history, config, model.scale):
                 return update + 1
     return config.updates
 
 
-def fitted_by_adam(
-    network: nn.Module, learning_rate: float
-) -> tuple[FlatGroup, torch.optim.Optimizer]:
+def make_adam(network: nn.Module, learning_rate: float) -> tuple[FlatGroup, torch.optim.Optimizer]:
     """Return a network's parameters as one tensor, and what steps it (Kingma & Ba 2015)."""
-    (group,) = flattened({"values": network})[0].values()
+    (group,) = flatten_parameters({"values": network})[0].values()
     group.flat.grad = group.gradients
     return group, torch.optim.Adam([group.flat], lr=learning_rate, fused=True)
 
 
-def _has_settled(history: Sequence[float], config: FQEConfig, scale: float) -> bool:
+def _has_converged(history: Sequence[float], config: FQEConfig, scale: float) -> bool:
     num = max(2, config.updates // 10 // _CHECK_UPDATES)
     if not config.tolerance or len(history) <= num:
         return False
@@ -153,7 +151,7 @@ def _has_settled(history: Sequence[float], config: FQEConfig, scale: float) -> b
 
 def _check_finite(value: float, loss: float, update: int) -> None:
     if not np.isfinite(value) or not np.isfinite(loss):
-        raise TrainingFailed(
+        raise TrainingError(
             f"fitted Q evaluation, update {update}: found a loss of {loss} and values of {value}, "
             "expected finite numbers. Give a lower discount or learning rate; with discount 1 the "
             "values of episodes that never terminate have no bound."
@@ -190,10 +188,12 @@ class TransitionRows:
         target_tm1 = self._rewards[rows]
         if self._chosen is not None:
             with torch.no_grad():
-                v_t = model.outputs_v(model.frozen, rows_of(self._next, rows), self._chosen[rows])
+                v_t = model.outputs_v(
+                    model.frozen, select_rows(self._next, rows), self._chosen[rows]
+                )
                 target_tm1 = target_tm1 + self._discounts[rows] * v_t
         q_tm1 = model.outputs_q(
-            model.online, rows_of(self._observations, rows), self._actions[rows]
+            model.online, select_rows(self._observations, rows), self._actions[rows]
         )
         return nn.functional.mse_loss(q_tm1, target_tm1)
 
@@ -208,7 +208,7 @@ class ActionValues:
         self.actions = ActionInputs(arrays.spec.action_space, arrays.actions, device)
         self._space = space
         self._samples = config.action_samples
-        facts = DatasetFacts(observations=observation_moments(space, arrays.observations))
+        facts = DatasetStatistics(observations=observation_moments(space, arrays.observations))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.online = self._network(config, facts).to(device)
@@ -218,7 +218,7 @@ class ActionValues:
         spread = float(arrays.returns.std())
         self.scale = spread if spread > 0 else 1.0
 
-    def _network(self, config: FQEConfig, facts: DatasetFacts) -> nn.Module:
+    def _network(self, config: FQEConfig, facts: DatasetStatistics) -> nn.Module:
         if self.actions.is_discrete:
             size = self.actions.size
             return QNetworks(self._space, size, config.hidden_sizes, facts, num=1)
@@ -290,15 +290,15 @@ class ActionValues:
         return self.shift + self.scale * outputs.cpu().numpy().astype(np.float64)
 
 
-def in_parts(num: int, ask: Callable[[slice], Array]) -> NDArray[np.float64]:
+def map_chunks(num: int, ask: Callable[[slice], Array]) -> NDArray[np.float64]:
     """Join what is said of some rows at a time, so that no layer's output is as long as all."""
     starts = range(0, max(1, num), _ROWS_AT_ONCE)
     return np.concatenate([ask(slice(at, min(num, at + _ROWS_AT_ONCE))) for at in starts])
 
 
-def rows_of(observations: Any, rows: torch.Tensor) -> Any:
+def select_rows(observations: Any, rows: torch.Tensor) -> Any:
     if isinstance(observations, Mapping):
-        return {key: rows_of(sub, rows) for key, sub in observations.items()}
+        return {key: select_rows(sub, rows) for key, sub in observations.items()}
     return observations[rows]
 
 
@@ -307,7 +307,7 @@ class ActionInputs:
 
     A Box is scaled to [-1, 1] by its bounds, or where one is infinite by what was logged; each
     action of a MultiDiscrete or MultiBinary space becomes a one-hot vector. Raises:
-    SpaceUnsupported.
+    SpaceUnsupportedError.
     """
 
     def __init__(self, space: Space, logged: Values, device: torch.device | str = "cpu") -> None:
@@ -323,7 +323,7 @@ class ActionInputs:
             self._scaling = action_scaling(space, (array.min(axis=0), array.max(axis=0)))
             self.size = len(self._scaling.center)
         else:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"a model of action values: found action space {describe(space)}, expected "
                 "Discrete, MultiDiscrete, MultiBinary or a float Box. Name other estimators."
             )

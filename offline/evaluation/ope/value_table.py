@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array, Discrete, Values
-from replaylake.datastore.errors import TrainingFailed
+from replaylake.datastore.errors import TrainingError
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays
@@ -26,8 +26,8 @@ class ValueTable:
     """Values float64 [S, A] under a policy; pairs that were never logged have the mean return."""
 
     def __init__(self, target: TargetPolicy, arrays: TransitionArrays) -> None:
-        """Solve for the table. Raises: TrainingFailed where no finite one is there."""
-        self._observations, self._actions = _listed(arrays)
+        """Solve for the table. Raises: TrainingError where no finite one is there."""
+        self._observations, self._actions = _require_discrete(arrays)
         self._target = target
         states, actions = self._states(arrays.observations), self._numbers(arrays.actions)
         num_actions = self._actions.n
@@ -46,7 +46,7 @@ class ValueTable:
         sums = np.bincount(pairs, arrays.rewards, num_pairs)
         means[logged] = sums[logged] / counts[logged]
         matrix[logged] /= counts[logged, None]
-        self._q = _solved(np.eye(num_pairs) - matrix, means).reshape(-1, num_actions)
+        self._q = _solve(np.eye(num_pairs) - matrix, means).reshape(-1, num_actions)
 
     def q(self, observations: Values, actions: Values) -> NDArray[np.float64]:
         """Return values float64 [N] of actions at observations, both [N]."""
@@ -76,21 +76,21 @@ def has_table(spec: DatasetSpec, config: FQEConfig) -> bool:
     return first.n * second.n <= config.table_cells
 
 
-def _listed(arrays: TransitionArrays) -> tuple[Discrete, Discrete]:
+def _require_discrete(arrays: TransitionArrays) -> tuple[Discrete, Discrete]:
     first, second = arrays.spec.observation_space, arrays.spec.action_space
     assert isinstance(first, Discrete)  # has_table said so
     assert isinstance(second, Discrete)
     return first, second
 
 
-def _solved(matrix: Array, values: Array) -> Array:
+def _solve(matrix: Array, values: Array) -> Array:
     try:
         solution: Array = np.linalg.solve(matrix, values)
         is_solution = np.isfinite(solution).all() and np.allclose(matrix @ solution, values)
     except np.linalg.LinAlgError:
         is_solution = False
     if not is_solution:
-        raise TrainingFailed(
+        raise TrainingError(
             "fitted Q evaluation: found no finite values that fit all transitions, expected a "
             "discount below 1 where the policy may go round for ever. Give a lower discount."
         )

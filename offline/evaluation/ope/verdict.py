@@ -20,7 +20,7 @@ NOT_SUPPORTED: Final = "not_supported"
 # spread (intervals of wis with 50 effective of 100 episodes covered 91% at a nominal 95%, with 120
 # of 300 but twenty steps 90%); from 100 on no single weight is more than a tenth of all, as
 # share^2 <= 1 / size.
-FEWEST_EFFECTIVE: Final = 30.0
+MIN_EFFECTIVE: Final = 30.0
 FEW_EFFECTIVE: Final = 100.0
 # Effective episodes that bring the value: with 15 clicks a t interval covered 89.5% and a
 # studentised bootstrap 93.9%; below about 4 the latter has no finite limit.
@@ -49,8 +49,8 @@ class Verdict:
 def verdict(estimates: Estimates, diagnostics: Diagnostics, *, trained_on: int = 0) -> Verdict:
     """Judge what a log says of a policy.
 
-    trained_on: how many of the evaluated episodes were in the policy's training set. The first
-    reason that applies is given, the gravest first.
+    find_trained_policies: how many of the evaluated episodes were in the policy's training set. The
+    first reason that applies is given, the gravest first.
     """
     if trained_on > 0:
         return Verdict(
@@ -58,41 +58,41 @@ def verdict(estimates: Estimates, diagnostics: Diagnostics, *, trained_on: int =
             f"{trained_on:,} of the {diagnostics.num_episodes:,} evaluated episodes were in the "
             "policy's training set: it may know them by heart.",
         )
-    for check in _REFUSALS:
+    for check in _NOT_SUPPORTED_CHECKS:
         reason = check(estimates, diagnostics)
         if reason:
             return Verdict(NOT_SUPPORTED, reason)
-    for check in _DOUBTS:
+    for check in _WEAK_CHECKS:
         reason = check(estimates, diagnostics)
         if reason:
             return Verdict(WEAK, reason)
-    return Verdict(SUPPORTED, _support(estimates, diagnostics))
+    return Verdict(SUPPORTED, _explain_support(estimates, diagnostics))
 
 
-def _nothing(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_no_estimates(estimates: Estimates, diagnostics: Diagnostics) -> str:
     if estimates.estimates:
         return ""
     reasons = "; ".join(dict.fromkeys(why.rstrip(".") for why in estimates.refused.values()))
     return f"No estimator has anything to say: {reasons}."
 
 
-def _no_support(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_no_support(estimates: Estimates, diagnostics: Diagnostics) -> str:
     mass = diagnostics.unsupported_mass or 0.0
-    return _unsupported_text(mass) if mass > MUCH_UNSUPPORTED else ""
+    return _format_unsupported(mass) if mass > MUCH_UNSUPPORTED else ""
 
 
-def _unsupported_text(mass: float) -> str:
+def _format_unsupported(mass: float) -> str:
     return (
         f"The policy puts {mass:.1%} of its probability on actions that the log never shows where "
         "it would take them."
     )
 
 
-def _too_few(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_too_few_effective(estimates: Estimates, diagnostics: Diagnostics) -> str:
     weights = diagnostics.weights
-    if weights is None or weights.worst_step_size >= FEWEST_EFFECTIVE:
+    if weights is None or weights.worst_step_size >= MIN_EFFECTIVE:
         return ""
-    return _size_text(diagnostics, FEWEST_EFFECTIVE)
+    return _size_text(diagnostics, MIN_EFFECTIVE)
 
 
 def _size_text(diagnostics: Diagnostics, bar: float) -> str:
@@ -106,7 +106,7 @@ def _size_text(diagnostics: Diagnostics, bar: float) -> str:
     )
 
 
-def _unchecked(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_unchecked_model(estimates: Estimates, diagnostics: Diagnostics) -> str:
     if any(ESTIMATORS[e.estimator].uses_weights for e in estimates.estimates):
         return ""
     why = diagnostics.no_weights or "no estimator with importance weights was asked for"
@@ -114,7 +114,7 @@ def _unchecked(estimates: Estimates, diagnostics: Diagnostics) -> str:
     return f"Only a model of values speaks for the policy, and nothing in the log checks it: {why}."
 
 
-def _few(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_few_effective(estimates: Estimates, diagnostics: Diagnostics) -> str:
     weights = diagnostics.weights
     # Of 100 episodes whose weights are 1 but for rounding, 99.9999999 are effective.
     if weights is None or round(weights.worst_step_size, 1) >= FEW_EFFECTIVE:
@@ -122,12 +122,12 @@ def _few(estimates: Estimates, diagnostics: Diagnostics) -> str:
     return _size_text(diagnostics, FEW_EFFECTIVE)
 
 
-def _some_unsupported(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_some_unsupported(estimates: Estimates, diagnostics: Diagnostics) -> str:
     mass = diagnostics.unsupported_mass or 0.0
-    return _unsupported_text(mass) if mass > SOME_UNSUPPORTED else ""
+    return _format_unsupported(mass) if mass > SOME_UNSUPPORTED else ""
 
 
-def _few_carry(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_few_carrying(estimates: Estimates, diagnostics: Diagnostics) -> str:
     weights = diagnostics.weights
     if weights is None or weights.carrying >= FEW_CARRYING:
         return ""
@@ -137,7 +137,7 @@ def _few_carry(estimates: Estimates, diagnostics: Diagnostics) -> str:
     )
 
 
-def _mean_weight(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_mean_weight(estimates: Estimates, diagnostics: Diagnostics) -> str:
     weights = diagnostics.weights
     if weights is None or abs(weights.mean_weight_z) <= MEAN_WEIGHT_Z:
         return ""
@@ -148,7 +148,7 @@ def _mean_weight(estimates: Estimates, diagnostics: Diagnostics) -> str:
     )
 
 
-def _calibration(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_calibration(estimates: Estimates, diagnostics: Diagnostics) -> str:
     found = diagnostics.calibration
     if found is None or found.p_value >= CALIBRATION_P:
         return ""
@@ -159,7 +159,7 @@ def _calibration(estimates: Estimates, diagnostics: Diagnostics) -> str:
     )
 
 
-def _wide(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_wide_interval(estimates: Estimates, diagnostics: Diagnostics) -> str:
     widths = {one.estimator: end.high - end.low for one, end in _with_intervals(estimates)}
     narrowest = min(widths, key=widths.__getitem__, default=None)
     if narrowest is None or widths[narrowest] <= WIDEST_IN_STDS * diagnostics.log_std:
@@ -170,7 +170,7 @@ def _wide(estimates: Estimates, diagnostics: Diagnostics) -> str:
     )
 
 
-def _disagreement(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_disagreement(estimates: Estimates, diagnostics: Diagnostics) -> str:
     for (first, one), (second, other) in itertools.combinations(_with_intervals(estimates), 2):
         gap = max(one.low - other.high, other.low - one.high)
         # Intervals are as wide as float32 log-probs make them; sums of float64 are off by less.
@@ -195,7 +195,7 @@ def _with_intervals(estimates: Estimates) -> list[tuple[Estimate, Interval]]:
     ]
 
 
-def _support(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_support(estimates: Estimates, diagnostics: Diagnostics) -> str:
     weights = diagnostics.weights
     assert weights is not None, "without weights nothing checks the model: weak"
     fitted = " Propensities were fitted, not logged." if diagnostics.behavior_fitted else ""
@@ -208,14 +208,18 @@ def _support(estimates: Estimates, diagnostics: Diagnostics) -> str:
 
 
 _Check = Callable[[Estimates, Diagnostics], str]
-_REFUSALS: Final[tuple[_Check, ...]] = (_no_support, _too_few, _nothing)
-_DOUBTS: Final[tuple[_Check, ...]] = (
-    _unchecked,
-    _few,
-    _some_unsupported,
-    _few_carry,
-    _mean_weight,
-    _calibration,
-    _disagreement,
-    _wide,
+_NOT_SUPPORTED_CHECKS: Final[tuple[_Check, ...]] = (
+    _explain_no_support,
+    _explain_too_few_effective,
+    _explain_no_estimates,
+)
+_WEAK_CHECKS: Final[tuple[_Check, ...]] = (
+    _explain_unchecked_model,
+    _explain_few_effective,
+    _explain_some_unsupported,
+    _explain_few_carrying,
+    _explain_mean_weight,
+    _explain_calibration,
+    _explain_disagreement,
+    _explain_wide_interval,
 )

@@ -10,7 +10,7 @@ import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimable
+from replaylake.offline.evaluation.ope.refusal import NotEstimableError
 
 # Squares of weights, and sums of them over 1e50 episodes, still are finite float64.
 MAX_WEIGHT: Final = 1e120
@@ -89,10 +89,10 @@ class Weights:
         return last
 
     def check_any(self) -> None:
-        """Raise NotEstimable at a step where no episode has any weight: 0 would be the answer."""
+        """Raise NotEstimableError at a step without any weight, where the answer would be 0."""
         empty = np.flatnonzero(self.per_step <= 0)
         if len(empty):
-            raise NotEstimable(
+            raise NotEstimableError(
                 "no episode has any weight: the policy would have done none of them"
                 if self.episodes.is_one_step
                 else f"from step {empty[0]} on no episode has any weight: the policy would have "
@@ -118,7 +118,7 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class EstimatorInputs:
     """What an estimator is given: the log, and the largest weight that clipped forms apply."""
 
     episodes: LoggedEpisodes
@@ -126,15 +126,18 @@ class Inputs:
 
     @cached_property
     def weights(self) -> Weights:
-        """The log's importance weights. Raises: NotEstimable."""
+        """The log's importance weights. Raises: NotEstimableError."""
         return importance_weights(self.episodes)
 
     @cached_property
     def model(self) -> tuple[Array, Array]:
-        """(q_logged, v_target), float64 [M] each. Raises: NotEstimable where there is no model."""
+        """(q_logged, v_target), float64 [M] each.
+
+        Raises: NotEstimableError where there is no model.
+        """
         q, v = self.episodes.q_logged, self.episodes.v_target
         if q is None or v is None:
-            raise NotEstimable(
+            raise NotEstimableError(
                 "no model of values was fitted, and none given (q_logged and v_target)"
             )
         return q, v
@@ -143,17 +146,17 @@ class Inputs:
 def importance_weights(episodes: LoggedEpisodes) -> Weights:
     """Return the weights of episodes with both probabilities known.
 
-    A ratio of two densities is a ratio of probabilities too. Raises: NotEstimable where a weight
-    cannot be formed: a probability is missing or 0, or a product overflows.
+    A ratio of two densities is a ratio of probabilities too. Raises: NotEstimableError where a
+    weight cannot be formed: a probability is missing or 0, or a product overflows.
     """
     behavior, target = episodes.behavior_probs, episodes.target_probs
     if target is None:
-        raise NotEstimable(episodes.no_density or "the policy's probabilities are unknown")
+        raise NotEstimableError(episodes.no_density or "the policy's probabilities are unknown")
     if behavior is None:
-        raise NotEstimable("the log has no behavior probabilities; fit the behavior policy")
+        raise NotEstimableError("the log has no behavior probabilities; fit the behavior policy")
     without = int((~(behavior > 0)).sum())
     if without:
-        raise NotEstimable(
+        raise NotEstimableError(
             f"{without} of {len(behavior)} steps have no behavior probability above 0; leave their "
             "episodes out, or fit the behavior policy"
         )
@@ -162,7 +165,7 @@ def importance_weights(episodes: LoggedEpisodes) -> Weights:
         cumulative = ratios if episodes.is_one_step else _products(episodes, ratios)
     # A product that overflowed to infinity gives NaN when it meets a ratio of 0.
     if not (cumulative <= MAX_WEIGHT).all():
-        raise NotEstimable(
+        raise NotEstimableError(
             f"a product of importance ratios over up to {episodes.lengths.max()} steps passes "
             f"{MAX_WEIGHT:.0e}"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from replaylake.offline.running.training.data import OnReading
 from replaylake.offline.running.training.lake_run import OnMetrics
-from replaylake.offline.running.training.trainer import Progress
+from replaylake.offline.running.training.trainer import TrainProgress
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RunStart:
 
 
 OnStart = Callable[[RunStart], None]
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[TrainProgress], None]
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, date, datetime
 from typing import Any, Final, Literal, get_args
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import Lake
-from replaylake.offline.learning.normalisation import REWARD_NORMALISATIONS, RewardNormalisation
+from replaylake.offline.learning.normalisation import REWARD_NORMALIZATIONS, RewardNormalization
 from replaylake.offline.learning.options import expect, from_options
 
 Select = Literal["auto", "environment", "fqe", "loss", "last"]
@@ -40,7 +40,7 @@ class TrainConfig:
     frame_stack: int = 1
     # Fitted on the training steps and kept in the package; see normalisation.py.
     normalise_observations: bool = False
-    normalise_rewards: RewardNormalisation = "none"
+    normalise_rewards: RewardNormalization = "none"
     # Draw what surprised the learner more often (Schaul et al. 2016): the priorities' exponent, and
     # how much of the bias the weights correct at first; it rises to 1 over the run.
     prioritized: bool = False
@@ -80,7 +80,7 @@ class TrainConfig:
             expect(0 <= value <= 1, f"training: {name}", value, "0 to 1")
         for name, known in (
             ("select", get_args(Select)),
-            ("normalise_rewards", REWARD_NORMALISATIONS),
+            ("normalise_rewards", REWARD_NORMALIZATIONS),
         ):
             value = getattr(self, name)
             expect(value in known, f"training: {name}", value, f"one of {', '.join(known)}")
@@ -91,7 +91,7 @@ class TrainConfig:
         self.split()
 
     def split(self) -> Holdout | None:
-        """Return which episodes are held out, if any are. Raises: ConfigInvalid."""
+        """Return which episodes are held out, if any are. Raises: ConfigInvalidError."""
         if self.holdout is None and self.holdout_after is None:
             return None
         after = None if self.holdout_after is None else _time(self.holdout_after)
@@ -123,18 +123,21 @@ _FROM_ONE: Final = (
     "patience",
     "evaluation_episodes",
 )
-OWN_OPTIONS: Final = tuple(f.name for f in fields(TrainConfig) if f.name != "options")
+TRAIN_OPTIONS: Final = tuple(f.name for f in fields(TrainConfig) if f.name != "options")
 
 
 def train_config(options: Mapping[str, Any]) -> TrainConfig:
     """Sort flat options into the training's own and the algorithm's, which are checked later.
 
-    The algorithm's may stand beside the training's, or in a table `options`. Raises: ConfigInvalid.
+    The algorithm's may stand beside the training's, or in a table `options`. Raises:
+    ConfigInvalidError.
     """
-    own = set(OWN_OPTIONS)
+    own = set(TRAIN_OPTIONS)
     nested = options.get("options", {})
     if not isinstance(nested, dict):
-        raise ConfigInvalid(f"training: options: found {nested!r}, expected a table of options.")
+        raise ConfigInvalidError(
+            f"training: options: found {nested!r}, expected a table of options."
+        )
     theirs = {key: value for key, value in options.items() if key not in own | {"options"}}
     ours = {key: value for key, value in options.items() if key in own}
     if isinstance(ours.get("holdout_after"), date):
@@ -166,18 +169,21 @@ class TrainRequest:
 
     def __post_init__(self) -> None:
         if self.config.prioritized and self.weight is not None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"training: found prioritized beside the weight {self.weight!r}, expected one of "
                 "them: both say how often a step is drawn. Leave one out."
             )
         if self.env_args and self.env_id is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"training: found arguments of an environment ({', '.join(self.env_args)}) and no "
                 "environment, expected one. Name it with --env, or leave the arguments out."
             )
 
     def pinned(self, lake: Lake) -> TrainRequest:
-        """Return it with the versions that the names mean now. Raises: NotFound, NameRefused."""
+        """Return it with the versions that the names mean now.
+
+        Raises: NotFoundError, InvalidNameError.
+        """
         if self.named:
             return self
         snapshots = map(lake.snapshot, self.datasets)
@@ -192,7 +198,7 @@ class TrainRequest:
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> TrainRequest:
-        """Return what to_json wrote down. Raises: ConfigInvalid."""
+        """Return what to_json wrote down. Raises: ConfigInvalidError."""
         try:
             given = dict(body["config"])
             options = given.pop("options")
@@ -200,7 +206,7 @@ class TrainRequest:
             names = {name: tuple(body[name]) for name in ("datasets", "named")}
             return TrainRequest(**{**body, **names, "config": config})
         except (KeyError, TypeError) as error:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"run: found a request that is not whole ({type(error).__name__}: {error}), "
                 "expected what `train` was asked for. It is of another version of ReplayLake: "
                 "train again."
@@ -212,7 +218,7 @@ def _time(text: str) -> datetime:
     try:
         time = datetime.fromisoformat(text)
     except ValueError as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"training: holdout_after: found {text!r}, expected an ISO time such as 2026-11-01 or "
             "2026-11-01T12:00:00+01:00."
         ) from error

@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.episodes.compatibility import difference, joined
+from replaylake.datastore.episodes.compatibility import find_spec_mismatch, join_specs
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import check_policy_name
@@ -23,12 +23,12 @@ from replaylake.offline.algorithms.catalog import (
     check_masks,
     check_options,
     check_priorities,
-    check_replayed,
+    check_replayable,
     check_rewards,
 )
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.evaluation.evaluate import check_spaces
-from replaylake.offline.running.training.config import OWN_OPTIONS, TrainRequest
+from replaylake.offline.running.training.config import TRAIN_OPTIONS, TrainRequest
 from replaylake.offline.running.training.selection import (
     MeasureName,
     has_own_reward,
@@ -71,16 +71,16 @@ def open_data(
 ) -> TrainingData:
     """Check a pinned request and decode its episodes.
 
-    Raises: NotFound, NameRefused, SchemaMismatch, EmptyReplay, SpaceUnsupported, ConfigInvalid,
-    QueryRefused, QueryFailed.
+    Raises: NotFoundError, InvalidNameError, SchemaMismatchError, EmptyReplayError,
+    SpaceUnsupportedError, ConfigInvalidError, QueryRefusedError, QueryError.
     """
     config = request.config
     check_policy_name(request.policy_name)
     snapshots = [lake.snapshot(text) for text in request.datasets]
-    spec = _joined_spec(snapshots)
+    spec = _merge_specs(snapshots)
     algorithm = check_algorithm(config.algorithm, spec.action_space)
-    check_replayed(config.algorithm, spec.action_space)
-    check_options(config.algorithm, spec.action_space, config.options, others=OWN_OPTIONS)
+    check_replayable(config.algorithm, spec.action_space)
+    check_options(config.algorithm, spec.action_space, config.options, others=TRAIN_OPTIONS)
     if config.prioritized:
         check_priorities(config.algorithm, spec.action_space)
     if request.env_id is not None:
@@ -91,12 +91,12 @@ def open_data(
         for snapshot in snapshots:
             split.check(snapshot, request.where)
     sides = [False, True] if measure in ("fqe", "loss") else [False]
-    reading = _Reading(snapshots, len(sides), on_reading)
+    reading = _ReadProgress(snapshots, len(sides), on_reading)
     wheres = [
         request.where if split is None else split.within(request.where, held_out)
         for held_out in sides
     ]
-    views = [_opened(snapshots, request, where, reading) for where in wheres]
+    views = [_open_view(snapshots, request, where, reading) for where in wheres]
     view = views[0]
     if view.has_masked_actions:
         check_masks(config.algorithm, spec.action_space)
@@ -118,10 +118,10 @@ def open_data(
 def check_same_data(
     run_id: str, recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse to go on with other steps than a run began with. Raises: SchemaMismatch."""
+    """Refuse to go on with other steps than a run began with. Raises: SchemaMismatchError."""
     for was, now in zip(recorded, found, strict=True):
         if was["content_hash"] != now["content_hash"]:
-            raise SchemaMismatch(
+            raise SchemaMismatchError(
                 f"run {run_id}: {now['dataset']}@{now['version']}: found content hash "
                 f"{now['content_hash'][:12]} of {now['num_steps']:,} steps, expected "
                 f"{was['content_hash'][:12]} of {was['num_steps']:,}, which it began with: steps "
@@ -129,23 +129,23 @@ def check_same_data(
             )
 
 
-def _joined_spec(snapshots: Sequence[Snapshot]) -> DatasetSpec:
+def _merge_specs(snapshots: Sequence[Snapshot]) -> DatasetSpec:
     """Return the spec of all datasets together, before any is read."""
     if not snapshots:
-        raise ConfigInvalid("training: found no dataset, expected at least one.")
+        raise ConfigInvalidError("training: found no dataset, expected at least one.")
     first = snapshots[0]
     spec = first.spec
     for other in snapshots[1:]:
-        if (differs := difference(spec, other.spec)) is not None:
-            raise SchemaMismatch(
+        if (differs := find_spec_mismatch(spec, other.spec)) is not None:
+            raise SchemaMismatchError(
                 f"datasets {first.dataset} and {other.dataset}: {differs}, expected one. Train on "
                 "each alone, or ingest both with the same --env."
             )
-        spec = joined(spec, other.spec)
+        spec = join_specs(spec, other.spec)
     return spec
 
 
-class _Reading:
+class _ReadProgress:
     """Counts the shards of all snapshots as they are decoded, once for each side of the split."""
 
     def __init__(
@@ -163,11 +163,11 @@ class _Reading:
         self._num_before += len(snapshot.files)
 
 
-def _opened(
+def _open_view(
     snapshots: Sequence[Snapshot],
     request: TrainRequest,
     where: str | None,
-    reading: _Reading,
+    reading: _ReadProgress,
 ) -> ReplayView:
     views = []
     for snapshot in snapshots:

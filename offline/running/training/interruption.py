@@ -34,7 +34,7 @@ class Interruption:
         In an update the learner is between two states, of which no checkpoint can be made. Handlers
         that the program set itself are left alone, and so are all outside of the main thread.
         """
-        with _handling(self._take):
+        with _install_handlers(self._take):
             yield
 
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -44,24 +44,24 @@ class Interruption:
 
 
 @contextmanager
-def interrupted_at_once() -> Iterator[None]:
+def interrupt_on_sigterm() -> Iterator[None]:
     """Let SIGTERM raise KeyboardInterrupt in the block, as Ctrl-C does: what was begun is ended.
 
     For what is done before and after `awaited`, which may be within it.
     """
-    with _handling(_raise):
+    with _install_handlers(_raise_interrupt):
         yield
 
 
 @contextmanager
-def _handling(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _install_handlers(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before: dict[signal.Signals, Any] = {}
     for number in _SIGNALS:
         handler = signal.getsignal(number)
-        if handler in (signal.SIG_DFL, signal.default_int_handler, _raise):
+        if handler in (signal.SIG_DFL, signal.default_int_handler, _raise_interrupt):
             before[number] = handler
             signal.signal(number, handle)
     try:
@@ -71,5 +71,5 @@ def _handling(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]
             signal.signal(number, handler)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt

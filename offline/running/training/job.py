@@ -13,20 +13,20 @@ from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.algorithms.catalog import make_learner, no_log
+from replaylake.offline.algorithms.catalog import make_learner, not_replayable_error
 from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
 from replaylake.offline.learning.learner import Learner
-from replaylake.offline.learning.normalisation import fit_facts
+from replaylake.offline.learning.normalisation import fit_statistics
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.training.config import TrainRequest
 from replaylake.offline.running.training.data import OnReading, TrainingData, open_data
-from replaylake.offline.running.training.selection import Measure, Selection, make_measure
+from replaylake.offline.running.training.selection import Measure, PolicySelection, make_measure
 from replaylake.offline.running.training.team import (
-    ALONE,
-    Team,
-    TeamLearner,
-    TeamMeasure,
-    averaging,
+    SINGLE_PROCESS,
+    DataParallelLearner,
+    LeaderMeasure,
+    ProcessGroup,
+    make_gradient_average,
 )
 
 # A learner is done with a batch when it asks for the next.
@@ -43,11 +43,11 @@ class TrainingJob:
     sampler: TorchSampler
     measure: Measure | None
 
-    def selection(self) -> Selection:
+    def selection(self) -> PolicySelection:
         """Return an empty one, for this measure."""
         higher = self.measure is None or self.measure.higher_is_better
         patience = self.request.config.patience if self.measure is not None else None
-        return Selection(self.data.measure, higher, patience)
+        return PolicySelection(self.data.measure, higher, patience)
 
     def manifest(self, run_id: str) -> dict[str, Any]:
         """Return what a package says of where its policy comes from."""
@@ -78,7 +78,7 @@ class TrainingJob:
         said = self.learner.normalisation.get("observations")
         if said is None:
             request = self.request
-            facts = fit_facts(
+            facts = fit_statistics(
                 self.data.snapshots,
                 self.data.where,
                 request.where_steps,
@@ -95,7 +95,7 @@ class TrainingJob:
         return sampler.describe()
 
 
-def closing_evaluation(request: TrainRequest) -> Callable[[Policy], Evaluation] | None:
+def make_final_evaluation(request: TrainRequest) -> Callable[[Policy], Evaluation] | None:
     """Return what measures the policy of a run's end, on seeds that its choice did not use."""
     env_id = request.env_id
     if env_id is None:
@@ -114,17 +114,17 @@ def prepare(
     request: TrainRequest,
     *,
     on_reading: OnReading | None = None,
-    team: Team = ALONE,
+    team: ProcessGroup = SINGLE_PROCESS,
 ) -> TrainingJob:
     """Open the data of a pinned request, and make its learner and sampler.
 
     team: the learners that this one makes each update with.
-    Raises: as open_data, fit_facts and make_learner.
+    Raises: as open_data, fit_statistics and make_learner.
     """
     config = request.config
     data = open_data(lake, request, on_reading=on_reading)
     # The same steps give the same bits, so a run that goes on is scaled as it was before.
-    facts = fit_facts(
+    facts = fit_statistics(
         data.snapshots,
         data.where,
         request.where_steps,
@@ -142,18 +142,18 @@ def prepare(
         discount=config.discount,
         device=config.device,
         facts=facts,
-        reduce=averaging(team),
+        reduce=make_gradient_average(team),
         frame_stack=config.frame_stack,
     )
     if learner.on_policy is not None:
         # One of the user's own, of which this shows only now.
-        raise no_log(config.algorithm, spec.action_space)
+        raise not_replayable_error(config.algorithm, spec.action_space)
     measure = make_measure(data.measure, request, data.held_out)
     if measure is not None:
         measure.check(TorchPolicy(learner.policy(), config.device))
     if team.size > 1:
-        learner = TeamLearner(learner, team, config.device)
-        measure = None if measure is None else TeamMeasure(measure, team)
+        learner = DataParallelLearner(learner, team, config.device)
+        measure = None if measure is None else LeaderMeasure(measure, team)
     learner.prepare(data.view)
     sampler = make_sampler(data.view, learner, request)
     return TrainingJob(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from replaylake.datastore.errors import TrainingFailed
+from replaylake.datastore.errors import TrainingError
 from replaylake.datastore.lake.runs.checkpoints import Checkpoint, Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import MetricsLog
@@ -19,7 +19,7 @@ from replaylake.offline.learning.learner import Learner
 OnMetrics = Callable[[int, Mapping[str, float]], None]
 
 
-class LakeRun:
+class LakeObserver:
     """A trainer's Observer that writes to the lake, for as long as the lease is its own."""
 
     def __init__(
@@ -63,25 +63,25 @@ class LakeRun:
         return checkpoint
 
     def measured(self, update: int, values: Mapping[str, float]) -> None:
-        """Add to the run's metrics. Raises: StorageFailed; they are kept for the next time."""
+        """Add to the run's metrics. Raises: StorageError; they are kept for the next time."""
         if self._on_metrics is not None:
             self._on_metrics(update, values)
         self._metrics.add(update, values, time.time())
 
     def flush(self) -> None:
-        """Write what metrics are left now. Raises: StorageFailed."""
+        """Write what metrics are left now. Raises: StorageError."""
         self._metrics.flush()
 
     def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
         """Save a checkpoint, then remove those that are not to be kept.
 
-        Raises: TrainingFailed where a parameter is not a number: such a one is never the newest.
+        Raises: TrainingError where a parameter is not a number: such a one is never the newest.
         """
         self._lease.check()
         arrays = self._learner.state_dict()
         for name, array in arrays.items():
             if array.dtype.kind == "f" and np.isnan(array).any():
-                raise TrainingFailed(
+                raise TrainingError(
                     f"training: {name} is not a number after update {update}, expected numbers "
                     f"(the last good checkpoint is that of update {self._last_saved}). Nothing was "
                     "registered. Lower the learning rate, or look for outliers."

@@ -15,7 +15,7 @@ from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import Learner
 
 
-def packaged(
+def build_package(
     scratch: Path,
     learner: Learner,
     manifest: Mapping[str, Any],

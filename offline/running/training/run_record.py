@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from replaylake.datastore.errors import CommitConflict, NotFound, ReplayLakeError
+from replaylake.datastore.errors import CommitConflictError, NotFoundError, ReplayLakeError
 from replaylake.datastore.lake.policies.registry import Registry
 
 KIND: Final = "train offline"
 # Of an end that a run which goes on has not come to.
-_OF_ENDS: Final = ("ended_ms", "error", "failure", "update")
+_END_FIELDS: Final = ("ended_ms", "error", "failure", "update")
 
 
 class RunRecord:
@@ -32,16 +32,16 @@ class RunRecord:
         self._registry = registry
 
     def begin(self) -> None:
-        """Write a new run down as running. Raises: StorageFailed."""
+        """Write a new run down as running. Raises: StorageError."""
         self.body |= {"kind": self._kind, "status": "running", "started_ms": _now_ms()}
         self._registry.record_run(self.run_id, self.body)
 
     def go_on(self, update: int) -> None:
         """Write down that the run goes on from an update.
 
-        Raises: CommitConflict if another process has changed the record since it was read.
+        Raises: CommitConflictError if another process has changed the record since it was read.
         """
-        body = {key: value for key, value in self.body.items() if key not in _OF_ENDS}
+        body = {key: value for key, value in self.body.items() if key not in _END_FIELDS}
         again = [*body.get("resumed", ()), {"at_ms": _now_ms(), "update": update}]
         self._replace({**body, "status": "running", "resumed": again})
 
@@ -56,7 +56,7 @@ class RunRecord:
 
     def end_with(self, error: BaseException) -> None:
         """Write down what ended the run, if that can be written and is this process's to say."""
-        if isinstance(error, CommitConflict):
+        if isinstance(error, CommitConflictError):
             # Another process has the run now, whether or not it has written so.
             return
         is_failure = isinstance(error, Exception)
@@ -74,7 +74,7 @@ class RunRecord:
             self._replace({**self.body, **ended})
 
     def note(self, **found: Any) -> None:
-        """Write more down. Raises: StorageFailed, CommitConflict."""
+        """Write more down. Raises: StorageError, CommitConflictError."""
         self._replace({**self.body, **found})
 
     def done(self, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,14 +87,14 @@ class RunRecord:
 
 
 def find_run(registry: Registry, run_id: str, *, kind: str = KIND) -> dict[str, Any]:
-    """Return the record of a run of this kind. Raises: NotFound with the latest ones."""
+    """Return the record of a run of this kind. Raises: NotFoundError with the latest ones."""
     runs = [run for run in registry.runs() if run.get("kind") == kind]
     for run in runs:
         if run["run_id"] == run_id:
             return run
     latest = ", ".join(f"{run['run_id']} ({run.get('status')})" for run in runs[-3:])
     what = "run" if kind == KIND else kind
-    raise NotFound(
+    raise NotFoundError(
         f"{what} {run_id!r}: not in this lake, whose latest are {latest or 'none'}. "
         "`replaylake sql 'select * from runs'` has them all."
     )

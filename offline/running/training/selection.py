@@ -23,7 +23,7 @@ import numpy as np
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.schema import REWARD
 from replaylake.datastore.episodes.spaces import Array, Box
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, TrainingFailed
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, TrainingError
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.query.expressions import canonical_reward
 from replaylake.datastore.replay.items.transitions import Transitions
@@ -57,7 +57,7 @@ class Measure(Protocol):
     def check(self, policy: Policy) -> None:
         """Refuse what no such policy can be judged by, before anything is learned.
 
-        Raises: EmptyReplay, ConfigInvalid, SpaceUnsupported.
+        Raises: EmptyReplayError, ConfigInvalidError, SpaceUnsupportedError.
         """
         ...
 
@@ -89,7 +89,7 @@ class EnvironmentReturn:
 
 
 @dataclass(frozen=True)
-class FittedValue:
+class FQEValue:
     """Mean value of held-out first states; see ope/fqe.py."""
 
     held_out: ReplayView
@@ -103,13 +103,13 @@ class FittedValue:
     def check(self, policy: Policy) -> None:
         """Refuse held-out steps that no value can be fitted to. Cost: a fit of one update."""
         if num := self.held_out.num_unknown_rewards:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"training: select 'fqe': {num} of {len(self.held_out.packed.steps)} held-out "
                 "steps have no reward, expected one for each. Give rewards with `replaylake "
                 "annotate` or --reward, or set select to loss or last."
             )
         if not self.held_out.num_transitions:
-            raise EmptyReplay(
+            raise EmptyReplayError(
                 f"training: select 'fqe': found {len(self.held_out.packed.steps)} held-out steps, "
                 "none with a next observation or a termination, expected some. Hold out more, or "
                 "set select to loss or last."
@@ -129,7 +129,7 @@ class FittedValue:
                 seed=self.seed,
                 device=self.device,
             )
-        except TrainingFailed:
+        except TrainingError:
             # It diverged: of this policy nothing is known, and the run goes on.
             return math.nan
         return fitted.value
@@ -178,7 +178,7 @@ def has_own_reward(request: TrainRequest) -> bool:
 
 
 def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
-    """Return what a run is judged by. Raises: ConfigInvalid for what it has not been given.
+    """Return what a run is judged by. Raises: ConfigInvalidError for what it has not been given.
 
     An environment knows its own reward alone: it chooses the policy of another one only where it
     is asked to, as the best of a cost's policies would be its worst.
@@ -192,9 +192,9 @@ def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
             return "last"
         return "fqe" if uses_rewards else "loss"
     if config.select == "environment" and request.env_id is None:
-        raise _lacking(config.select, "no environment", "one", "Name it with --env")
+        raise _missing_input_error(config.select, "no environment", "one", "Name it with --env")
     if config.select in ("fqe", "loss") and not held_out:
-        raise _lacking(
+        raise _missing_input_error(
             config.select,
             "no held-out episodes",
             "some: on what it was trained on every policy looks good",
@@ -206,7 +206,7 @@ def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
 
 def _check_stateless(config: TrainConfig) -> None:
     if config.select in ("fqe", "loss") and config.frame_stack > 1:
-        raise _lacking(
+        raise _missing_input_error(
             config.select,
             f"frame_stack {config.frame_stack}",
             "1: its policies remember earlier observations, and held-out steps come without",
@@ -229,13 +229,13 @@ def make_measure(
     assert held_out is not None, "the data were opened for this measure"
     if name == "loss":
         return HeldOutLoss(held_out)
-    return FittedValue(
+    return FQEValue(
         held_out, config.discount, config.selection_fqe_updates, config.seed, config.device
     )
 
 
 @dataclass(frozen=True)
-class Point:
+class SelectionPoint:
     """A policy on the way: its update, what the measure said, and the metrics since the one before.
 
     value: None where nothing was measured, or the number was not finite.
@@ -247,7 +247,7 @@ class Point:
 
 
 @dataclass
-class Selection:
+class PolicySelection:
     """The measurements of a run so far, and which was the best.
 
     Only a better value replaces the best one: of equal ones the earliest is kept. A value that is
@@ -258,15 +258,15 @@ class Selection:
     higher_is_better: bool = True
     patience: int | None = None
     history: list[tuple[int, float | None]] = field(default_factory=list)
-    best: Point | None = None
-    last: Point | None = None
+    best: SelectionPoint | None = None
+    last: SelectionPoint | None = None
     num_worse: int = 0
 
     def add(self, update: int, value: float | None, metrics: Mapping[str, float]) -> bool:
         """Take the next measurement; return whether it is the best one so far."""
         if value is not None and not math.isfinite(value):
             value = None
-        self.last = Point(update, value, dict(metrics))
+        self.last = SelectionPoint(update, value, dict(metrics))
         self.history.append((update, value))
         if is_best := self._is_better(value):
             self.best, self.num_worse = self.last, 0
@@ -275,7 +275,7 @@ class Selection:
         return is_best
 
     @property
-    def chosen(self) -> Point:
+    def chosen(self) -> SelectionPoint:
         """The policy to register."""
         chosen = self.best or self.last
         assert chosen is not None, "a run ends with a measurement"
@@ -310,8 +310,8 @@ class Selection:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from it."""
         self.history = [(update, value) for update, value in state["history"]]
-        self.best = None if state["best"] is None else Point(**state["best"])
-        self.last = None if state["last"] is None else Point(**state["last"])
+        self.best = None if state["best"] is None else SelectionPoint(**state["best"])
+        self.last = None if state["last"] is None else SelectionPoint(**state["last"])
         self.num_worse = state["num_worse"]
 
     def _is_better(self, value: float | None) -> bool:
@@ -323,8 +323,8 @@ class Selection:
         return sign * value > sign * self.best.value
 
 
-def _lacking(select: str, found: str, expected: str, advice: str) -> ConfigInvalid:
-    return ConfigInvalid(
+def _missing_input_error(select: str, found: str, expected: str, advice: str) -> ConfigInvalidError:
+    return ConfigInvalidError(
         f"training: select {select!r}: found {found}, expected {expected}. {advice}, or leave "
         "select out."
     )

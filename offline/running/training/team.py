@@ -17,7 +17,7 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
@@ -28,7 +28,7 @@ from replaylake.offline.running.training.selection import Measure, MeasureName
 from replaylake.offline.running.training.trainer import GPU_CHECK_UPDATES
 
 
-class Team(Protocol):
+class ProcessGroup(Protocol):
     """One learner's place among the others. All call `add` and `told` in the same order."""
 
     @property
@@ -42,15 +42,15 @@ class Team(Protocol):
         ...
 
     def add(self, values: torch.Tensor) -> None:
-        """Put the sum over all learners in place of each value. Raises: TrainingFailed."""
+        """Put the sum over all learners in place of each value. Raises: TrainingError."""
         ...
 
     def told(self, value: float) -> float:
-        """Return the leader's value. Raises: TrainingFailed."""
+        """Return the leader's value. Raises: TrainingError."""
         ...
 
 
-class Alone:
+class SingleProcessGroup:
     """A team of one."""
 
     rank: Final = 0
@@ -64,10 +64,10 @@ class Alone:
         return value
 
 
-ALONE: Final = Alone()
+SINGLE_PROCESS: Final = SingleProcessGroup()
 
 
-def averaging(team: Team) -> Callable[[torch.Tensor], None] | None:
+def make_gradient_average(team: ProcessGroup) -> Callable[[torch.Tensor], None] | None:
     """Return what averages gradients over the team, in place; None for a team of one."""
     if team.size == 1:
         return None
@@ -79,14 +79,16 @@ def averaging(team: Team) -> Callable[[torch.Tensor], None] | None:
     return average
 
 
-class TeamLearner:
+class DataParallelLearner:
     """A learner that is given whole batches and learns from its part of them.
 
     The weights are those of one learner with the whole batch, to float32's rounding, where a loss
     is a mean over rows.
     """
 
-    def __init__(self, learner: Learner, team: Team, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, learner: Learner, team: ProcessGroup, device: torch.device | str = "cpu"
+    ) -> None:
         """learner: averages its gradients over the team. device: where it computes."""
         self._learner = learner
         self._team = team
@@ -134,12 +136,12 @@ class TeamLearner:
     def update(self, batch: Batch) -> Update:
         """Learn from this learner's part; return metrics and priorities of the whole batch.
 
-        Raises: ConfigInvalid for a batch that cannot be divided; TrainingFailed where another
+        Raises: ConfigInvalidError for a batch that cannot be divided; TrainingError where another
         learner is gone.
         """
         num, size = len(batch), self._team.size
         if num % size:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"training: found a batch of {num} rows for {size} learners, expected a multiple."
             )
         part = slice(num // size * self._team.rank, num // size * (self._team.rank + 1))
@@ -176,17 +178,17 @@ class TeamLearner:
         self._learner.load_state_dict(state)
 
 
-def deciding(learner: Learner, asked: Callable[[], bool]) -> Callable[[], bool]:
+def sync_stop(learner: Learner, asked: Callable[[], bool]) -> Callable[[], bool]:
     """Return whether the run ends here: as asked, or in a team what its leader was asked."""
-    return learner.should_end(asked) if isinstance(learner, TeamLearner) else asked
+    return learner.should_end(asked) if isinstance(learner, DataParallelLearner) else asked
 
 
 @dataclass(frozen=True)
-class TeamMeasure:
+class LeaderMeasure:
     """A measure that the leader takes, and tells the others."""
 
     measure: Measure
-    team: Team
+    team: ProcessGroup
 
     @property
     def name(self) -> MeasureName:

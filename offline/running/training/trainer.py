@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, SupportsFloat
 
 from replaylake.datastore.episodes.batch import Batch
-from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
+from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.datastore.lake.policies.policy import Policy
-from replaylake.datastore.replay.batch_source import TakesPriorities
+from replaylake.datastore.replay.batch_source import PrioritizedSource
 from replaylake.offline.learning.learner import Learner, Update
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.training.config import TrainConfig
-from replaylake.offline.running.training.selection import Selection
+from replaylake.offline.running.training.selection import PolicySelection
 
 # Reading a metric waits for a GPU; on the CPU it costs nothing.
 GPU_CHECK_UPDATES: Final = 50
 _PROGRESS_INTERVAL_S: Final = 0.25
-_KEYS_SHOWN: Final = 3
+_MAX_KEYS_SHOWN: Final = 3
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainProgress:
     """Where a run is: updates done of all, the last update's metrics, updates a second so far.
 
     left_s: seconds that are left at the pace so far, with what measuring and saving take.
@@ -67,13 +67,13 @@ class Trainer:
     def __init__(
         self,
         learner: Learner,
-        sampler: TakesPriorities,
+        sampler: PrioritizedSource,
         config: TrainConfig,
         *,
         observer: Observer,
-        selection: Selection | None = None,
+        selection: PolicySelection | None = None,
         measure: Callable[[Policy], float] | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[TrainProgress], None] | None = None,
         should_end: Callable[[], bool] = lambda: False,
     ) -> None:
         """Take what learns from what.
@@ -85,7 +85,7 @@ class Trainer:
         self._sampler = sampler
         self._config = config
         self._observer = observer
-        self.selection = selection or Selection("last")
+        self.selection = selection or PolicySelection("last")
         self._measure = measure
         self._on_progress = on_progress
         self._should_end = should_end
@@ -93,7 +93,7 @@ class Trainer:
         self._check_updates = 1 if config.device == "cpu" else GPU_CHECK_UPDATES
         # Metrics since they were looked at, since the last point of the log, and since the last
         # measurement.
-        self._unchecked, self._logged, self._measured = Sums(), Sums(), Sums()
+        self._unchecked, self._logged, self._measured = MetricSums(), MetricSums(), MetricSums()
         self._update_s = 0.0
 
     @property
@@ -104,8 +104,8 @@ class Trainer:
     def run(self) -> bool:
         """Make the updates that are left; return false if it was asked to end before.
 
-        The last thing it does is to save. Raises: TrainingFailed naming the update where a metric
-        is not finite; ConfigInvalid for priorities that the learner does not give; what the
+        The last thing it does is to save. Raises: TrainingError naming the update where a metric
+        is not finite; ConfigInvalidError for priorities that the learner does not give; what the
         observer raises.
         """
         began, first = time.perf_counter(), self.update
@@ -130,7 +130,7 @@ class Trainer:
                 spent = self._update_s + now - entered
                 left_s = (now - began) / (self.update - first) * (last - self.update)
                 rate = self.update / spent
-                self._on_progress(Progress(self.update, last, _read(metrics), rate, left_s))
+                self._on_progress(TrainProgress(self.update, last, _read(metrics), rate, left_s))
             if is_due:
                 self._update_s += now - entered
                 self._do_what_is_due(is_ending)
@@ -185,7 +185,7 @@ class Trainer:
         is_last = is_last or self.selection.is_exhausted
         if is_last or update % config.log_updates == 0:
             self._observer.measured(update, self._logged.means())
-            self._logged = Sums()
+            self._logged = MetricSums()
         if is_ending or is_last or is_best or update % config.saved_every == 0:
             best = self.selection.best
             self._observer.save(
@@ -200,12 +200,12 @@ class Trainer:
             value = self._measure(policy)
             self._observer.measured(self.update, {f"selection/{self.selection.measure}": value})
         is_best = self.selection.add(self.update, value, self._measured.means())
-        self._measured = Sums()
+        self._measured = MetricSums()
         return is_best
 
     def _give_back(self, batch: Batch, result: Update) -> None:
         if result.priorities is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"algorithm {self._config.algorithm}: found no priorities in what it learns, "
                 "expected one for each step of a batch, to sample by. Leave prioritized out, or "
                 "use an algorithm that has them, such as dqn."
@@ -214,13 +214,13 @@ class Trainer:
         self._sampler.update_priorities(batch.indices, result.priorities)
 
     def _check(self, batch: Batch) -> None:
-        """Raises: TrainingFailed where what was added since the last time is not finite."""
-        unchecked, self._unchecked = self._unchecked, Sums()
+        """Raises: TrainingError where what was added since the last time is not finite."""
+        unchecked, self._unchecked = self._unchecked, MetricSums()
         for name, value in unchecked.means().items():
             if not math.isfinite(value):
                 raise self._not_finite(name, value, unchecked.num, batch)
 
-    def _not_finite(self, name: str, value: float, num: int, batch: Batch) -> NotFinite:
+    def _not_finite(self, name: str, value: float, num: int, batch: Batch) -> NotFiniteError:
         keys = tuple(bytes(key).hex() for key in batch.keys)
         at, saved = f"update {self.update}", self._observer.last_saved
         if num > 1:
@@ -228,16 +228,17 @@ class Trainer:
         good = "no checkpoint was saved before"
         if saved is not None:
             good = f"the last good checkpoint is that of update {saved}"
-        return NotFinite(
+        return NotFiniteError(
             f"training: {name} is {value} at {at}, expected a finite number (the last batch: "
-            f"{len(batch)} rows, first keys {', '.join(keys[:_KEYS_SHOWN])}; {good}). Nothing was "
+            f"{len(batch)} rows, first keys {', '.join(keys[:_MAX_KEYS_SHOWN])}; {good}). "
+            f"Nothing was "
             "registered. Lower the learning rate, or look for outliers and, with action masks, "
             "logged actions that are masked.",
             {"update": self.update, "metric": name, "row_keys": keys, "checkpoint": saved},
         )
 
 
-class NotFinite(TrainingFailed):
+class NotFiniteError(TrainingError):
     """A metric that is not finite; details: the update, the rows of its batch, the checkpoint."""
 
     def __init__(self, message: str, details: Mapping[str, Any]) -> None:
@@ -245,7 +246,7 @@ class NotFinite(TrainingFailed):
         self.details = details
 
 
-class Sums:
+class MetricSums:
     """Totals of metrics, on the device where those are: not finite where any of them was not."""
 
     def __init__(self) -> None:

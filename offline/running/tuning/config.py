@@ -11,11 +11,11 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.summary import is_loss
 from replaylake.offline.learning.options import check_keys, expect, from_options
-from replaylake.offline.running.training.config import OWN_OPTIONS, TrainRequest, train_config
+from replaylake.offline.running.training.config import TRAIN_OPTIONS, TrainRequest, train_config
 
 Mode = Literal["max", "min"]
 _TUNE: Final = "tune"
@@ -73,7 +73,7 @@ class TuneConfig:
             _check_values(key, values)
         is_drawn = any(isinstance(values, Mapping) for values in self.vary.values())
         if self.num_samples > 1 and not is_drawn:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{_TUNE}: num_samples: found {self.num_samples} and no option to draw, expected "
                 "one such as learning_rate = {loguniform = [1e-5, 1e-2]} in [tune.vary]. To train "
                 "the same more often, name more seeds."
@@ -108,23 +108,23 @@ class Sweep:
 
     @staticmethod
     def from_options(given: Mapping[str, Any]) -> Sweep:
-        """Read a configuration file's keys. Raises: ConfigInvalid."""
+        """Read a configuration file's keys. Raises: ConfigInvalidError."""
         options = dict(given)
         table = options.pop(_TUNE, None)
         if not isinstance(table, dict):
-            raise _missing(_TUNE, given, "a table [tune] with seeds = [0, 1, 2]")
+            raise _missing_key_error(_TUNE, given, "a table [tune] with seeds = [0, 1, 2]")
         asked: dict[str, Any] = {key: options.pop(key) for key in _REQUEST if key in options}
         tune = _tune_config(table)
         for refused in ("seed", "learners"):
             if refused in options or refused in tune.vary:
                 advice = "seeds in [tune] says it" if refused == "seed" else "a trial is a process"
-                raise ConfigInvalid(f"sweep: found {refused}, expected none: {advice}.")
+                raise ConfigInvalidError(f"sweep: found {refused}, expected none: {advice}.")
         # A misspelt key is taken for the algorithm's: its check knows ours for near matches.
         sample = {**options, **tune.combinations()[0]}
         if "policy" not in asked:
-            raise _missing("policy", given, "policy = 'swept'")
+            raise _missing_key_error("policy", given, "policy = 'swept'")
         if "algorithm" not in sample:
-            raise _missing("algorithm", given, "algorithm = 'iql'")
+            raise _missing_key_error("algorithm", given, "algorithm = 'iql'")
         request = TrainRequest(
             datasets=_datasets(asked, given),
             policy_name=_text(asked, "policy") or "",
@@ -139,11 +139,11 @@ class Sweep:
         return Sweep(request, options, tune)
 
     def pinned(self, lake: Lake) -> Sweep:
-        """Return it with the datasets' versions of now. Raises: NotFound, NameRefused."""
+        """Return it with the datasets' versions of now. Raises: NotFoundError, InvalidNameError."""
         return replace(self, request=self.request.pinned(lake))
 
     def trial_request(self, options: Mapping[str, Any], seed: int) -> TrainRequest:
-        """Return what a trial trains. Raises: ConfigInvalid."""
+        """Return what a trial trains. Raises: ConfigInvalidError."""
         config = train_config({**self.options, **options, "seed": seed})
         return replace(self.request, config=config)
 
@@ -154,12 +154,12 @@ class Sweep:
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> Sweep:
-        """Return what to_json wrote down. Raises: ConfigInvalid."""
+        """Return what to_json wrote down. Raises: ConfigInvalidError."""
         try:
             request = TrainRequest.from_json(body["request"])
             return Sweep(request, body["options"], _tune_config(body["tune"]))
         except KeyError as error:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"sweep: found a record without {error}, expected what `tune` was asked for. It is "
                 "of another version of ReplayLake: tune again."
             ) from error
@@ -167,18 +167,18 @@ class Sweep:
 
 def near_options() -> tuple[str, ...]:
     """Return the keys of a sweep that an unknown one may have been meant for."""
-    return (*OWN_OPTIONS, *_REQUEST, _TUNE, *(field.name for field in fields(TuneConfig)))
+    return (*TRAIN_OPTIONS, *_REQUEST, _TUNE, *(field.name for field in fields(TuneConfig)))
 
 
-def measured_by(config: TuneConfig, selection: str) -> tuple[str, Mode]:
+def resolve_measure(config: TuneConfig, selection: str) -> tuple[str, Mode]:
     """Return the metric to compare by, and whether more or less of it is better.
 
-    selection: what the runs choose by; see selection.py. Raises: ConfigInvalid for `last`.
+    selection: what the runs choose by; see selection.py. Raises: ConfigInvalidError for `last`.
     """
     measure = config.measure
     if measure is None:
         if selection == "last":
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"{_TUNE}: measure: found nothing to compare by, expected an environment (env = "
                 "'CartPole-v1', and select = 'environment' beside a reward), held-out episodes "
                 "(holdout = 0.2), or a metric of the runs (measure = 'policy_loss' in [tune])."
@@ -202,7 +202,7 @@ def _check_values(key: str, values: Any) -> None:
         expect(len(values) > 0, what, values, "one value or more")
         return
     if not isinstance(values, Mapping):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"{what}: found {values!r}, expected a list of values, or a table such as "
             "{loguniform = [1e-5, 1e-2]}. An option that does not vary stands outside of [tune]."
         )
@@ -233,15 +233,15 @@ def _draw(values: Mapping[str, Any], rng: np.random.Generator) -> Any:
     return float(math.exp(rng.uniform(math.log(bounds[0]), math.log(bounds[1]))))
 
 
-def _missing(key: str, given: Mapping[str, Any], example: str) -> ConfigInvalid:
+def _missing_key_error(key: str, given: Mapping[str, Any], example: str) -> ConfigInvalidError:
     near = difflib.get_close_matches(key, given, n=1)
     found = f"{near[0]!r} but no {key}" if near else f"no {key}"
-    return ConfigInvalid(f"sweep: found {found}, expected one, as in {example}.")
+    return ConfigInvalidError(f"sweep: found {found}, expected one, as in {example}.")
 
 
 def _datasets(asked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:
     if "datasets" not in asked:
-        raise _missing("datasets", given, "datasets = ['cartpole@3']")
+        raise _missing_key_error("datasets", given, "datasets = ['cartpole@3']")
     found = asked["datasets"]
     named = [found] if isinstance(found, str) else found
     is_list = isinstance(named, list) and all(isinstance(one, str) for one in named)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
 from replaylake.offline.running.tuning.config import Mode
-from replaylake.offline.running.tuning.trial import Ended, Trial, TrialWork
+from replaylake.offline.running.tuning.trial import Trial, TrialEnd, TrialSpec
 
 # What a measure that is not a number counts as for ASHA, which compares numbers.
 _WORST: Final = 1e300
@@ -22,7 +22,7 @@ _WORST: Final = 1e300
 Curve = Iterable[tuple[int, float]]
 
 
-class Listener(Protocol):
+class TrialCallbacks(Protocol):
     """Who is told of trials, by number, in the process that runs them."""
 
     def measured(self, number: int, update: int, value: float) -> None:
@@ -35,7 +35,7 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True)
-class Stopping:
+class ASHAConfig:
     """How ASHA stops trials that are behind.
 
     Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", algorithm 2.
@@ -50,13 +50,13 @@ class Stopping:
 
 
 def run_trials(
-    works: Sequence[TrialWork],
-    listener: Listener,
+    works: Sequence[TrialSpec],
+    listener: TrialCallbacks,
     *,
     concurrency: int,
     cpus: int,
     gpus: float,
-    stopping: Stopping | None,
+    stopping: ASHAConfig | None,
     should_end: Callable[[], bool],
 ) -> None:
     """Run trials in a Ray that runs, so many at once, each in a process of its own.
@@ -66,7 +66,7 @@ def run_trials(
     from ray import tune
 
     scheduler = None if stopping is None else _asha(tune, stopping)
-    is_stopped = _nothing if scheduler is None else scheduler.stopped.__contains__
+    is_stopped = _ignore if scheduler is None else scheduler.stopped.__contains__
     with tempfile.TemporaryDirectory(prefix="replaylake-tune-") as folder:
         tuner = tune.Tuner(
             tune.with_resources(_trainable(tune, works), {"cpu": cpus, "gpu": gpus}),
@@ -88,14 +88,14 @@ def run_trials(
         tuner.fit()
 
 
-def comparable(value: float, mode: Mode) -> float:
+def to_comparable(value: float, mode: Mode) -> float:
     """Return the value, or for what is not finite one that is worse than all others."""
     if math.isfinite(value):
         return value
     return _WORST if mode == "min" else -_WORST
 
 
-def _trainable(tune: Any, works: Sequence[TrialWork]) -> type:
+def _trainable(tune: Any, works: Sequence[TrialSpec]) -> type:
     by_number = {work.number: work for work in works}
 
     class SweepTrial(tune.Trainable):  # type: ignore[misc]
@@ -105,9 +105,9 @@ def _trainable(tune: Any, works: Sequence[TrialWork]) -> type:
 
         def step(self) -> dict[str, Any]:
             told = self._trial.next()
-            if isinstance(told, Ended):
+            if isinstance(told, TrialEnd):
                 return {"done": True, "error": told.error}
-            value = comparable(told.value, self._work.mode)
+            value = to_comparable(told.value, self._work.mode)
             return {"update": told.update, "value": value}
 
         def cleanup(self) -> None:
@@ -116,7 +116,7 @@ def _trainable(tune: Any, works: Sequence[TrialWork]) -> type:
     return SweepTrial
 
 
-def _asha(tune: Any, stopping: Stopping) -> Any:
+def _asha(tune: Any, stopping: ASHAConfig) -> Any:
     """Return the scheduler, as if it had seen the trials that are over."""
     goes_on = tune.schedulers.TrialScheduler.CONTINUE
 
@@ -144,16 +144,16 @@ def _asha(tune: Any, stopping: Stopping) -> Any:
         over = SimpleNamespace(trial_id=f"known-{i}", config={"number": None})
         scheduler.on_trial_add(None, over)
         for update, value in curve:
-            point = {"update": update, "value": comparable(value, stopping.mode)}
+            point = {"update": update, "value": to_comparable(value, stopping.mode)}
             scheduler.on_trial_result(None, over, point)
     scheduler.stopped.clear()
     return scheduler
 
 
-def _callback(tune: Any, listener: Listener, is_stopped: Callable[[int], bool]) -> Any:
+def _callback(tune: Any, listener: TrialCallbacks, is_stopped: Callable[[int], bool]) -> Any:
     class Told(tune.Callback):  # type: ignore[misc]
         # What it tells goes in here: of a class in a function all that it names would be copied.
-        def __init__(self, listener: Listener, is_stopped: Callable[[int], bool]) -> None:
+        def __init__(self, listener: TrialCallbacks, is_stopped: Callable[[int], bool]) -> None:
             self._listener, self._is_stopped = listener, is_stopped
             self._errors: dict[int, str] = {}
 
@@ -204,5 +204,5 @@ def _never() -> bool:
     return False
 
 
-def _nothing(number: int) -> bool:
+def _ignore(number: int) -> bool:
     return False

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.lake.runs.lease import is_at_work
+from replaylake.datastore.lake.runs.lease import is_active
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.datastore.lake.runs.summary import EVALUATION, SELECTION, best_point
 from replaylake.offline.evaluation.intervals import student_t_interval
@@ -97,11 +97,11 @@ class SweepResult:
         return body | {"best": None if best is None else asdict(best)}
 
 
-def trials_of(
+def load_trials(
     lake: Lake, sweep_id: str, sweep: Sweep, record: Mapping[str, Any]
 ) -> list[TrialResult]:
     """Return every trial of a sweep, as far as it is. Cost: the metrics of those not done."""
-    runs = runs_of(lake, sweep_id)
+    runs = find_trial_runs(lake, sweep_id)
     stopped = set(record.get("stopped", ()))
     combinations, seeds = record["combinations"], sweep.tune.seeds
     # The first seed of all options comes first: that is what decides which are stopped.
@@ -111,14 +111,14 @@ def trials_of(
         trial = TrialResult(number, i, combinations[i], seed, "waiting")
         run = runs.get(number)
         if run is not None:
-            trial = _found(lake, trial, run, record, is_stopped=number in stopped)
+            trial = _load_trial(lake, trial, run, record, is_stopped=number in stopped)
         elif sweep.tune.asha and number > i and trials[i].status in ("stopped", "failed"):
             trial = replace(trial, status="skipped")
         trials.append(trial)
     return trials
 
 
-def runs_of(lake: Lake, sweep_id: str) -> dict[int, Mapping[str, Any]]:
+def find_trial_runs(lake: Lake, sweep_id: str) -> dict[int, Mapping[str, Any]]:
     """Return the record of each trial's run, the newest if there are more, by trial."""
     labelled = [
         run for run in lake.registry.runs() if (run.get("sweep") or {}).get("id") == sweep_id
@@ -126,11 +126,11 @@ def runs_of(lake: Lake, sweep_id: str) -> dict[int, Mapping[str, Any]]:
     return {run["sweep"]["trial"]: run for run in labelled}
 
 
-def combined(trials: Sequence[TrialResult], mode: Mode) -> tuple[Combination, ...]:
+def combine_trials(trials: Sequence[TrialResult], mode: Mode) -> tuple[Combination, ...]:
     """Return each combination's mean over its seeds, the best first."""
     numbers = dict.fromkeys(trial.combination for trial in trials)
     found = [
-        _combination([trial for trial in trials if trial.combination == number], mode)
+        _summarize_combination([trial for trial in trials if trial.combination == number], mode)
         for number in numbers
     ]
     sign = 1 if mode == "min" else -1
@@ -149,7 +149,7 @@ def value_name(measure: str) -> str:
     return EVALUATION if measure == f"{SELECTION}environment" else measure
 
 
-def _combination(trials: Sequence[TrialResult], mode: Mode) -> Combination:
+def _summarize_combination(trials: Sequence[TrialResult], mode: Mode) -> Combination:
     first = trials[0]
     done = [trial for trial in trials if trial.status == "done" and trial.value is not None]
     known = Combination(
@@ -169,7 +169,7 @@ def _number(trial: TrialResult) -> float:
     return trial.value
 
 
-def _found(
+def _load_trial(
     lake: Lake,
     trial: TrialResult,
     run: Mapping[str, Any],
@@ -198,7 +198,7 @@ def _status(lake: Lake, run: Mapping[str, Any], is_stopped: bool) -> TrialStatus
         return "done" if status == "done" else "failed"
     if is_stopped:
         return "stopped"
-    return "running" if is_at_work(lake.storage, run["run_id"]) else "waiting"
+    return "running" if is_active(lake.storage, run["run_id"]) else "waiting"
 
 
 def _value_of_done(lake: Lake, run: Mapping[str, Any], measure: str) -> float | None:

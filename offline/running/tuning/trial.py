@@ -20,7 +20,7 @@ from replaylake.offline.running.tuning.config import Mode
 
 
 @dataclass(frozen=True)
-class TrialWork:
+class TrialSpec:
     """What a trial is: enough for another process to do it.
 
     request: pinned. run_id: of the run to go on with, None for a new one. sweep: what the run's
@@ -37,7 +37,7 @@ class TrialWork:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrialMeasurement:
     """A trial's measure after an update."""
 
     update: int
@@ -45,7 +45,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TrialEnd:
     """A trial that came to its end, was asked to end, or failed: then why."""
 
     error: str | None = None
@@ -54,14 +54,14 @@ class Ended:
 class Trial:
     """A run in a thread, driven by `next` and `stop`."""
 
-    def __init__(self, work: TrialWork) -> None:
+    def __init__(self, work: TrialSpec) -> None:
         self._work = work
-        self._told: queue.Queue[Measured | Ended] = queue.Queue()
+        self._told: queue.Queue[TrialMeasurement | TrialEnd] = queue.Queue()
         self._may_go_on = threading.Semaphore(0)
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"trial {work.number}")
 
-    def next(self) -> Measured | Ended:
+    def next(self) -> TrialMeasurement | TrialEnd:
         """Go on up to the next measurement, or the end."""
         if self._thread.ident is None:
             self._thread.start()
@@ -102,11 +102,11 @@ class Trial:
                     **callbacks,
                 )
         except RunInterrupted:
-            self._told.put(Ended())
+            self._told.put(TrialEnd())
         except BaseException as error:
-            self._told.put(Ended(f"{type(error).__name__}: {error}"))
+            self._told.put(TrialEnd(f"{type(error).__name__}: {error}"))
         else:
-            self._told.put(Ended())
+            self._told.put(TrialEnd())
 
     def _measured(self, update: int, values: Mapping[str, float]) -> None:
         config, measure = self._work.request.config, self._work.measure
@@ -114,5 +114,5 @@ class Trial:
         is_due = update % config.measured_every == 0 or update == config.updates
         if measure not in values or not is_due or self._is_stopped.is_set():
             return
-        self._told.put(Measured(update, values[measure]))
+        self._told.put(TrialMeasurement(update, values[measure]))
         self._may_go_on.acquire()

@@ -13,10 +13,10 @@ import pytest
 from replaylake.cli.output import progress as progress_module
 from replaylake.cli.output.progress import ProgressReport, WaitingReport, amount, time_left
 from replaylake.cli.output.report import (
-    Report,
+    CommandOutput,
     cell_text,
     count,
-    fitting,
+    fit_columns,
     number_text,
     size,
     table_lines,
@@ -88,7 +88,7 @@ def test_json_is_one_strict_object(capsys: pytest.CaptureFixture[str]) -> None:
         "time": datetime(2026, 1, 31, tzinfo=UTC),
         "tuple": (1, math.inf),
     }
-    Report(as_json=True).answer(body, ["not this"])
+    CommandOutput(as_json=True).answer(body, ["not this"])
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {
         "nan": None,
@@ -207,14 +207,14 @@ def test_amounts_and_times() -> None:
 
 def test_what_a_terminal_would_obey_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "a\x1b[31m\x07\x9b2J\u202eb\ud800"
-    report = Report(as_json=False)
+    report = CommandOutput(as_json=False)
     report.answer({}, [hostile, "two\nlines, Zoë, 名"])
     report.say(hostile)
     captured = capsys.readouterr()
     named = "a\\x1b[31m\\x07\\x9b2J\\u202eb\\ud800"
     assert captured.out == f"{named}\ntwo\nlines, Zoë, 名\n"
     assert captured.err == f"{named}\n"
-    Report(as_json=True).answer({"x": hostile}, [])
+    CommandOutput(as_json=True).answer({"x": hostile}, [])
     text = capsys.readouterr().out
     assert text.strip().isprintable()
     assert json.loads(text)["x"].replace("\\ud800", "\ud800") == hostile
@@ -240,6 +240,6 @@ def test_waiting_says_nothing_of_what_is_quick(capsys: pytest.CaptureFixture[str
 
 def test_columns_that_fit_a_terminal():
     rows = [{"a": 1, "b": "xxxx", "c": 2}]
-    assert fitting(rows, ["a", "b", "c"], 7) == ["a", "b"]
-    assert fitting(rows, ["a", "b", "c"], 10) == ["a", "b", "c"]
-    assert fitting(rows, ["b", "a"], 1) == ["b"]
+    assert fit_columns(rows, ["a", "b", "c"], 7) == ["a", "b"]
+    assert fit_columns(rows, ["a", "b", "c"], 10) == ["a", "b", "c"]
+    assert fit_columns(rows, ["b", "a"], 1) == ["b"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaylake.cli.output import text_plot as module
-from replaylake.cli.output.text_plot import letters, sparkline, text_plot
+from replaylake.cli.output.text_plot import curve_letters, sparkline, text_plot
 
 
 @pytest.fixture
@@ -115,5 +115,5 @@ def test_any_curve_is_drawn_in_its_frame(
 
 
 def test_every_curve_of_a_few_dozens_has_a_letter_of_its_own() -> None:
-    assert letters(3) == ["A", "B", "C"]
-    assert len(set(letters(62))) == 62
+    assert curve_letters(3) == ["A", "B", "C"]
+    assert len(set(curve_letters(62))) == 62

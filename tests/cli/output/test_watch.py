@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from replaylake.cli.output.report import Report
+from replaylake.cli.output.report import CommandOutput
 from replaylake.cli.output.watch import EventFile, Watchers, watchers
-from replaylake.datastore.errors import ExtraMissing
+from replaylake.datastore.errors import ExtraMissingError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.online.monitoring.timings import Timings
 
@@ -23,7 +23,7 @@ def here(tmp_path: Path) -> Lake:
 
 
 def _watched(lake: Lake, **options: Any) -> Watchers:
-    return watchers(Report(as_json=False), lake, **options)
+    return watchers(CommandOutput(as_json=False), lake, **options)
 
 
 def test_event_files_are_in_the_run_s_folder(
@@ -117,7 +117,7 @@ def test_without_wandb_the_extra_is_named_before_anything_runs(
     here: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ExtraMissing, match=r"replaylake\[wandb\]"):
+    with pytest.raises(ExtraMissingError, match=r"replaylake\[wandb\]"):
         _watched(here, wandb_project="p")
 
 
@@ -125,19 +125,19 @@ def test_without_wandb_the_extra_is_named_before_anything_runs(
 # when the process has ended.
 _PROGRAM = """
 import sys
-from replaylake.cli.output.report import Report
+from replaylake.cli.output.report import CommandOutput
 from replaylake.cli.output.watch import watchers
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import open_lake
 lake = open_lake(sys.argv[1])
 lake.registry.record_run("01abc", {"algorithm": "bc", "config": {"hidden_sizes": [8]}})
-with watchers(Report(False), lake, wandb_project="cartpole") as watch:
+with watchers(CommandOutput(False), lake, wandb_project="cartpole") as watch:
     try:
         watch.begin("01abc")
         watch(100, {"critic_loss": 0.5})
         watch(200, {"critic_loss": 0.25})
         watch(100, {"evaluation/return": 187.5})
-    except ConfigInvalid as error:
+    except ConfigInvalidError as error:
         print(error)
 """
 

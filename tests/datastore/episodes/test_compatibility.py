@@ -1,11 +1,15 @@
 import numpy as np
 import pytest
 
-from replaylake.datastore.episodes.compatibility import compatible, difference, joined
+from replaylake.datastore.episodes.compatibility import (
+    find_spec_mismatch,
+    is_compatible,
+    join_specs,
+)
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete, Tuple
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.view import concatenate
 
@@ -31,28 +35,30 @@ OBSERVATION = Box((2,), "float32")
     ],
 )
 def test_kind_shape_and_dtype_count_and_bounds_do_not(first, second, same):
-    assert compatible(first, second) is same
-    assert compatible(second, first) is same
+    assert is_compatible(first, second) is same
+    assert is_compatible(second, first) is same
 
 
 def test_any_width_lets_another_width_in_but_no_other_kind():
-    assert compatible(Box((2,), "int8"), Box((2,), "int64"), any_width=True)
-    assert not compatible(Box((2,)), Box((2,), "int64"), any_width=True)
+    assert is_compatible(Box((2,), "int8"), Box((2,), "int64"), any_width=True)
+    assert not is_compatible(Box((2,)), Box((2,), "int64"), any_width=True)
 
 
 def test_the_joined_bounds_hold_for_both():
     first = DatasetSpec(OBSERVATION, Box((2,), "float64", [-1, 0], [1, 1]))
     second = DatasetSpec(OBSERVATION, Box((2,), "float32", [0, -3], [5, 0]), None)
-    assert difference(first, second) is None
+    assert find_spec_mismatch(first, second) is None
     both = Box((2,), "float64", [-1, -3], [5, 1])
-    assert joined(first, second).action_space == joined(second, first).action_space == both
+    assert join_specs(first, second).action_space == join_specs(second, first).action_space == both
 
 
 def test_masks_of_two_widths_are_a_difference_and_none_is_not():
     spec = {size: DatasetSpec(OBSERVATION, Discrete(3), size) for size in (None, 3, 4)}
-    assert difference(spec[None], spec[3]) is None
-    assert joined(spec[None], spec[3]).mask_size == joined(spec[3], spec[None]).mask_size == 3
-    assert difference(spec[3], spec[4]) == "the action mask has 3 and 4 actions"
+    assert find_spec_mismatch(spec[None], spec[3]) is None
+    assert (
+        join_specs(spec[None], spec[3]).mask_size == join_specs(spec[3], spec[None]).mask_size == 3
+    )
+    assert find_spec_mismatch(spec[3], spec[4]) == "the action mask has 3 and 4 actions"
 
 
 @pytest.mark.parametrize("order", [("log", "live"), ("live", "log")])
@@ -84,5 +90,5 @@ def test_what_differs_is_said(tmp_path):
         lake.dataset(name).append([Episode("e", observations, np.array([0]), np.ones(1), True)])
     views = [lake.dataset(name).snapshot().replay() for name in "ab"]
     message = r"datasets a@1 and b@1: the observation space is Box float32\[2\] and .*\[3\]"
-    with pytest.raises(SchemaMismatch, match=message):
+    with pytest.raises(SchemaMismatchError, match=message):
         concatenate(views)

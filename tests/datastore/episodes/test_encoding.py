@@ -22,7 +22,7 @@ from replaylake.datastore.episodes.encoding import (
     check_timezone,
     from_json,
 )
-from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, FormatTooNew
+from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError, FormatTooNewError
 
 WIDE = Encoding(
     (
@@ -127,7 +127,7 @@ def test_a_field_that_does_not_fit_is_named(changed: dict, field: str, expected:
     assert fault is not None
     assert fault[0] == field
     assert expected in fault[2]
-    with pytest.raises(EpisodeInvalid, match=field):
+    with pytest.raises(EpisodeInvalidError, match=field):
         WIDE.encode_one({**ROW, **changed})
 
 
@@ -160,7 +160,7 @@ def test_json_there_and_back() -> None:
 
 
 def test_a_newer_format_is_refused() -> None:
-    with pytest.raises(FormatTooNew, match="2"):
+    with pytest.raises(FormatTooNewError, match="2"):
         from_json({**WIDE.to_json(), "format_version": 2})
 
 
@@ -170,5 +170,5 @@ def test_names_of_actions() -> None:
 
 @pytest.mark.parametrize("name", ["Europe/Nowhere", "", "../etc/passwd"])
 def test_a_zone_that_is_none(name: str) -> None:
-    with pytest.raises(ConfigInvalid, match="timezone"):
+    with pytest.raises(ConfigInvalidError, match="timezone"):
         check_timezone(name)

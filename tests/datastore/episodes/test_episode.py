@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.episodes.episode import Episode, check_in_spaces, checked
+from replaylake.datastore.episodes.episode import Episode, check_in_spaces, validate
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 
 OBSERVATION = Box((2,))
 ACTION = Discrete(2)
@@ -16,7 +16,7 @@ Make = Callable[..., Episode]
 
 
 def test_every_array_gets_its_stored_dtype(make_episode: Make) -> None:
-    episode = checked(
+    episode = validate(
         make_episode(
             observations=[[1, 2], [3, 4], [5, 6]],
             actions=[0.0, 1.0, 0.0],
@@ -78,49 +78,53 @@ def test_every_array_gets_its_stored_dtype(make_episode: Make) -> None:
 def test_an_episode_that_breaks_the_row_rule_is_refused_by_name(
     make_episode: Make, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(EpisodeInvalid, match=f"^episode first: {message}"):
-        checked(make_episode("first", **fields), OBSERVATION, ACTION)
+    with pytest.raises(EpisodeInvalidError, match=f"^episode first: {message}"):
+        validate(make_episode("first", **fields), OBSERVATION, ACTION)
 
 
 def test_what_is_seen_after_the_last_step_is_no_observation_of_a_step(make_episode: Make) -> None:
     episode = make_episode(observations=[[0, 0]] * 4)
-    with pytest.raises(EpisodeInvalid, match=r"found 4 rows, expected 3.*final_observation"):
-        checked(episode, OBSERVATION, ACTION)
+    with pytest.raises(EpisodeInvalidError, match=r"found 4 rows, expected 3.*final_observation"):
+        validate(episode, OBSERVATION, ACTION)
 
 
 def test_the_log_s_own_id_is_the_one_in_messages(make_episode: Make) -> None:
     episode = make_episode("0a/7", source_episode_id="7", rewards=[])
-    with pytest.raises(EpisodeInvalid, match=r"^episode 7: "):
-        checked(episode, OBSERVATION, ACTION)
+    with pytest.raises(EpisodeInvalidError, match=r"^episode 7: "):
+        validate(episode, OBSERVATION, ACTION)
 
 
 def test_countable_actions_are_checked_wherever_they_are(make_episode: Make) -> None:
     space = Dict({"gear": MultiDiscrete((2, 3)), "gas": Box((), "float32", 0, 1)})
     actions = {"gear": [[0, 0], [1, 2], [1, 3]], "gas": [0.0, 0.5, 9.0]}
-    with pytest.raises(EpisodeInvalid, match=r"action\.gear at step 2: found \[1, 3\]"):
-        checked(make_episode(actions=actions), OBSERVATION, space)
+    with pytest.raises(EpisodeInvalidError, match=r"action\.gear at step 2: found \[1, 3\]"):
+        validate(make_episode(actions=actions), OBSERVATION, space)
     actions["gear"][2] = [0, 0]
-    checked(make_episode(actions=actions), OBSERVATION, space)
+    validate(make_episode(actions=actions), OBSERVATION, space)
 
 
 def test_an_environment_s_bounds_are_a_check_of_their_own(make_episode: Make) -> None:
     bounded = Box((2,), "float32", -1.5, 1.5)
-    episode = checked(make_episode(), bounded, ACTION)
-    with pytest.raises(EpisodeInvalid, match=r"^episode e: observation at step 2: found \[ ?2"):
+    episode = validate(make_episode(), bounded, ACTION)
+    with pytest.raises(
+        EpisodeInvalidError, match=r"^episode e: observation at step 2: found \[ ?2"
+    ):
         check_in_spaces(episode, bounded, ACTION)
 
 
 def test_an_action_that_its_mask_forbids(make_episode: Make) -> None:
     masks = np.array([[True, False], [False, True], [False, True]])
-    with pytest.raises(EpisodeInvalid, match=r"episode e: action at step 2: found 0, .*of \[1\]"):
-        checked(make_episode(action_masks=masks), OBSERVATION, ACTION)
+    with pytest.raises(
+        EpisodeInvalidError, match=r"episode e: action at step 2: found 0, .*of \[1\]"
+    ):
+        validate(make_episode(action_masks=masks), OBSERVATION, ACTION)
     masks[2] = True
-    checked(make_episode(action_masks=masks), OBSERVATION, ACTION)
+    validate(make_episode(action_masks=masks), OBSERVATION, ACTION)
     # Column 0 of the mask stands for the space's first action.
     shifted = make_episode(num_steps=2, actions=[5, 6], action_masks=masks[:2])
-    checked(shifted, OBSERVATION, Discrete(2, start=5))
-    with pytest.raises(EpisodeInvalid, match=r"found 6, which .* expected one of \[5\]"):
-        checked(
+    validate(shifted, OBSERVATION, Discrete(2, start=5))
+    with pytest.raises(EpisodeInvalidError, match=r"found 6, which .* expected one of \[5\]"):
+        validate(
             make_episode(num_steps=1, actions=[6], action_masks=masks[:1]),
             OBSERVATION,
             Discrete(2, start=5),
@@ -129,8 +133,10 @@ def test_an_action_that_its_mask_forbids(make_episode: Make) -> None:
 
 def test_a_probability_above_one(make_episode: Make) -> None:
     above = make_episode(behavior_log_probs=[0.0, np.nan, 3.0])
-    with pytest.raises(EpisodeInvalid, match=r"behavior_log_prob at step 2: found 3, .* at most 0"):
-        checked(above, OBSERVATION, ACTION)
-    checked(make_episode(behavior_log_probs=[0.0, 9e-7, -3.0]), OBSERVATION, ACTION)
+    with pytest.raises(
+        EpisodeInvalidError, match=r"behavior_log_prob at step 2: found 3, .* at most 0"
+    ):
+        validate(above, OBSERVATION, ACTION)
+    validate(make_episode(behavior_log_probs=[0.0, 9e-7, -3.0]), OBSERVATION, ACTION)
     # A density may be above 1.
-    checked(make_episode(behavior_log_probs=[3.0] * 3, actions=[0.5] * 3), OBSERVATION, Box(()))
+    validate(make_episode(behavior_log_probs=[3.0] * 3, actions=[0.5] * 3), OBSERVATION, Box(()))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.episode_columns import EpisodeColumns
-from replaylake.datastore.episodes.episodes import checked_all
+from replaylake.datastore.episodes.episodes import validate_all
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.lake.lake import open_lake
 
 SPACE = Dict({"picture": Box((2, 3), "uint8", 0, 255), "at": Box((2,)), "said": Text()})
@@ -68,8 +68,8 @@ def test_the_rows_are_those_of_the_episodes_one_by_one(
     lengths, first_steps = map(list, zip(*given_pieces, strict=True))
     joined = made(lengths, first_steps, seed, agents=agents)
     spaces = (SPEC.observation_space, SPEC.action_space)
-    together = encode(checked_all(joined, *spaces), SPEC)
-    assert together.equals(encode(checked_all(list(joined), *spaces), SPEC))
+    together = encode(validate_all(joined, *spaces), SPEC)
+    assert together.equals(encode(validate_all(list(joined), *spaces), SPEC))
     assert together["step"].to_pylist() == [
         first + t for length, first in given_pieces for t in range(length)
     ]
@@ -94,7 +94,9 @@ def test_the_door_names_the_one_that_does_not_fit(tmp_path: Any) -> None:
     dataset.create(SPACE, Discrete(3), mask_size=3)
     joined = made([2, 1, 3], [0, 0, 0], 0, agents=False)
     joined.steps.observations["at"][4] = np.inf
-    with pytest.raises(EpisodeInvalid, match=r"episode test/2: observation.at at step 1: found"):
+    with pytest.raises(
+        EpisodeInvalidError, match=r"episode test/2: observation.at at step 1: found"
+    ):
         dataset.write(joined)
     joined.steps.observations["at"][4] = 0
     dataset.commit([dataset.write(joined)], producer="p", sequence=0)
@@ -104,14 +106,14 @@ def test_the_door_names_the_one_that_does_not_fit(tmp_path: Any) -> None:
 
 def test_columns_that_do_not_go_together_are_refused() -> None:
     joined = made([2, 1], [0, 0], 0, agents=False)
-    with pytest.raises(EpisodeInvalid, match="2 episodes with 4 steps in 3 rows"):
+    with pytest.raises(EpisodeInvalidError, match="2 episodes with 4 steps in 3 rows"):
         EpisodeColumns(**{**vars(joined), "lengths": np.array([2, 2])})
-    with pytest.raises(EpisodeInvalid, match=r"found \[1, 2, 2, 2, 2\] ids"):
+    with pytest.raises(EpisodeInvalidError, match=r"found \[1, 2, 2, 2, 2\] ids"):
         EpisodeColumns(**{**vars(joined), "episode_ids": ["a"]})
 
 
 def test_a_step_that_is_there_twice_is_refused() -> None:
     joined = made([3, 2], [0, 2], 0, agents=False)
     twice = EpisodeColumns(**{**vars(joined), "episode_ids": ["test/0", "test/0"]})
-    with pytest.raises(EpisodeInvalid, match="episode test/0: found step 2 twice"):
+    with pytest.raises(EpisodeInvalidError, match="episode test/0: found step 2 twice"):
         encode(twice, SPEC)

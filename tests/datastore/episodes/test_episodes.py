@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes import episodes as episodes_module
-from replaylake.datastore.episodes.episode import Episode, checked
-from replaylake.datastore.episodes.episodes import checked_all
+from replaylake.datastore.episodes.episode import Episode, validate
+from replaylake.datastore.episodes.episodes import validate_all
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Space
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 
 SPACES: tuple[Space, Space] = (Box((2,)), Discrete(2))
 Make = Callable[..., Episode]
@@ -41,16 +41,16 @@ def test_together_as_alone(
     make_episode: Make, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several = [make_episode(f"e{i}", 1, first_step=i, **fields) for i in range(4)]
-    alone = [checked(episode, *SPACES) for episode in several]
+    alone = [validate(episode, *SPACES) for episode in several]
     # Nothing is checked one by one unless what is together fails.
     monkeypatch.setattr(episodes_module, "checked", _only_joined)
-    together = checked_all(several, *SPACES)
+    together = validate_all(several, *SPACES)
     assert all(same(vars(a), vars(b)) for a, b in zip(alone, together, strict=True))
 
 
 def _only_joined(episode: Episode, *spaces: Space, rewards_optional: bool) -> Episode:
     assert not episode.episode_id
-    return checked(episode, *spaces, rewards_optional=rewards_optional)
+    return validate(episode, *spaces, rewards_optional=rewards_optional)
 
 
 def test_mappings(make_episode: Make) -> None:
@@ -61,8 +61,8 @@ def test_mappings(make_episode: Make) -> None:
         make_episode(f"e{i}", 1, observations=values, final_observation=final if i else None)
         for i in range(3)
     ]
-    alone = [checked(episode, space, Discrete(2)) for episode in several]
-    together = checked_all(several, space, Discrete(2))
+    alone = [validate(episode, space, Discrete(2)) for episode in several]
+    together = validate_all(several, space, Discrete(2))
     assert all(same(vars(a), vars(b)) for a, b in zip(alone, together, strict=True))
 
 
@@ -87,10 +87,10 @@ def test_mappings(make_episode: Make) -> None:
 def test_the_one_at_fault_is_named(make_episode: Make, fields: dict[str, Any]) -> None:
     good = [make_episode(f"e{i}", 1) for i in range(3)]
     bad = make_episode("bad", 1, **{"first_step": 0, "actions": [0], **fields})
-    with pytest.raises((EpisodeInvalid, TypeError)) as alone:
-        checked(bad, *SPACES)
+    with pytest.raises((EpisodeInvalidError, TypeError)) as alone:
+        validate(bad, *SPACES)
     with pytest.raises(alone.type) as together:
-        checked_all([*good, bad, *good], *SPACES)
+        validate_all([*good, bad, *good], *SPACES)
     assert str(together.value) == str(alone.value)
 
 
@@ -98,12 +98,12 @@ def test_rows_of_one_are_not_another_s(make_episode: Make) -> None:
     """As many rows in all, but not in each."""
     short = make_episode("short", 2, observations=np.zeros((1, 2)))
     long = make_episode("long", 2, observations=np.zeros((3, 2)))
-    with pytest.raises(EpisodeInvalid, match="episode short: observation: found 1 rows"):
-        checked_all([short, long], *SPACES)
+    with pytest.raises(EpisodeInvalidError, match="episode short: observation: found 1 rows"):
+        validate_all([short, long], *SPACES)
 
 
 def test_integers_are_not_rounded_by_a_neighbour_s_floats(make_episode: Make) -> None:
     exact = make_episode("exact", 1, observations=np.array([2**53 + 1]), final_observation=None)
     other = make_episode("other", 1, observations=np.array([0.0]), final_observation=None)
-    ready = checked_all([exact, other], Box((), "int64"), Discrete(2))
+    ready = validate_all([exact, other], Box((), "int64"), Discrete(2))
     assert np.asarray(ready[0].observations).tolist() == [2**53 + 1]

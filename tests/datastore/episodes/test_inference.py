@@ -17,7 +17,7 @@ from replaylake.datastore.episodes.spaces import (
     Text,
     Tuple,
 )
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 
 Make = Callable[..., Episode]
 
@@ -64,21 +64,23 @@ def test_the_widest_over_episodes(make_episode: Make) -> None:
     assert infer_spec(discrete).action_space == Discrete(5)
     vectors = [make_episode("a", actions=[[0, 3]] * 3), make_episode("b", actions=[[2, 0]] * 3)]
     assert infer_spec(vectors).action_space == MultiDiscrete((3, 4))
-    with pytest.raises(EpisodeInvalid, match=r"action: found Discrete.* and Box"):
+    with pytest.raises(EpisodeInvalidError, match=r"action: found Discrete.* and Box"):
         infer_spec([discrete[0], make_episode("c", actions=[0.5, 0.5, 0.5])])
-    with pytest.raises(EpisodeInvalid, match=r"observation: found Box float32\[2\] and Box"):
+    with pytest.raises(EpisodeInvalidError, match=r"observation: found Box float32\[2\] and Box"):
         infer_spec([discrete[0], make_episode("c", observations=np.zeros((3, 4)))])
 
 
 def test_a_mask_says_how_many_actions_there_are(make_episode: Make) -> None:
     spec = infer_spec([make_episode(action_masks=np.ones((3, 6), bool)), make_episode("b")])
     assert (spec.action_space, spec.mask_size) == (Discrete(6), 6)
-    with pytest.raises(EpisodeInvalid, match="action_mask: found 1 actions, expected 2 or more"):
+    with pytest.raises(
+        EpisodeInvalidError, match="action_mask: found 1 actions, expected 2 or more"
+    ):
         infer_spec([make_episode(action_masks=np.ones((3, 1), bool))])
-    with pytest.raises(EpisodeInvalid, match=r"action_mask: found shapes \[\(3,\)\]"):
+    with pytest.raises(EpisodeInvalidError, match=r"action_mask: found shapes \[\(3,\)\]"):
         infer_spec([make_episode(action_masks=[True] * 3)])
     two = [make_episode(action_masks=np.ones((3, n), bool)) for n in (2, 3)]
-    with pytest.raises(EpisodeInvalid, match="action_mask: found shapes"):
+    with pytest.raises(EpisodeInvalidError, match="action_mask: found shapes"):
         infer_spec(two)
 
 
@@ -99,5 +101,5 @@ def test_a_mask_says_how_many_actions_there_are(make_episode: Make) -> None:
 def test_what_no_space_holds_is_refused_by_name(
     make_episode: Make, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(EpisodeInvalid, match=f"^episode odd: {message}"):
+    with pytest.raises(EpisodeInvalidError, match=f"^episode odd: {message}"):
         infer_spec([make_episode("fine"), make_episode("odd", **fields)])

@@ -7,18 +7,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.episodes.episode import Episode, checked
+from replaylake.datastore.episodes.episode import Episode, validate
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
 
 SPEC = DatasetSpec(Box((2,)), Discrete(2))
 Make = Callable[..., Episode]
 
 
 def columns(episodes: list[Episode], spec: DatasetSpec = SPEC) -> dict[str, list[Any]]:
-    ready = [checked(e, spec.observation_space, spec.action_space) for e in episodes]
+    ready = [validate(e, spec.observation_space, spec.action_space) for e in episodes]
     table = encode(ready, spec)
     return {name: table[name].to_pylist() for name in table.column_names}
 
@@ -74,19 +74,21 @@ def test_masks(make_episode: Make) -> None:
         None,
     ]
     wide = make_episode("wide", 1, action_masks=[[True] * 3])
-    with pytest.raises(EpisodeInvalid, match=r"episode wide: action_mask: found 3 .*expected 2"):
+    with pytest.raises(
+        EpisodeInvalidError, match=r"episode wide: action_mask: found 3 .*expected 2"
+    ):
         columns([wide], spec)
-    with pytest.raises(SchemaMismatch, match="found action masks, expected none"):
+    with pytest.raises(SchemaMismatchError, match="found action masks, expected none"):
         columns([masked])
 
 
 def test_a_step_that_is_there_twice(make_episode: Make) -> None:
     piece = make_episode("e", 3, first_step=2)
     columns([make_episode("e", 2), piece, make_episode("e", 2, agent_id="left")])
-    with pytest.raises(EpisodeInvalid, match="episode e: found step 2 twice"):
+    with pytest.raises(EpisodeInvalidError, match="episode e: found step 2 twice"):
         columns([piece, make_episode("f", 3), make_episode("e", 3)])
     agents = [make_episode("e", 1, agent_id=name) for name in ("left", "left")]
-    with pytest.raises(EpisodeInvalid, match="found step 0 of agent 'left' twice"):
+    with pytest.raises(EpisodeInvalidError, match="found step 0 of agent 'left' twice"):
         columns(agents)
 
 
@@ -119,9 +121,11 @@ def test_a_further_column_takes_the_type_that_holds_all_episodes(make_episode: M
     episodes = [make_episode("a", 1, extras={"n": [1]}), make_episode("b", 1, extras={"n": [0.5]})]
     assert columns(episodes)["n"] == [1.0, 0.5]
     mixed = [make_episode("a", 1, extras={"n": [1]}), make_episode("b", 1, extras={"n": ["x"]})]
-    with pytest.raises(SchemaMismatch, match="'n': found int64 and string in different episodes"):
+    with pytest.raises(
+        SchemaMismatchError, match="'n': found int64 and string in different episodes"
+    ):
         columns(mixed)
-    with pytest.raises(SchemaMismatch, match="'n': found only nulls"):
+    with pytest.raises(SchemaMismatchError, match="'n': found only nulls"):
         columns([make_episode("a", 1, extras={"n": [None]})])
 
 
@@ -129,15 +133,15 @@ def test_a_known_further_column_keeps_its_type(make_episode: Make) -> None:
     spec = DatasetSpec(Box((2,)), Discrete(2), None, {"n": pa.int64(), "s": pa.string()})
     rows = columns([make_episode("a", 1, extras={"n": [1.0], "s": [None]})], spec)
     assert (rows["n"], rows["s"]) == ([1], [None])
-    with pytest.raises(SchemaMismatch, match="'n': expected int64 as the dataset has it"):
+    with pytest.raises(SchemaMismatchError, match="'n': expected int64 as the dataset has it"):
         columns([make_episode("a", 1, extras={"n": [0.5]})], spec)
-    with pytest.raises(SchemaMismatch, match="'n': expected int64 as the dataset has it"):
+    with pytest.raises(SchemaMismatchError, match="'n': expected int64 as the dataset has it"):
         columns([make_episode("a", 1, extras={"n": ["x"]})], spec)
 
 
 @pytest.mark.parametrize("name", ["reward", "Reward", "a-b", "next_observation"])
 def test_names_of_further_columns(make_episode: Make, name: str) -> None:
-    with pytest.raises(SchemaMismatch, match=f"column '{name}': expected"):
+    with pytest.raises(SchemaMismatchError, match=f"column '{name}': expected"):
         columns([make_episode("a", 1, extras={name: [1]})])
 
 
@@ -151,5 +155,5 @@ def test_names_of_further_columns(make_episode: Make, name: str) -> None:
     ],
 )
 def test_ids_are_strings(make_episode: Make, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(EpisodeInvalid, match=message):
+    with pytest.raises(EpisodeInvalidError, match=message):
         columns([make_episode("x", 1, **fields)])

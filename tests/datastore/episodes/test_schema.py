@@ -18,7 +18,7 @@ from replaylake.datastore.episodes.schema import (
     to_arrow,
     to_numpy,
     vector_type,
-    widened,
+    widen,
 )
 from replaylake.datastore.episodes.spaces import (
     Box,
@@ -33,7 +33,7 @@ from replaylake.datastore.episodes.spaces import (
     describe,
     leaves,
 )
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.storage.table.delta_schema import field_id, to_delta, to_duckdb
 
 RNG = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def test_how_spaces_are_stored() -> None:
         Text(): pa.string(),
     }
     assert {space: arrow_type(space) for space in stored} == stored
-    with pytest.raises(SchemaMismatch, match="uint64: no Delta type holds it"):
+    with pytest.raises(SchemaMismatchError, match="uint64: no Delta type holds it"):
         arrow_type(Box((2,), "uint64"))
 
 
@@ -145,7 +145,7 @@ def test_standard_columns_keep_their_field_ids_in_every_dataset() -> None:
     [["reward"], ["Reward"], ["a", "A"], ["a b"], ["1a"], [""], ["next_observation"]],
 )
 def test_further_columns_that_sql_could_not_tell_apart_are_refused(names: list[str]) -> None:
-    with pytest.raises(SchemaMismatch, match="unlike every other column"):
+    with pytest.raises(SchemaMismatchError, match="unlike every other column"):
         arrow_schema(DatasetSpec(Text(), Text(), None, dict.fromkeys(names, pa.int64())))
 
 
@@ -199,7 +199,7 @@ UTC_TIME = datetime(2026, 1, 2, 3, 4, 5, 6, UTC)
     ],
 )
 def test_further_columns_are_widened_at_the_door(given: Any, kind: Any, values: Any) -> None:
-    column = widened(given, "x")
+    column = widen(given, "x")
     assert kind is None or column.type == kind
     assert values is None or column.to_pylist() == values
     to_delta(pa.schema([("x", column.type)]))
@@ -223,5 +223,5 @@ def test_further_columns_are_widened_at_the_door(given: Any, kind: Any, values: 
     ],
 )
 def test_further_columns_that_no_table_holds_are_refused(given: Any, message: str) -> None:
-    with pytest.raises(SchemaMismatch, match=f"column 'x': .*{message}"):
-        widened(given, "x")
+    with pytest.raises(SchemaMismatchError, match=f"column 'x': .*{message}"):
+        widen(given, "x")

@@ -30,7 +30,7 @@ from replaylake.datastore.episodes.spaces import (
     value_dtype,
     value_shape,
 )
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
 
 NESTED = Dict({"camera": Box((2, 2), "uint8", 0, 255), "rest": Tuple((Discrete(3), Text()))})
 ALL = [
@@ -58,7 +58,7 @@ def test_json_keeps_every_space(space: Space) -> None:
     "data", [{}, {"type": "graph"}, {"type": "discrete"}, {"type": "discrete", "n": 1, "m": 2}]
 )
 def test_json_that_is_no_space_is_refused(data: dict[str, Any]) -> None:
-    with pytest.raises(SchemaMismatch, match="space"):
+    with pytest.raises(SchemaMismatchError, match="space"):
         from_json(data)
 
 
@@ -74,7 +74,7 @@ def test_json_that_is_no_space_is_refused(data: dict[str, Any]) -> None:
     ],
 )
 def test_spaces_that_no_column_can_hold_are_refused(make: Any) -> None:
-    with pytest.raises(SchemaMismatch, match="space: found"):
+    with pytest.raises(SchemaMismatchError, match="space: found"):
         make()
 
 
@@ -130,7 +130,7 @@ def test_as_values_casts_what_is_exact() -> None:
 )
 def test_as_values_refuses_the_rest(space: Space, raw: Any, message: str) -> None:
     num = 2 if message.startswith("found 3") else None
-    with pytest.raises(EpisodeInvalid, match=message):
+    with pytest.raises(EpisodeInvalidError, match=message):
         as_values(space, raw, "x", num)
 
 
@@ -143,7 +143,7 @@ def test_nested_values() -> None:
     joined = concatenate([values, as_values(NESTED, one, "final")])
     assert num_values(joined) == 4
     assert joined["rest"]["_1"].tolist() == ["a", "b", "c", "z"]  # type: ignore[call-overload]
-    with pytest.raises(EpisodeInvalid, match=r"observation\.rest\._0: found 1 rows"):
+    with pytest.raises(EpisodeInvalidError, match=r"observation\.rest\._0: found 1 rows"):
         as_values(NESTED, raw | {"rest": ([0], ["a", "b", "c"])}, "observation", 3)
 
 
@@ -168,13 +168,13 @@ def test_bounds_are_inclusive(space: Space, inside: Any, outside: Any) -> None:
     good = as_values(space, inside, "x")
     check_bounds(space, good, "x")
     bad = as_values(space, [*np.asarray(good).tolist(), outside], "x")
-    with pytest.raises(EpisodeInvalid, match=f"x at step {len(inside)}: found .* between"):
+    with pytest.raises(EpisodeInvalidError, match=f"x at step {len(inside)}: found .* between"):
         check_bounds(space, bad, "x")
 
 
 def test_bounds_of_leaves_within_a_mapping() -> None:
     values = as_values(NESTED, {"camera": np.zeros((1, 2, 2)), "rest": ([3], ["a"])}, "observation")
-    with pytest.raises(EpisodeInvalid, match=r"observation\.rest\._0 at step 0: found 3"):
+    with pytest.raises(EpisodeInvalidError, match=r"observation\.rest\._0 at step 0: found 3"):
         check_bounds(NESTED, values, "observation")
-    with pytest.raises(SchemaMismatch, match="Text has no bounds"):
+    with pytest.raises(SchemaMismatchError, match="Text has no bounds"):
         bounds(Text())

@@ -13,15 +13,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
 from replaylake.datastore.feedback.segments import (
-    NOTHING,
+    NOTHING_RECOVERED,
     Recovered,
     first_pending,
-    framed,
+    frame_records,
     journal_folder,
-    producer_of,
+    producer_name,
     recover,
 )
 from replaylake.datastore.storage.storage import LocalStorage
@@ -47,7 +47,7 @@ def rows(table: Table) -> list[int]:
 
 
 def line(record: bytes) -> bytes:
-    return framed([record])[0]
+    return frame_records([record])[0]
 
 
 def test_the_name_of_a_new_folder_is_durable_too(tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_close_commits_what_is_left_and_an_empty_journal_commits_nothing(tmp_pat
     before = table.snapshot().version
     Journal(table, encode, worker="b", config=NEVER).close()
     assert table.snapshot().version == before
-    with pytest.raises(StorageFailed, match="closed"):
+    with pytest.raises(StorageError, match="closed"):
         journal.append([b'{"x":8}'])
 
 
@@ -119,7 +119,7 @@ def test_recover_commits_a_dead_workers_segments_once_and_drops_a_torn_line(tmp_
 
 def test_a_segment_committed_before_the_crash_is_not_committed_again(tmp_path):
     table = make_table(tmp_path)
-    table.append(encode([{"x": 1}]), producer=producer_of("dead"), sequence=0)
+    table.append(encode([{"x": 1}]), producer=producer_name("dead"), sequence=0)
     folder = journal_folder(table)
     folder.mkdir()
     (folder / "dead-0.jsonl").write_bytes(line(b'{"x":1}'))
@@ -159,7 +159,7 @@ def test_what_cannot_be_a_row_is_kept_and_holds_nothing_up(tmp_path, caplog, bad
         ("dead-0.damaged", data)
     ]
     assert "dead-0.damaged" in caplog.text
-    assert recover(table, encode) == NOTHING
+    assert recover(table, encode) == NOTHING_RECOVERED
 
 
 def test_a_last_newline_that_was_altered_is_damage_and_no_torn_line(tmp_path):
@@ -197,9 +197,9 @@ def test_a_live_journal_goes_on_past_a_record_that_cannot_be_a_row(tmp_path, cap
 def test_an_unreadable_segment_is_one_of_our_errors(tmp_path):
     table = make_table(tmp_path)
     (journal_folder(table) / "dead-0.jsonl").mkdir(parents=True)
-    with pytest.raises(StorageFailed, match=r"dead-0\.jsonl: Is a directory"):
+    with pytest.raises(StorageError, match=r"dead-0\.jsonl: Is a directory"):
         recover(table, encode)
-    with pytest.raises(StorageFailed, match=r"dead-0\.jsonl: Is a directory"):
+    with pytest.raises(StorageError, match=r"dead-0\.jsonl: Is a directory"):
         first_pending(table, "timestamp")
 
 
@@ -213,10 +213,10 @@ def test_a_failed_fsync_is_not_acknowledged(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", broken)
-    with pytest.raises(StorageFailed, match="could not be synced: Input/output error"):
+    with pytest.raises(StorageError, match="could not be synced: Input/output error"):
         journal.append([b'{"x":2}'])
     monkeypatch.undo()
-    with pytest.raises(StorageFailed, match="could not be synced"):
+    with pytest.raises(StorageError, match="could not be synced"):
         journal.append([b'{"x":3}'])
     journal.close()
     assert set(rows(table)) - {2} == {1}
@@ -224,7 +224,7 @@ def test_a_failed_fsync_is_not_acknowledged(tmp_path, monkeypatch):
 
 def test_commits_that_fail_use_up_neither_descriptors_nor_files(tmp_path):
     table = make_table(tmp_path)
-    failures = [StorageFailed("full")] * 50
+    failures = [StorageError("full")] * 50
 
     def encode_later(records):
         if failures:
@@ -237,7 +237,7 @@ def test_commits_that_fail_use_up_neither_descriptors_nor_files(tmp_path):
     # The background thread has its tries too, once a segment is full.
     while failures:
         journal.append([b'{"x":1}'])
-        with suppress(StorageFailed):
+        with suppress(StorageError):
             journal.flush()
     assert len(os.listdir("/proc/self/fd")) <= before
     # At most 50 lines of 17 bytes; what waits is cut into segments that fit into memory.
@@ -270,7 +270,7 @@ def test_a_refused_write_leaves_no_half_line(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full_disk)
-    with pytest.raises(StorageFailed, match="No space left"):
+    with pytest.raises(StorageError, match="No space left"):
         journal.append([b'{"x":2}'])
     monkeypatch.undo()
     journal.append([b'{"x":3}'])
@@ -280,7 +280,7 @@ def test_a_refused_write_leaves_no_half_line(tmp_path, monkeypatch):
 
 def test_a_failed_commit_is_tried_again(tmp_path):
     table = make_table(tmp_path)
-    failures = [StorageFailed("full"), None]
+    failures = [StorageError("full"), None]
 
     def encode_later(records):
         if error := failures.pop(0):
@@ -289,7 +289,7 @@ def test_a_failed_commit_is_tried_again(tmp_path):
 
     journal = Journal(table, encode_later, worker="w", config=NEVER)
     journal.append([b'{"x":1}'])
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         journal.flush()
     assert journal.num_pending == 1
     journal.close()
@@ -313,7 +313,7 @@ def test_what_could_not_be_committed_is_read_from_disk_and_not_held(tmp_path):
     append, table.append = table.append, refusing
     for x in range(3):
         journal.append([b'{"x":%d}' % x])
-        with pytest.raises(StorageFailed):
+        with pytest.raises(StorageError):
             journal.flush()
     assert [segment.records for segment in journal._pending] == [None]
     table.append = append
@@ -323,7 +323,7 @@ def test_what_could_not_be_committed_is_read_from_disk_and_not_held(tmp_path):
 
 
 def refusing(*args, **options):
-    raise StorageFailed("no room")
+    raise StorageError("no room")
 
 
 def test_kill_9_loses_no_acknowledged_record(tmp_path):

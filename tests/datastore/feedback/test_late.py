@@ -17,7 +17,7 @@ from replaylake.datastore.feedback.decisions import (
     ensure_feedback_tables,
     rewards_encoder,
 )
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.labels.annotate import annotate
@@ -53,7 +53,7 @@ class Log:
         self._append(self.dataset.rewards, encode, record | more)
 
     def run(self, second: float, window_s: float = HOUR_S) -> Any:
-        return sessionise(self.lake, "d", now_s=NOW_S + second, window_s=window_s)
+        return join_feedback(self.lake, "d", now_s=NOW_S + second, window_s=window_s)
 
     def steps(self, columns: str) -> list[tuple[Any, ...]]:
         rows = self.lake.sql(f"select {columns} from d.steps order by timestamp").to_pylist()
@@ -190,7 +190,7 @@ def test_beside_a_compactor_and_another_run(log: Log) -> None:
                 for _ in range(3):
                     compact(lake, "d")
             else:
-                late.append(sessionise(lake, "d", now_s=NOW_S + 30).late)
+                late.append(join_feedback(lake, "d", now_s=NOW_S + 30).late)
         except BaseException as error:
             failures.append(error)
 

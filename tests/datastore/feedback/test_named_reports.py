@@ -25,8 +25,8 @@ from replaylake.datastore.feedback.decisions import (
     rewards_schema,
 )
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
-from replaylake.datastore.feedback.rounds import Rounds
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.rounds import FeedbackJoiner
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.feedback.status import feedback_status
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
@@ -76,7 +76,7 @@ class Log:
         self.dataset.rewards.append(encode(records), producer="test", sequence=next(self.sequence))
 
     def run(self, second: float) -> Any:
-        return sessionise(self.lake, "d", now_s=NOW_S + second, window_s=HOUR_S)
+        return join_feedback(self.lake, "d", now_s=NOW_S + second, window_s=HOUR_S)
 
     def steps(self, columns: str) -> list[tuple[Any, ...]]:
         if DECISION_ID not in self.dataset.spec.extras:
@@ -242,7 +242,7 @@ def test_a_label_is_not_overruled_by_the_sum_that_it_replaced(log: Log) -> None:
 
 
 def test_rounds_read_nothing_while_nothing_is_new(log: Log) -> None:
-    rounds = Rounds(log.lake, "d", window_s=HOUR_S)
+    rounds = FeedbackJoiner(log.lake, "d", window_s=HOUR_S)
     key = log.decide(0)
     log.report(1, 1.0, decision_id=key)
     first = rounds.run(NOW_S + 10)

@@ -16,8 +16,8 @@ from replaylake.datastore.feedback.decisions import (
     ensure_feedback_tables,
     rewards_schema,
 )
-from replaylake.datastore.feedback.native_rows import can_parse, parsed
-from replaylake.datastore.feedback.segments import Segment, commit_segment, framed
+from replaylake.datastore.feedback.native_rows import can_parse, parse_records
+from replaylake.datastore.feedback.segments import Segment, commit_segment, frame_records
 from replaylake.datastore.lake.lake import open_lake
 
 SCHEMA = decisions_schema(Box((3,)), Discrete(2))
@@ -45,7 +45,7 @@ def records(draw):
 
 @hypothesis.given(st.lists(records(), min_size=1, max_size=5))
 def test_each_value_is_the_one_that_was_written(rows):
-    table = parsed([orjson.dumps(row) for row in rows], SCHEMA)
+    table = parse_records([orjson.dumps(row) for row in rows], SCHEMA)
     assert table.schema == SCHEMA
     for row, found in zip(rows, table.to_pylist(), strict=True):
         assert found["decision_id"] == row["decision_id"]
@@ -87,19 +87,19 @@ def good(**changes):
     ids=repr,
 )
 def test_what_does_not_fit_is_left_to_the_slower_reading(row):
-    assert parsed([orjson.dumps(good()), json.dumps(row).encode()], SCHEMA) is None
+    assert parse_records([orjson.dumps(good()), json.dumps(row).encode()], SCHEMA) is None
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b"{}{}", b"\xff"])
 def test_no_json_is_left_to_it_too(line):
-    assert parsed([orjson.dumps(good()), line], SCHEMA) is None
+    assert parse_records([orjson.dumps(good()), line], SCHEMA) is None
 
 
 def test_absent_fields_are_null_and_none_is_none():
-    table = parsed([orjson.dumps(good())], SCHEMA)
+    table = parse_records([orjson.dumps(good())], SCHEMA)
     assert table.column("request_id").null_count == 1
     assert table.column("action_mask").null_count == 1
-    assert parsed([], SCHEMA).num_rows == 0
+    assert parse_records([], SCHEMA).num_rows == 0
 
 
 def test_only_flat_columns():
@@ -120,7 +120,7 @@ def test_a_segment_is_committed_either_way(tmp_path):
     odd = [good(decision_id="d9", policy_version=1.0)]
     for sequence, rows in enumerate([plain, plain[:1] + odd]):
         path = tmp_path / f"w-{sequence}.jsonl"
-        path.write_bytes(b"".join(framed(map(orjson.dumps, rows))))
+        path.write_bytes(b"".join(frame_records(map(orjson.dumps, rows))))
         done = commit_segment(dataset.decisions, encode, "w", Segment(sequence, path))
         assert (done.num_rows, done.num_damaged) == (len(rows), 0)
     assert encode.quickly([orjson.dumps(odd[0])]) is None

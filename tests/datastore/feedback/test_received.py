@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import EpisodeInvalid, NotFound
+from replaylake.datastore.errors import EpisodeInvalidError, NotFoundError
 from replaylake.datastore.feedback.decisions import ensure_feedback_tables
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
 from replaylake.datastore.feedback.received import (
+    encode_received,
     ensure_received_table,
-    received_encoder,
-    received_piece,
+    make_received_piece,
     recover_received,
 )
 from replaylake.datastore.feedback.received_steps import move_received
-from replaylake.datastore.feedback.segments import framed, journal_folder
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.segments import frame_records, journal_folder
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
@@ -60,9 +60,9 @@ class Sink:
 
     def receive(self, *pieces, second=0.0):
         at = int((NOW_S + second) * 1e6)
-        records = [received_piece(p, self.dataset.spec, at).record for p in pieces]
+        records = [make_received_piece(p, self.dataset.spec, at).record for p in pieces]
         self.sequence += 1
-        rows = received_encoder([_parsed(record) for record in records])
+        rows = encode_received([_parsed(record) for record in records])
         self.dataset.received.append(rows, producer="test", sequence=self.sequence)
 
     def run(self, second=10.0, window_s=HOUR_S):
@@ -234,13 +234,13 @@ def test_any_pieces_in_any_order_give_the_episode(tmp_path_factory, cuts, seed):
 
 def test_the_journal_of_a_killed_server_is_committed_once(sink):
     config = JournalConfig(flush_interval_s=3600)
-    journal = Journal(sink.dataset.received, received_encoder, worker="ab" * 6, config=config)
-    record = received_piece(piece("e", range(3), end=True), sink.dataset.spec, 0).record
+    journal = Journal(sink.dataset.received, encode_received, worker="ab" * 6, config=config)
+    record = make_received_piece(piece("e", range(3), end=True), sink.dataset.spec, 0).record
     journal.append([record])
     journal.close()
     folder = journal_folder(sink.dataset.received)
     (folder / f"{'cd' * 6}-0.jsonl").write_bytes(
-        b"".join(framed([record, record])) + b"deadbeef {torn"
+        b"".join(frame_records([record, record])) + b"deadbeef {torn"
     )
     assert recover_received(sink.dataset).num_rows == 6
     assert recover_received(sink.dataset).num_rows == 0
@@ -248,18 +248,18 @@ def test_the_journal_of_a_killed_server_is_committed_once(sink):
 
 
 def test_a_damaged_record_holds_up_no_other(sink):
-    record = received_piece(piece("e", range(3), end=True), sink.dataset.spec, 0).record
+    record = make_received_piece(piece("e", range(3), end=True), sink.dataset.spec, 0).record
     folder = journal_folder(sink.dataset.received)
     folder.mkdir()
     bad = b'{"episode_id":"received/x","rows":"AAAA"}'
-    (folder / f"{'cd' * 6}-0.jsonl").write_bytes(b"".join(framed([bad, record])))
+    (folder / f"{'cd' * 6}-0.jsonl").write_bytes(b"".join(frame_records([bad, record])))
     moved = sink.run()
     assert (moved.steps, moved.recovered, moved.damaged) == (3, 3, 1)
 
 
 def test_sessionise_tells_of_it(sink):
     sink.receive(piece("e", range(2), end=True), piece("f", [4]))
-    receipt = sessionise(sink.lake, "d", now_s=NOW_S + 10)
+    receipt = join_feedback(sink.lake, "d", now_s=NOW_S + 10)
     assert (receipt.received.steps, receipt.received.waiting) == (2, 1)
     assert receipt.to_json()["received"]["episodes"] == 1
     assert receipt.version == receipt.received.version
@@ -268,10 +268,10 @@ def test_sessionise_tells_of_it(sink):
 
 def test_what_cannot_be_stored_is_refused(sink):
     spec = sink.dataset.spec
-    with pytest.raises(EpisodeInvalid, match=r"episode e: action at step 0: found 5"):
-        received_piece(piece("e", [0], actions=np.array([5])), spec, 0)
-    with pytest.raises(EpisodeInvalid, match="behavior_log_prob at step 0"):
-        received_piece(piece("e", [0], behavior_log_probs=[0.5]), spec, 0)
+    with pytest.raises(EpisodeInvalidError, match=r"episode e: action at step 0: found 5"):
+        make_received_piece(piece("e", [0], actions=np.array([5])), spec, 0)
+    with pytest.raises(EpisodeInvalidError, match="behavior_log_prob at step 0"):
+        make_received_piece(piece("e", [0], behavior_log_probs=[0.5]), spec, 0)
 
 
 @pytest.mark.parametrize("how", ["delete", "trim", "purge"])
@@ -315,5 +315,5 @@ def test_without_a_table_there_is_nothing(tmp_path):
     dataset = lake.dataset("d")
     ensure_feedback_tables(dataset, Box((2,)), Discrete(3))
     assert move_received(dataset, now_s=NOW_S, window_s=1).steps == 0
-    with pytest.raises(NotFound, match="received"):
+    with pytest.raises(NotFoundError, match="received"):
         lake.sql("select * from d.received")

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from replaylake.datastore.feedback.reports import Report, folded
+from replaylake.datastore.feedback.reports import FeedbackReport, fold_reports
 
-A = Report(10, 0, 1.0, False, False)
-B = Report(20, 1, 5.0, True, False)
-PLUS = Report(30, 2, 0.5, False, False, True, "click")
-END = Report(40, 3, 0.0, False, True, True, "end")
+A = FeedbackReport(10, 0, 1.0, False, False)
+B = FeedbackReport(20, 1, 5.0, True, False)
+PLUS = FeedbackReport(30, 2, 0.5, False, False, True, "click")
+END = FeedbackReport(40, 3, 0.0, False, True, True, "end")
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ END = Report(40, 3, 0.0, False, True, True, "end")
 )
 def test_what_they_come_to(reports, outcome, timestamp, reported):
     for order in itertools.permutations(reports):
-        found = folded(order)
+        found = fold_reports(order)
         assert (found.outcome, found.timestamp, found.reported) == (outcome, timestamp, reported)
         assert found.first == min(report.timestamp for report in reports)
 
 
 def test_the_last_final_observation_that_was_given_stays():
     given = A._replace(final_row=7)
-    assert folded([given, B]).final_row == 7
-    assert folded([given, B._replace(final_row=8), PLUS]).final_row == 8
+    assert fold_reports([given, B]).final_row == 7
+    assert fold_reports([given, B._replace(final_row=8), PLUS]).final_row == 8

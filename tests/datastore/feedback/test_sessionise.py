@@ -7,7 +7,7 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
-from replaylake.datastore.errors import NotFound, SchemaMismatch
+from replaylake.datastore.errors import NotFoundError, SchemaMismatchError
 from replaylake.datastore.feedback import served
 from replaylake.datastore.feedback.decision_id import DecisionSigner, read_unverified
 from replaylake.datastore.feedback.decisions import (
@@ -16,8 +16,8 @@ from replaylake.datastore.feedback.decisions import (
     rewards_encoder,
 )
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
-from replaylake.datastore.feedback.segments import framed, journal_folder
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.segments import frame_records, journal_folder
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 
 OBSERVATION, ACTION = Box((2,)), Discrete(3)
@@ -66,7 +66,7 @@ class Log:
         self._append(self.dataset.rewards, rewards_encoder(self.dataset), record)
 
     def run(self, second=10.0, window_s=HOUR_S):
-        return sessionise(self.lake, "d", window_s=window_s, now_s=NOW_S + second)
+        return join_feedback(self.lake, "d", window_s=window_s, now_s=NOW_S + second)
 
     def steps(self, columns="*"):
         text = f"select {columns} from d.steps order by episode_id, step"
@@ -260,7 +260,7 @@ def test_a_dead_servers_journal_is_committed_first(log):
     ).encode()  # fmt: skip
     for table, data in ((log.dataset.decisions, decided), (log.dataset.rewards, record)):
         journal_folder(table).mkdir()
-        (journal_folder(table) / "dead-0.jsonl").write_bytes(framed([data])[0])
+        (journal_folder(table) / "dead-0.jsonl").write_bytes(frame_records([data])[0])
     receipt = log.run()
     assert (receipt.recovered, receipt.steps) == (2, 1)
     assert [(r["reward"], r["action"], r["behavior_log_prob"]) for r in log.steps()] == [
@@ -283,7 +283,7 @@ def test_a_record_that_cannot_be_a_row_holds_nothing_up(log):
         {},
     ]
     records = [json.dumps(record).encode() for record in [*poison, reward]]
-    (folder / "dead-0.jsonl").write_bytes(b"".join(framed(records)))
+    (folder / "dead-0.jsonl").write_bytes(b"".join(frame_records(records)))
     receipt = log.run()
     assert (receipt.recovered, receipt.damaged, receipt.steps) == (1, 6, 1)
     assert [path.name for path in folder.iterdir()] == ["dead-0.damaged"]
@@ -350,9 +350,9 @@ def test_served_steps_join_a_dataset_that_was_ingested(tmp_path):
 def test_spaces_that_differ_are_refused(tmp_path):
     lake = open_lake(tmp_path, create=True)
     lake.dataset("d").create(OBSERVATION, Discrete(2))
-    with pytest.raises(SchemaMismatch, match=r"Discrete\(3\), the dataset's is Discrete\(2\)"):
+    with pytest.raises(SchemaMismatchError, match=r"Discrete\(3\), the dataset's is Discrete\(2\)"):
         ensure_feedback_tables(lake.dataset("d"), OBSERVATION, ACTION)
-    with pytest.raises(SchemaMismatch, match=r"Box float32\[3\]"):
+    with pytest.raises(SchemaMismatchError, match=r"Box float32\[3\]"):
         ensure_feedback_tables(lake.dataset("d"), Box((3,)), Discrete(2))
     # Bounds may differ: a log's are often unknown.
     ensure_feedback_tables(lake.dataset("d"), Box((2,), low=-1, high=1), Discrete(2))
@@ -371,8 +371,8 @@ def test_structured_observations_travel(tmp_path):
 
 def test_nothing_served_is_a_clear_error(tmp_path):
     lake = open_lake(tmp_path, create=True)
-    with pytest.raises(NotFound, match="--log-to d"):
-        sessionise(lake, "d")
+    with pytest.raises(NotFoundError, match="--log-to d"):
+        join_feedback(lake, "d")
 
 
 def test_a_worker_may_issue_more_decisions_than_32_bits_count(monkeypatch):

@@ -17,13 +17,13 @@ from replaylake.datastore.feedback.decisions import (
     rewards_encoder,
 )
 from replaylake.datastore.feedback.received import (
+    encode_received,
     ensure_received_table,
-    received_encoder,
-    received_piece,
+    make_received_piece,
 )
 from replaylake.datastore.feedback.reports import MAX_REWARD
-from replaylake.datastore.feedback.segments import framed, journal_folder
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.segments import frame_records, journal_folder
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.feedback.status import feedback_status
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.fsck.fsck import fsck
@@ -66,7 +66,7 @@ class Log:
         self._append(self.dataset.received, pa.concat_tables(rows))
 
     def run(self, second=10.0):
-        return sessionise(self.lake, "d", now_s=NOW_S + second, window_s=HOUR_S)
+        return join_feedback(self.lake, "d", now_s=NOW_S + second, window_s=HOUR_S)
 
     def status(self, second=10.0):
         found = feedback_status(self.lake, "d", now_s=NOW_S + second, window_s=HOUR_S).total
@@ -99,8 +99,8 @@ def steps_of(log, episode, steps, **changes):
         "rewards": np.ones(len(steps)),
         "first_step": int(steps[0]),
     }
-    piece = received_piece(Episode(episode, **{**fields, **changes}), log.dataset.spec, 0)
-    return received_encoder([json.loads(piece.record)])
+    piece = make_received_piece(Episode(episode, **{**fields, **changes}), log.dataset.spec, 0)
+    return encode_received([json.loads(piece.record)])
 
 
 def with_value(rows, name, row, value):
@@ -205,7 +205,7 @@ def test_a_reward_that_is_no_number_holds_up_no_other(log):
     ]
     deep = b'{"decision_id":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
     huge = b'{"timestamp":' + b"9" * 400 + b"}"
-    (folder / f"{WORKER}-0.jsonl").write_bytes(b"".join(framed([deep, huge, *lines])))
+    (folder / f"{WORKER}-0.jsonl").write_bytes(b"".join(frame_records([deep, huge, *lines])))
     receipt = log.run(20)
     assert (receipt.steps, receipt.recovered, receipt.damaged, receipt.set_aside) == (1, 2, 2, 1)
 
@@ -252,7 +252,7 @@ def test_the_highest_step_number_is_one_like_others(log):
 
 
 def test_records_that_are_no_steps_hold_up_no_other(log):
-    whole = received_piece(
+    whole = make_received_piece(
         Episode("e", np.zeros((2, 2), np.float32), np.zeros(2, int), np.ones(2)),
         log.dataset.spec,
         0,
@@ -267,7 +267,7 @@ def test_records_that_are_no_steps_hold_up_no_other(log):
     bad.append(b'{"rows":' + b"[" * 200_000 + b"]" * 200_000 + b"}")
     folder = journal_folder(log.dataset.received)
     folder.mkdir(exist_ok=True)
-    (folder / f"{WORKER}-0.jsonl").write_bytes(b"".join(framed([*bad, whole])))
+    (folder / f"{WORKER}-0.jsonl").write_bytes(b"".join(frame_records([*bad, whole])))
     received = log.run().received
     assert (received.steps, received.recovered, received.damaged) == (2, 2, len(bad))
 

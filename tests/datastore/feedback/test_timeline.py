@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from replaylake.datastore.feedback.timeline import Decision, Timeline, numbers_of, stretches_of
+from replaylake.datastore.feedback.timeline import Decision, Timeline, cut_episodes, number_steps
 
 
 def steps(rows, ends=(), named=(), written=None):
@@ -20,8 +20,8 @@ def steps(rows, ends=(), named=(), written=None):
     def rank(key):
         return 2 if key in written else int(key in named)
 
-    found = stretches_of(decisions, lambda key: key in ends, rank)
-    return [numbers_of(stretch, written) for stretch in found]
+    found = cut_episodes(decisions, lambda key: key in ends, rank)
+    return [number_steps(stretch, written) for stretch in found]
 
 
 @pytest.mark.parametrize(

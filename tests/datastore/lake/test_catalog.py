@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import NameRefused, NotFound, QueryRefused
+from replaylake.datastore.errors import InvalidNameError, NotFoundError, QueryRefusedError
 from replaylake.datastore.lake.lake import Lake
 
 Make = Callable[..., Episode]
@@ -77,7 +77,7 @@ def test_what_is_of_the_lake(filled: Lake) -> None:
     ],
 )
 def test_what_cannot_be_pinned(filled: Lake, at: dict[str, Any], message: str) -> None:
-    with pytest.raises((NotFound, NameRefused), match=message):
+    with pytest.raises((NotFoundError, InvalidNameError), match=message):
         filled.sql(COUNT, at=at)
 
 
@@ -86,5 +86,5 @@ def test_feedback_has_versions_of_its_own(filled: Lake) -> None:
     filled.dataset("d").decisions.create(schema)
     query = "SELECT count(*) AS n FROM d.decisions"
     assert number(filled, query, e=1) == 0
-    with pytest.raises(QueryRefused, match=r"d\.decisions: found d pinned at version 1"):
+    with pytest.raises(QueryRefusedError, match=r"d\.decisions: found d pinned at version 1"):
         filled.sql(query, at={"d": 1})

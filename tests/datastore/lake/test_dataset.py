@@ -21,13 +21,13 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    EpisodeInvalid,
-    NameRefused,
-    NotFound,
+    AlreadyExistsError,
+    EpisodeInvalidError,
+    InvalidNameError,
+    NotFoundError,
     ReplayLakeError,
-    SchemaMismatch,
-    StorageFailed,
+    SchemaMismatchError,
+    StorageError,
 )
 from replaylake.datastore.lake import dataset as dataset_module
 from replaylake.datastore.lake.dataset import Dataset, new_episode_id
@@ -74,21 +74,21 @@ def test_append_creates_and_commits(dataset: Dataset, make_episode: Make) -> Non
 
 def test_a_dataset_that_is_not_there(dataset: Dataset) -> None:
     for use in (lambda: dataset.spec, dataset.snapshot, lambda: dataset.write([])):
-        with pytest.raises(NotFound, match="dataset 'd': not in this lake"):
+        with pytest.raises(NotFoundError, match="dataset 'd': not in this lake"):
             use()
     assert dataset.committed("p", 0) is None
 
 
 def test_names_are_refused_by_pattern(lake: Lake) -> None:
     for name in ("..", "cartpole/../x", "select", "main", "Cartpole", "/etc", "_lake"):
-        with pytest.raises(NameRefused, match="dataset name: found"):
+        with pytest.raises(InvalidNameError, match="dataset name: found"):
             lake.dataset(name)
 
 
 def test_a_linked_folder_is_no_dataset(lake: Lake, tmp_path: Path, make_episode: Make) -> None:
     (tmp_path / "elsewhere").mkdir()
     (lake.path / "linked").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(NameRefused, match="inside of the lake"):
+    with pytest.raises(InvalidNameError, match="inside of the lake"):
         lake.dataset("linked").append([make_episode()])
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert lake.datasets() == []
@@ -96,24 +96,24 @@ def test_a_linked_folder_is_no_dataset(lake: Lake, tmp_path: Path, make_episode:
 
 def test_a_dataset_is_created_once(dataset: Dataset) -> None:
     dataset.create(Box((2,)), Discrete(3), mask_size=3, extras={"n": pa.uint8()})
-    with pytest.raises(AlreadyExists):
+    with pytest.raises(AlreadyExistsError):
         dataset.create(Box((2,)), Discrete(3))
     spec = dataset.spec
     assert (spec.observation_space, spec.action_space) == (Box((2,)), Discrete(3))
     assert (spec.mask_size, spec.extras) == (3, {"n": pa.int16()})
-    with pytest.raises(SchemaMismatch, match="column 'Reward'"):
+    with pytest.raises(SchemaMismatchError, match="column 'Reward'"):
         dataset_module.Dataset(dataset._storage, "e").create(
             Box((2,)), Discrete(3), extras={"Reward": pa.int64()}
         )
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"rewards": [1.0, np.nan, 1.0]}, EpisodeInvalid, "episode bad: reward at step 1"),
-    ({"observations": np.zeros((3, 9))}, EpisodeInvalid, "observation"),
+    ({"rewards": [1.0, np.nan, 1.0]}, EpisodeInvalidError, "episode bad: reward at step 1"),
+    ({"observations": np.zeros((3, 9))}, EpisodeInvalidError, "observation"),
     ({"action_masks": [[True]] * 3}, ReplayLakeError, r"action[_ ]mask"),
-    ({"extras": {"reward": [1, 2, 3]}}, SchemaMismatch, "column 'reward'"),
-    ({"extras": {"x": [None] * 3}}, SchemaMismatch, "column 'x'"),
-    ({"episode_id": ""}, EpisodeInvalid, "episode_id"),
+    ({"extras": {"reward": [1, 2, 3]}}, SchemaMismatchError, "column 'reward'"),
+    ({"extras": {"x": [None] * 3}}, SchemaMismatchError, "column 'x'"),
+    ({"episode_id": ""}, EpisodeInvalidError, "episode_id"),
 ]
 
 
@@ -137,9 +137,9 @@ def test_one_bad_episode_changes_nothing(
 
 
 def test_nothing_to_append_and_half_an_identity(dataset: Dataset, make_episode: Make) -> None:
-    with pytest.raises(EpisodeInvalid, match="found no episodes"):
+    with pytest.raises(EpisodeInvalidError, match="found no episodes"):
         dataset.append([])
-    with pytest.raises(EpisodeInvalid, match="expected both or neither"):
+    with pytest.raises(EpisodeInvalidError, match="expected both or neither"):
         dataset.append([make_episode()], producer="p")
     assert not dataset.exists()
 
@@ -157,9 +157,9 @@ def test_exactly_once(dataset: Dataset, lake: Lake, make_episode: Make) -> None:
 
 def test_spaces_are_fixed_at_creation(dataset: Dataset, make_episode: Make) -> None:
     dataset.append([make_episode("a")])
-    with pytest.raises(EpisodeInvalid, match="action at step 0: found 2"):
+    with pytest.raises(EpisodeInvalidError, match="action at step 0: found 2"):
         dataset.append([make_episode("b", actions=[2, 0, 0])])
-    with pytest.raises(SchemaMismatch, match="found action masks, expected none"):
+    with pytest.raises(SchemaMismatchError, match="found action masks, expected none"):
         dataset.append([make_episode("b", action_masks=np.ones((3, 2), bool))])
     assert dataset.snapshot().version == 1
 
@@ -171,9 +171,9 @@ def test_further_columns_may_come_later(dataset: Dataset, make_episode: Make) ->
     rows = dataset.snapshot().table.read(["first", "second"]).to_pydict()
     assert rows == {"first": [1, None, None], "second": [None, ["x", "y"], None]}
     assert list(dataset.spec.extras) == ["first", "second"]
-    with pytest.raises(SchemaMismatch, match="column 'First'"):
+    with pytest.raises(SchemaMismatchError, match="column 'First'"):
         dataset.append([make_episode("d", 1, extras={"First": [1]})])
-    with pytest.raises(SchemaMismatch, match="column 'first': expected int64"):
+    with pytest.raises(SchemaMismatchError, match="column 'first': expected int64"):
         dataset.append([make_episode("d", 1, extras={"first": ["text"]})])
     assert_delta_rs_agrees(dataset)
 
@@ -238,7 +238,7 @@ def test_a_reader_s_snapshot_is_pinned(dataset: Dataset, make_episode: Make) -> 
     assert pinned.sql("SELECT count(*) AS n FROM steps").to_pydict() == {"n": [3]}
     assert "later" not in pinned.describe()["columns"]
     assert dataset.snapshot(pinned.version).files == pinned.files
-    with pytest.raises(NotFound, match=r"dataset 'd': found no version 9, expected 0\.\.2"):
+    with pytest.raises(NotFoundError, match=r"dataset 'd': found no version 9, expected 0\.\.2"):
         dataset.snapshot(9)
 
 
@@ -317,7 +317,7 @@ def test_an_open_episode_is_continued_in_pieces(dataset: Dataset, make_episode: 
 def test_a_writer_checks_where_the_dataset_exists(dataset: Dataset, make_episode: Make) -> None:
     dataset.append([make_episode("a")])
     writer = dataset.writer()
-    with pytest.raises(EpisodeInvalid, match="episode b: action at step 0"):
+    with pytest.raises(EpisodeInvalidError, match="episode b: action at step 0"):
         writer.write(make_episode("b", actions=[7, 0, 0]))
     writer.write(make_episode("c"))
     writer.close()
@@ -346,13 +346,13 @@ def test_a_flush_that_failed_after_its_commit_is_not_repeated(
 
     def lost_reply(*args: Any, **kwargs: Any) -> None:
         append(*args, **kwargs)
-        raise StorageFailed("the reply was lost")
+        raise StorageError("the reply was lost")
 
     writer = dataset.writer(producer="p")
     writer.write(make_episode("a"))
     with monkeypatch.context() as patched:
         patched.setattr(dataset, "append", lost_reply)
-        with pytest.raises(StorageFailed, match="lost"):
+        with pytest.raises(StorageError, match="lost"):
             writer.flush()
     commit = writer.flush()
     assert commit is not None
@@ -370,7 +370,7 @@ def test_writers_of_one_producer_lose_nothing_to_each_other(
     one.write(make_episode("a"))
     with monkeypatch.context() as patched:
         patched.setattr(dataset, "append", _no_room)
-        with pytest.raises(StorageFailed, match="no room"):
+        with pytest.raises(StorageError, match="no room"):
             one.flush()
     other.write(make_episode("b"))
     other.close()
@@ -380,7 +380,7 @@ def test_writers_of_one_producer_lose_nothing_to_each_other(
 
 
 def _no_room(*_: Any, **__: Any) -> None:
-    raise StorageFailed("no room")
+    raise StorageError("no room")
 
 
 def test_what_is_written_after_a_lost_reply_is_not_lost_with_it(
@@ -390,13 +390,13 @@ def test_what_is_written_after_a_lost_reply_is_not_lost_with_it(
 
     def lost_reply(*args: Any, **kwargs: Any) -> None:
         append(*args, **kwargs)
-        raise StorageFailed("the reply was lost")
+        raise StorageError("the reply was lost")
 
     writer = dataset.writer(producer="p")
     writer.write(make_episode("a"))
     with monkeypatch.context() as patched:
         patched.setattr(dataset, "append", lost_reply)
-        with pytest.raises(StorageFailed, match="lost"):
+        with pytest.raises(StorageError, match="lost"):
             writer.flush()
     writer.write(make_episode("b"))
     writer.close()
@@ -420,7 +420,7 @@ def test_a_writer_checks_before_the_dataset_exists(
 ) -> None:
     with dataset.writer() as writer:
         writer.write(make_episode("a"))
-        with pytest.raises((EpisodeInvalid, SchemaMismatch), match=message):
+        with pytest.raises((EpisodeInvalidError, SchemaMismatchError), match=message):
             writer.write(make_episode("bad", **fields))
         # The spaces are not fixed yet: another action widens them.
         writer.write(make_episode("b", actions=[4, 0, 0]))
@@ -437,11 +437,13 @@ def test_what_only_a_flush_can_refuse_holds_up_nothing(
     writer.write(make_episode("bad", extras={"x": ["text"] * 3}))
     writer.write(make_episode("worse", extras={"x": [b"bytes"] * 3}))
     writer.write(make_episode("d"))
-    with pytest.raises(SchemaMismatch, match=r"episode bad: .*Left out 2 of the episodes written"):
+    with pytest.raises(
+        SchemaMismatchError, match=r"episode bad: .*Left out 2 of the episodes written"
+    ):
         writer.flush()
     assert [(episode.episode_id, type(error)) for episode, error in writer.refused] == [
-        ("bad", SchemaMismatch),
-        ("worse", SchemaMismatch),
+        ("bad", SchemaMismatchError),
+        ("worse", SchemaMismatchError),
     ]
     writer.write(make_episode("e"))
     writer.close()
@@ -456,9 +458,9 @@ def test_episodes_that_are_refused_create_nothing(dataset: Dataset, make_episode
         make_episode("a", actions=[0, 7, 0]),
     ]
     for episode in refused:
-        with pytest.raises((EpisodeInvalid, SchemaMismatch)):
+        with pytest.raises((EpisodeInvalidError, SchemaMismatchError)):
             dataset.append([make_episode("fine"), episode], spec=spec)
-        with pytest.raises((EpisodeInvalid, SchemaMismatch)):
+        with pytest.raises((EpisodeInvalidError, SchemaMismatchError)):
             dataset.check([episode, episode])
     assert not dataset.exists()
     dataset.append([make_episode("a")], spec=spec)
@@ -485,13 +487,13 @@ def test_the_first_error_is_the_one_that_is_raised(
     dataset: Dataset, make_episode: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> None:
-        raise StorageFailed("no room")
+        raise StorageError("no room")
 
     monkeypatch.setattr(dataset, "append", failing)
     with pytest.raises(KeyError, match="theirs") as caught:
         _write_and_raise(dataset, make_episode("a"))
     assert caught.value.__notes__ == ["The episodes written before it were not committed: no room"]
-    with pytest.raises(StorageFailed, match="no room"), dataset.writer() as writer:
+    with pytest.raises(StorageError, match="no room"), dataset.writer() as writer:
         writer.write(make_episode("a"))
 
 
@@ -508,7 +510,7 @@ def _append_after(barrier: Any, root: Path, name: str, num_actions: int) -> None
     barrier.wait()
     try:
         dataset.append([_make(name, num_actions)], producer=name, sequence=0)
-    except EpisodeInvalid:
+    except EpisodeInvalidError:
         sys.exit(3)
 
 
@@ -544,7 +546,7 @@ def test_the_loser_of_a_creation_takes_the_winner_s_spaces(
         return infer_spec(episodes)
 
     monkeypatch.setattr(dataset_module, "infer_spec", interrupted)
-    with pytest.raises(EpisodeInvalid, match=r"episode late: action at step 2: found 2"):
+    with pytest.raises(EpisodeInvalidError, match=r"episode late: action at step 2: found 2"):
         dataset.append([_make("late", 5)])
     monkeypatch.setattr(dataset_module, "infer_spec", infer_spec)
     assert dataset.spec.action_space == Discrete(2)
@@ -651,7 +653,7 @@ def test_a_column_of_vectors_is_there_before_the_first_step_that_has_it(dataset:
     version = dataset.snapshot().version
     dataset.add_vectors("remembered", 3)
     assert dataset.snapshot().version == version
-    with pytest.raises(SchemaMismatch, match="remembered"):
+    with pytest.raises(SchemaMismatchError, match="remembered"):
         dataset.add_vectors("remembered", 4)
-    with pytest.raises(SchemaMismatch, match="step"):
+    with pytest.raises(SchemaMismatchError, match="step"):
         dataset.add_vectors("step", 1)

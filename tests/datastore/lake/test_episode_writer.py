@@ -13,16 +13,16 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EpisodeInvalid,
-    NotFound,
-    SchemaMismatch,
-    StorageFailed,
+    ConfigInvalidError,
+    EpisodeInvalidError,
+    NotFoundError,
+    SchemaMismatchError,
+    StorageError,
 )
 from replaylake.datastore.lake import pieces as pieces_module
 from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.datastore.lake.pieces import PieceOrder, cut
+from replaylake.datastore.lake.pieces import PieceOrder, cut_piece
 from replaylake.datastore.storage.storage import LocalStorage
 
 Make = Callable[..., Episode]
@@ -73,7 +73,7 @@ def test_a_flush_that_failed_in_the_background_is_tried_again(
     def failing_once(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if len(calls) == 1:
-            raise StorageFailed("no room")
+            raise StorageError("no room")
         return append(*args, **kwargs)
 
     monkeypatch.setattr(dataset, "append", failing_once)
@@ -104,7 +104,7 @@ def test_pieces_that_do_not_follow_are_refused(
         writer.write(make_episode("e", **first))
         if flush:
             writer.flush()
-        with pytest.raises(EpisodeInvalid, match=message):
+        with pytest.raises(EpisodeInvalidError, match=message):
             writer.write(make_episode("e", **second))
         writer.write(make_episode("e", agent_id="other"))
     expected = {"num_steps": 6, "num_produced": 3, "num_rejected": 1, "num_already_present": 0}
@@ -127,9 +127,9 @@ def test_what_is_remembered_of_episodes_is_bounded(make_episode: Make) -> None:
     for name in "abc":
         order.add(make_episode(name))
     order.add(make_episode("a"))  # forgotten, so it is taken for the first piece that is seen
-    with pytest.raises(EpisodeInvalid, match="episode c: found step 0 again"):
+    with pytest.raises(EpisodeInvalidError, match="episode c: found step 0 again"):
         order.add(make_episode("c"))
-    assert pieces_module._REMEMBERED == 131_072
+    assert pieces_module._MAX_TRACKED == 131_072
 
 
 def test_a_piece_keeps_what_its_rows_have(make_episode: Make) -> None:
@@ -141,7 +141,7 @@ def test_a_piece_keeps_what_its_rows_have(make_episode: Make) -> None:
         timestamps=np.arange(4),
         extras={"x": [1, 2, 3, 4]},
     )
-    head, tail = cut(episode, 0, 3), cut(episode, 3, 4)
+    head, tail = cut_piece(episode, 0, 3), cut_piece(episode, 3, 4)
     assert (head.first_step, len(head), head.truncated) == (2, 3, False)
     assert (tail.first_step, len(tail), tail.truncated) == (5, 1, True)
     assert head.final_observation.tolist() == episode.observations[3].tolist()
@@ -171,7 +171,7 @@ def test_an_episode_lived_step_by_step_is_open_until_it_ends(
                 .to_pylist()
             )
             seen.append((row["n"], row["c"]))
-        with pytest.raises(EpisodeInvalid, match="episode e: found a step after its end"):
+        with pytest.raises(EpisodeInvalidError, match="episode e: found a step after its end"):
             opened.step(now, 0, 0.0, then)
     assert seen == [(0, False), (0, False), (1, False), (1, False), (1, False)]
     rows = dataset.snapshot().sql("SELECT * FROM transitions WHERE episode_id = 'e' ORDER BY step")
@@ -186,16 +186,16 @@ def test_an_episode_lived_step_by_step_is_open_until_it_ends(
 def test_a_step_that_does_not_fit_is_left_out_with_its_piece(
     dataset: Dataset, make_episode: Make
 ) -> None:
-    with pytest.raises(NotFound), dataset.writer() as writer:
+    with pytest.raises(NotFoundError), dataset.writer() as writer:
         writer.begin()
     dataset.append([make_episode("first")])
     writer = dataset.writer()
     good, bad = writer.begin(), writer.begin()
-    with pytest.raises(EpisodeInvalid, match="found it open"):
+    with pytest.raises(EpisodeInvalidError, match="found it open"):
         writer.begin(good.episode_id)
     good.step([0.0, 0.0], 0, 1.0, [1.0, 1.0])
     bad.step([0.0, 0.0, 0.0], 0, 1.0, [1.0, 1.0])
-    with pytest.raises(EpisodeInvalid, match="Left out 1"):
+    with pytest.raises(EpisodeInvalidError, match="Left out 1"):
         writer.close()
     assert [key[0] for key in keys(dataset) if key[0] != "first"] == [good.episode_id]
     assert totals(dataset)["num_rejected"] == 1
@@ -210,7 +210,7 @@ def test_rejections_after_the_last_flush_are_told_at_close(
     with dataset.writer(producer="p") as writer:
         writer.write(make_episode("a"))
         writer.flush()
-        with pytest.raises(EpisodeInvalid):
+        with pytest.raises(EpisodeInvalidError):
             writer.write(make_episode("b", rewards=[np.nan] * 3))
     last = dataset.history()[-1]
     assert (last["operation"], last["producer"], last["sequence"]) == ("ACCOUNT", "p", 1)
@@ -271,10 +271,10 @@ def test_the_accounts_add_up_whatever_fails(
     def unreliable(*args: Any, **kwargs: Any) -> Any:
         luck = rng.random()
         if luck < 0.2:
-            raise StorageFailed("no room")
+            raise StorageError("no room")
         commit = append(*args, **kwargs)
         if luck < 0.4:
-            raise StorageFailed("the reply was lost")
+            raise StorageError("the reply was lost")
         return commit
 
     monkeypatch.setattr(dataset, "append", unreliable)
@@ -286,16 +286,16 @@ def test_the_accounts_add_up_whatever_fails(
             tried += 1
             try:
                 writer.write(episode)
-            except EpisodeInvalid:
+            except EpisodeInvalidError:
                 continue
-            except StorageFailed:
+            except StorageError:
                 pass  # it is in the buffer
         if run == 3 or rng.random() < 0.5:
             while True:
                 try:
                     writer.close()
                     break
-                except StorageFailed:
+                except StorageError:
                     continue
     expected = [(f"e{i}", step) for i in range(16) if i % 5 != 3 for step in range(3)]
     assert keys(dataset) == sorted(expected)
@@ -314,10 +314,10 @@ def test_what_is_sent_again_is_looked_up_after_a_failure_too(
     again.write(make_episode("c"))
 
     def full(*args: Any, **names: Any) -> None:
-        raise StorageFailed("no room")
+        raise StorageError("no room")
 
     monkeypatch.setattr(dataset, "append", full)
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         again.flush()
     monkeypatch.undo()
     again.write(make_episode("b"))
@@ -341,9 +341,9 @@ def test_a_forked_child_writes_nothing(dataset: Dataset, make_episode: Make) -> 
 
 
 def _use_in_child(writer: EpisodeWriter, episode: Episode) -> None:
-    with pytest.raises(ConfigInvalid, match="a fork of the process"):
+    with pytest.raises(ConfigInvalidError, match="a fork of the process"):
         writer.write(episode)
-    with pytest.raises(ConfigInvalid, match="Make a writer in each"):
+    with pytest.raises(ConfigInvalidError, match="Make a writer in each"):
         writer.flush()
     writer.close()
 
@@ -354,7 +354,7 @@ def test_half_a_step_is_no_step(dataset: Dataset, make_episode: Make) -> None:
     lived = writer.begin("lived")
     seen = np.zeros(2, np.float32)
     lived.step(seen, 0, 1.0, seen)
-    with pytest.raises(EpisodeInvalid, match=r"step 1: found .* The step is left out"):
+    with pytest.raises(EpisodeInvalidError, match=r"step 1: found .* The step is left out"):
         lived.step(seen, [[0, 1], [2]], 1.0, seen)
     lived.step(seen, 1, 1.0, seen, terminated=True)
     writer.close()
@@ -371,7 +371,7 @@ def test_columns_that_do_not_stack_are_refused_and_counted(
     seen = np.zeros(2, np.float32)
     lived.step(seen, 0, 1.0, seen, **further)
     lived.step(seen, 0, 1.0, seen, **dict.fromkeys(further, 0.5))
-    with pytest.raises((EpisodeInvalid, SchemaMismatch), match=next(iter(further))):
+    with pytest.raises((EpisodeInvalidError, SchemaMismatchError), match=next(iter(further))):
         writer.flush()
     writer.close()
     assert totals(dataset)["num_rejected"] == 1

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, QueryFailed, SchemaMismatch
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    EmptyReplayError,
+    QueryError,
+    SchemaMismatchError,
+)
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
@@ -103,10 +108,12 @@ def test_unknown_beginnings_are_refused(lake: Lake, make_episode: Make) -> None:
     dataset = lake.dataset("d")
     dataset.append([make_episode("a", timestamps=timestamps(NOON)), make_episode("b")])
     snapshot, holdout = dataset.snapshot(), Holdout(after=NOON)
-    with pytest.raises(SchemaMismatch, match="found 1 of 2 episodes without a timestamp, such as"):
+    with pytest.raises(
+        SchemaMismatchError, match="found 1 of 2 episodes without a timestamp, such as"
+    ):
         holdout.check(snapshot)
     # Those that are not asked for do not matter; but then nothing is left to learn from.
-    with pytest.raises(EmptyReplay, match="found 1 of 1 episodes held out"):
+    with pytest.raises(EmptyReplayError, match="found 1 of 1 episodes held out"):
         holdout.check(snapshot, "started_at IS NOT NULL -- a comment")
 
 
@@ -120,14 +127,16 @@ def test_agents_that_began_on_either_side_are_refused(lake: Lake, make_episode: 
             make_episode("b", agent_id="x", timestamps=before),
         ]
     )
-    with pytest.raises(SchemaMismatch, match="1 of 2 episodes whose agents began before and after"):
+    with pytest.raises(
+        SchemaMismatchError, match="1 of 2 episodes whose agents began before and after"
+    ):
         Holdout(after=NOON).check(dataset.snapshot())
 
 
 def test_a_split_with_an_empty_side_is_refused(lake: Lake, make_episode: Make) -> None:
     dataset = lake.dataset("d")
     dataset.append([make_episode("only")])
-    with pytest.raises(EmptyReplay, match=r"fraction 0.2: found [01] of 1 episodes held out"):
+    with pytest.raises(EmptyReplayError, match=r"fraction 0.2: found [01] of 1 episodes held out"):
         Holdout(0.2).check(dataset.snapshot())
 
 
@@ -153,7 +162,7 @@ def test_a_condition_cannot_reach_around_the_split(lake: Lake, make_episode: Mak
     sides = [ids(lake.snapshot("d"), held.within("true) OR (true", side)) for side in (True, False)]
     assert not sides[0] & sides[1]
     assert len(sides[0] | sides[1]) == 30
-    with pytest.raises(QueryFailed, match="where"):
+    with pytest.raises(QueryError, match="where"):
         held.within("num_steps >", True)
 
 
@@ -178,12 +187,12 @@ def test_json_and_back(holdout: Holdout) -> None:
     ],
 )
 def test_what_is_no_split_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigInvalid, match=message):
+    with pytest.raises(ConfigInvalidError, match=message):
         Holdout(**arguments)
 
 
 def test_json_of_another_release_is_refused() -> None:
-    with pytest.raises(ConfigInvalid, match="found strata, expected"):
+    with pytest.raises(ConfigInvalidError, match="found strata, expected"):
         Holdout.from_json({"fraction": 0.1, "strata": 3})
-    with pytest.raises(ConfigInvalid, match="found after 'noon', expected a time"):
+    with pytest.raises(ConfigInvalidError, match="found after 'noon', expected a time"):
         Holdout.from_json({"after": "noon"})

@@ -14,11 +14,11 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
-    FormatTooNew,
-    LogCorrupt,
-    NameRefused,
-    NotFound,
-    StorageFailed,
+    FormatTooNewError,
+    InvalidNameError,
+    LogCorruptError,
+    NotFoundError,
+    StorageError,
 )
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.version import VERSION
@@ -61,14 +61,16 @@ def test_a_lake_is_made_once_and_opened_again(tmp_path: Path, make_episode: Make
 def test_what_is_no_lake(tmp_path: Path, make: Callable[[Path], object]) -> None:
     path = tmp_path / "lake"
     make(path)
-    with pytest.raises(NotFound, match=r"lake: found none there. `replaylake ingest` makes one"):
+    with pytest.raises(
+        NotFoundError, match=r"lake: found none there. `replaylake ingest` makes one"
+    ):
         open_lake(path)
     assert not path.is_dir() or list(path.iterdir()) == []
 
 
 def test_a_file_cannot_become_a_lake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageFailed, match="expected to read or write"):
+    with pytest.raises(StorageError, match="expected to read or write"):
         open_lake(tmp_path / "file", create=True)
     assert (tmp_path / "file").read_text() == "x"
 
@@ -76,7 +78,7 @@ def test_a_file_cannot_become_a_lake(tmp_path: Path) -> None:
 def test_a_newer_lake_is_refused_with_the_version_needed(lake: Lake) -> None:
     newer(lake.path / "_lake" / "_delta_log")
     with pytest.raises(
-        FormatTooNew,
+        FormatTooNewError,
         match=r"_lake/_delta_log: found format version 2, expected "
         r"at most 1. Install ReplayLake 7\.1\.0 or later",
     ):
@@ -94,7 +96,9 @@ def test_a_newer_dataset_is_refused_alone(lake: Lake, make_episode: Make) -> Non
         lambda: opened.dataset("new").append([make_episode()]),
         lambda: opened.sql("SELECT * FROM new.steps"),
     ):
-        with pytest.raises(FormatTooNew, match=r"new/_delta_log: .*ReplayLake 7\.1\.0 or later"):
+        with pytest.raises(
+            FormatTooNewError, match=r"new/_delta_log: .*ReplayLake 7\.1\.0 or later"
+        ):
             use()
 
 
@@ -103,13 +107,13 @@ def test_a_table_that_needs_another_delta_reader_is_refused(lake: Lake, make_epi
     protocol = {"minReaderVersion": 3, "minWriterVersion": 7, "readerFeatures": ["deletionVectors"]}
     path = lake.path / "d" / "_delta_log" / f"{2:020d}.json"
     path.write_text(json.dumps({"protocol": protocol}) + "\n")
-    with pytest.raises(FormatTooNew, match="d/_delta_log: found Delta reader version 3"):
+    with pytest.raises(FormatTooNewError, match="d/_delta_log: found Delta reader version 3"):
         open_lake(lake.path).dataset("d").snapshot()
 
 
 def test_a_table_of_another_engine_is_refused(lake: Lake) -> None:
     deltalake.write_deltalake(str(lake.path / "theirs"), pa.table({"x": [1]}))
-    with pytest.raises(LogCorrupt, match="another engine made it"):
+    with pytest.raises(LogCorruptError, match="another engine made it"):
         lake.dataset("theirs").snapshot()
 
 
@@ -131,11 +135,13 @@ def test_a_snapshot_by_name(lake: Lake, make_episode: Callable[..., Episode]) ->
         ("d", 1, 3),
         ("d", 0, 0),
     ]
-    with pytest.raises(NotFound, match=r"^dataset 'd': found no version 12, expected 0\.\.1\."):
+    with pytest.raises(
+        NotFoundError, match=r"^dataset 'd': found no version 12, expected 0\.\.1\."
+    ):
         lake.snapshot("d@12")
-    with pytest.raises(NotFound, match="dataset 'absent': not in this lake"):
+    with pytest.raises(NotFoundError, match="dataset 'absent': not in this lake"):
         lake.snapshot("absent@1")
-    with pytest.raises(NotFound, match="tag d@x: found none of that name, expected a tag"):
+    with pytest.raises(NotFoundError, match="tag d@x: found none of that name, expected a tag"):
         lake.snapshot("d@x")
 
 
@@ -143,12 +149,12 @@ def test_a_snapshot_by_name(lake: Lake, make_episode: Callable[..., Episode]) ->
     "text", ["d@", "d@X", "d@a..b", "d@-1", "d@1@2", "d@1.0", "d@²", "D", "", "@1"]
 )
 def test_a_snapshot_s_name_is_refused(lake: Lake, text: str) -> None:
-    with pytest.raises(NameRefused, match="dataset"):
+    with pytest.raises(InvalidNameError, match="dataset"):
         lake.snapshot(text)
 
 
 def test_a_key_is_made_only_when_asked_for(lake: Lake) -> None:
-    with pytest.raises(NotFound, match="found no signing key, expected one"):
+    with pytest.raises(NotFoundError, match="found no signing key, expected one"):
         lake.signing_key(create=False)
     key = lake.signing_key()
     assert lake.signing_key(create=False) == key
@@ -161,7 +167,7 @@ def test_the_signing_key_is_made_once(lake: Lake) -> None:
     path = lake.path / "_lake" / "keys" / "signing"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_bytes(b"short")
-    with pytest.raises(StorageFailed, match="found 5 bytes, expected the 32"):
+    with pytest.raises(StorageError, match="found 5 bytes, expected the 32"):
         lake.signing_key()
 
 

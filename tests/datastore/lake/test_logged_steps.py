@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import QueryFailed, QueryRefused
+from replaylake.datastore.errors import QueryError, QueryRefusedError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.logged_steps import read_logged_steps
 from replaylake.datastore.maintenance.compact import compact
@@ -177,16 +177,16 @@ def test_lists_are_matrices(lake):
     found = read_logged_steps(snapshot, columns={"target-prob": some}).columns["target-prob"]
     np.testing.assert_array_equal(found, [[1, 2], [1, 2], [np.nan, np.nan]])
     uneven = "CASE WHEN step = 0 THEN [1.0] ELSE [0.5, 0.5] END"
-    with pytest.raises(QueryRefused, match="lists of"):
+    with pytest.raises(QueryRefusedError, match="lists of"):
         read_logged_steps(snapshot, columns={"target-prob": uneven})
 
 
 def test_sql_that_is_refused(lake):
     lake.dataset("log").append([episode("e/a", 1, np.random.default_rng(7))])
     snapshot = lake.snapshot("log")
-    with pytest.raises(QueryRefused, match="random"):
+    with pytest.raises(QueryRefusedError, match="random"):
         read_logged_steps(snapshot, columns={"target-prob": "random()"})
-    with pytest.raises(QueryFailed, match="target-prob 'absent'"):
+    with pytest.raises(QueryError, match="target-prob 'absent'"):
         read_logged_steps(snapshot, columns={"target-prob": "absent"})
-    with pytest.raises(QueryFailed, match="where"):
+    with pytest.raises(QueryError, match="where"):
         read_logged_steps(snapshot, "absent > 1")

@@ -14,7 +14,7 @@ from replaylake.datastore.feedback.decisions import (
     ensure_feedback_tables,
     rewards_encoder,
 )
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 
 
@@ -47,7 +47,7 @@ class Served:
         self._append(self.dataset.rewards, rewards_encoder(self.dataset), record)
 
     def run(self, second: float, window_s: float = 3600.0) -> Any:
-        return sessionise(self.lake, "d", now_s=self.now_s + second, window_s=window_s)
+        return join_feedback(self.lake, "d", now_s=self.now_s + second, window_s=window_s)
 
     def count(self, view: str) -> int:
         return int(self.lake.sql(f"select count(*) as n from d.{view}")["n"][0].as_py())

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, NotFound, ShardCorrupt, StorageFailed
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    NotFoundError,
+    ShardCorruptError,
+    StorageError,
+)
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance import compact as compact_module
 from replaylake.datastore.maintenance.compact import compact
@@ -230,7 +235,7 @@ def test_a_damaged_shard_is_not_copied(many: Lake) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ShardCorrupt, match="expected"):
+    with pytest.raises(ShardCorruptError, match="expected"):
         compact(many, "d")
     assert table.snapshot().version == 10
 
@@ -238,14 +243,14 @@ def test_a_damaged_shard_is_not_copied(many: Lake) -> None:
 def test_rows_that_differ_are_not_committed(many: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy with one row twice and another missing has as many rows, and another fingerprint."""
     table = many.dataset("d").table
-    real = compact_module._side_by_side
+    real = compact_module._cluster_episodes
 
     def wrong(tables: list[pa.Table]) -> pa.Table:
         rows = real(tables)
         return pa.concat_tables([rows.slice(0, 1), rows.slice(0, rows.num_rows - 1)])
 
-    monkeypatch.setattr(compact_module, "_side_by_side", wrong)
-    with pytest.raises(StorageFailed, match="Nothing was committed"):
+    monkeypatch.setattr(compact_module, "_cluster_episodes", wrong)
+    with pytest.raises(StorageError, match="Nothing was committed"):
         compact(many, "d")
     assert table.snapshot().version == 10
 
@@ -312,12 +317,12 @@ def test_once_leaves_what_comes_meanwhile(many: Lake, make_episode: Make) -> Non
 
 @pytest.mark.parametrize("size", [1, (64 << 20) - 1, (256 << 20) + 1])
 def test_a_size_that_shards_should_not_have_is_refused(many: Lake, size: int) -> None:
-    with pytest.raises(ConfigInvalid, match="target_bytes: found"):
+    with pytest.raises(ConfigInvalidError, match="target_bytes: found"):
         compact(many, "d", target_bytes=size)
 
 
 def test_a_dataset_that_is_not_there(lake: Lake) -> None:
-    with pytest.raises(NotFound, match="nope"):
+    with pytest.raises(NotFoundError, match="nope"):
         compact(lake, "nope")
 
 

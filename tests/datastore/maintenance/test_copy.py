@@ -15,11 +15,11 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    NotFound,
-    SchemaMismatch,
-    ShardCorrupt,
-    StorageFailed,
+    ConfigInvalidError,
+    NotFoundError,
+    SchemaMismatchError,
+    ShardCorruptError,
+    StorageError,
 )
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -27,7 +27,7 @@ from replaylake.datastore.maintenance.copy.copy import CopyReceipt, copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.datastore.storage.log.expiry import expire
-from replaylake.datastore.storage.table.rewrite import Plan, rewrite
+from replaylake.datastore.storage.table.rewrite import RewritePlan, rewrite
 
 Make = Callable[..., Episode]
 
@@ -78,12 +78,12 @@ def compact(dataset: Dataset, *numbers: int, data_change: bool = False) -> None:
 
 
 def delete(dataset: Dataset, episode: str) -> None:
-    def plan(snapshot: Any) -> Plan:
+    def plan(snapshot: Any) -> RewritePlan:
         def kept(table: Any) -> Any:
             ids = np.asarray(table.column("episode_id").to_pylist())
             return table.filter((ids != episode).tolist())
 
-        return Plan({entry: kept for entry in snapshot.files})
+        return RewritePlan({entry: kept for entry in snapshot.files})
 
     rewrite(dataset.table, plan, producer=f"delete/{episode}", sequence=0, operation="DELETE")
 
@@ -175,7 +175,7 @@ def test_a_rewrite_in_the_source_brings_nothing_back(
     copy(lake, "d", centre)
     delete(centre.dataset("d"), "b")  # the centre was asked to forget
     (entry,) = dataset.snapshot().table.files
-    keep = Plan({entry: lambda rows: rows.slice(3)})
+    keep = RewritePlan({entry: lambda rows: rows.slice(3)})
     rewrite(dataset.table, lambda _: keep, producer="x", sequence=0, operation=operation)
     (dataset.path / entry.path).unlink()  # as purge does, or vacuum later
     dataset.append([make_episode("d")])
@@ -292,15 +292,15 @@ def test_what_does_not_fit_is_refused(
     theirs = make_episode("t", final_observation=None, **fields)
     centre.dataset("d").append([theirs])
     before = centre.snapshot("d").version
-    with pytest.raises(SchemaMismatch, match=f"copy d into d: .*{message}"):
+    with pytest.raises(SchemaMismatchError, match=f"copy d into d: .*{message}"):
         copy(lake, "d", centre)
     assert centre.snapshot("d").version == before
 
 
 def test_what_cannot_be_copied(lake: Lake, centre: Lake, dataset: Dataset) -> None:
-    with pytest.raises(ConfigInvalid, match="the source itself"):
+    with pytest.raises(ConfigInvalidError, match="the source itself"):
         copy(lake, "d", open_lake(lake.path))
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         copy(lake, "e", centre)
     copy(lake, "d", lake, as_name="e")
     assert rows(lake, "e") == rows(lake, "d")
@@ -308,11 +308,11 @@ def test_what_cannot_be_copied(lake: Lake, centre: Lake, dataset: Dataset) -> No
     data = bytearray(path.read_bytes())
     data[80] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ShardCorrupt, match="another sha256 than the log has"):
+    with pytest.raises(ShardCorruptError, match="another sha256 than the log has"):
         copy(lake, "d", centre)
     assert centre.snapshot("d").num_steps == 0
     path.unlink()
-    with pytest.raises(NotFound, match="it was vacuumed meanwhile"):
+    with pytest.raises(NotFoundError, match="it was vacuumed meanwhile"):
         copy(lake, "d", centre)
 
 
@@ -323,13 +323,13 @@ def test_a_copy_that_was_killed_goes_on(
 
     def failing(path: str, data: Any) -> None:
         if len(done) == 2 and "shards" in path:
-            raise StorageFailed("the cable was pulled")
+            raise StorageError("the cable was pulled")
         put(path, data)
         done.append(path)
 
     with monkeypatch.context() as patched:
         patched.setattr(centre.storage, "put", failing)
-        with pytest.raises(StorageFailed):
+        with pytest.raises(StorageError):
             copy(lake, "d", centre)
     assert centre.snapshot("d").num_steps == 0
     again = []

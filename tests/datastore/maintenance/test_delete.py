@@ -10,8 +10,8 @@ import pytest
 from deltalake import DeltaTable
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import NotFound, QueryFailed, QueryRefused
-from replaylake.datastore.feedback.segments import framed, journal_folder
+from replaylake.datastore.errors import NotFoundError, QueryError, QueryRefusedError
+from replaylake.datastore.feedback.segments import frame_records, journal_folder
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.delete import delete
 
@@ -82,9 +82,9 @@ def test_an_episode_goes_with_all_its_agents(lake: Lake, make_episode: Any) -> N
 @pytest.mark.parametrize(
     ("where", "error", "said"),
     [
-        ("random() < 0.5", QueryRefused, "random"),
-        ("", QueryRefused, "empty"),
-        ("reward > 1", QueryFailed, "reward"),
+        ("random() < 0.5", QueryRefusedError, "random"),
+        ("", QueryRefusedError, "empty"),
+        ("reward > 1", QueryError, "reward"),
     ],
 )
 def test_what_is_refused(filled: Lake, where: str, error: type[Exception], said: str) -> None:
@@ -94,7 +94,7 @@ def test_what_is_refused(filled: Lake, where: str, error: type[Exception], said:
 
 
 def test_no_such_dataset(lake: Lake) -> None:
-    with pytest.raises(NotFound, match="nothing"):
+    with pytest.raises(NotFoundError, match="nothing"):
         delete(lake, "nothing", "true")
 
 
@@ -141,6 +141,6 @@ def test_what_a_killed_server_left_is_committed_first(served: Any) -> None:
     folder.mkdir()
     record = {"decision_id": key, "timestamp": int((served.now_s + 20) * 1e6), "reward": 9.0,
               "terminated": True, "truncated": False, "final_observation": None}  # fmt: skip
-    (folder / "dead-0.jsonl").write_bytes(framed([json.dumps(record).encode()])[0])
+    (folder / "dead-0.jsonl").write_bytes(frame_records([json.dumps(record).encode()])[0])
     assert delete(served.lake, "d", "true").num_rewards == 2
     assert list(folder.glob("*.jsonl")) == []

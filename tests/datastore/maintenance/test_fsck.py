@@ -18,11 +18,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, NotFound, ReplayLakeError, ShardCorrupt
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    NotFoundError,
+    ReplayLakeError,
+    ShardCorruptError,
+)
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.entries import policy_key
-from replaylake.datastore.maintenance.fsck.finding import NOTE, Finding, Findings
+from replaylake.datastore.maintenance.fsck.finding import NOTE, FsckFinding, FsckFindings
 from replaylake.datastore.maintenance.fsck.fsck import FsckReport, fsck
 from replaylake.datastore.query import summaries
 from replaylake.datastore.storage.log.commit_file import Intent
@@ -53,7 +58,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 def refresh_all(dataset: Dataset) -> None:
     """Write a summary of all shards, however short their episodes are."""
     snapshot = dataset.snapshot().table
-    summaries._extended(snapshot, None, snapshot.files)
+    summaries._extend(snapshot, None, snapshot.files)
 
 
 def said(report: FsckReport) -> list[tuple[str, str]]:
@@ -93,9 +98,9 @@ def test_a_clean_lake(lake: Lake, dataset: Dataset, package: Path) -> None:
 
 
 def test_what_is_not_there(lake: Lake, dataset: Dataset) -> None:
-    with pytest.raises(NotFound, match="dataset 'e': not in this lake"):
+    with pytest.raises(NotFoundError, match="dataset 'e': not in this lake"):
         fsck(lake, ["e"])
-    with pytest.raises(ConfigInvalid, match="at least 3600"):
+    with pytest.raises(ConfigInvalidError, match="at least 3600"):
         fsck(lake, orphan_age_s=60)
 
 
@@ -117,7 +122,7 @@ def test_a_damaged_shard_is_named_and_quarantined(
     assert finding.check == ("missing" if damage == "gone" else "sha256")
     assert (finding.dataset, finding.version, finding.num_steps) == ("d", 2, 3)
     assert finding.path == f"d/shards/{path.name}"
-    with pytest.raises(ShardCorrupt):
+    with pytest.raises(ShardCorruptError):
         dataset.snapshot().replay()
 
     repaired = fsck(lake, repair=True)
@@ -418,9 +423,9 @@ def test_doubled_decisions(lake: Lake, dataset: Dataset) -> None:
 
 
 def test_only_so_many_findings_are_kept(lake: Lake) -> None:
-    findings = Findings()
+    findings = FsckFindings()
     for i in range(250):
-        findings.add(Finding(NOTE, "gap", "d", "", str(i)))
+        findings.add(FsckFinding(NOTE, "gap", "d", "", str(i)))
     assert len(findings.shown) == 100
     assert findings.counts() == {"gap": 250}
 

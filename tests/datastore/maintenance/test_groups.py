@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.maintenance import compact as groups_module
-from replaylake.datastore.maintenance.compact import groups
+from replaylake.datastore.maintenance.compact import plan_groups
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.storage import LocalStorage
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
@@ -48,16 +48,16 @@ def sizes(found: list[tuple[FileEntry, ...]]) -> list[list[float]]:
     ],
 )
 def test_which_go_together(tmp_path: Path, given: list[float], expected: list[list[float]]) -> None:
-    found = groups(snapshot(tmp_path, *given), target_bytes=128 * MB, written_after_ms=0)
+    found = plan_groups(snapshot(tmp_path, *given), target_bytes=128 * MB, written_after_ms=0)
     assert sizes(found) == expected
 
 
 def test_rows_count_as_well(tmp_path: Path) -> None:
     many = snapshot(tmp_path, 1, 1, 1, 1, rows=400_000)
-    found = groups(many, target_bytes=128 * MB, written_after_ms=0)
+    found = plan_groups(many, target_bytes=128 * MB, written_after_ms=0)
     assert sizes(found) == [[1, 1], [1, 1]]
     full = snapshot(tmp_path, 1, 1, rows=524_288)
-    assert groups(full, target_bytes=128 * MB, written_after_ms=0) == []
+    assert plan_groups(full, target_bytes=128 * MB, written_after_ms=0) == []
 
 
 def test_what_decodes_to_much_counts_as_much(
@@ -72,4 +72,4 @@ def test_what_decodes_to_much_counts_as_much(
         table.append(rows, producer="p", sequence=sequence)
     found = table.snapshot()
     assert sum(entry.size_bytes for entry in found.files) < 60 << 10
-    assert groups(found, target_bytes=128 * MB, written_after_ms=0) == [found.files[:3]]
+    assert plan_groups(found, target_bytes=128 * MB, written_after_ms=0) == [found.files[:3]]

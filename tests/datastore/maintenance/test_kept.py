@@ -12,7 +12,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.maintenance.kept import Kept, kept_files
+from replaylake.datastore.maintenance.kept import RetainedFiles, find_retained_files
 from replaylake.datastore.storage.log.expiry import expire
 from replaylake.datastore.storage.storage import LocalStorage, StoredFile
 
@@ -37,12 +37,12 @@ def shards(lake: Lake, version: int) -> set[str]:
     return {f"d/{entry.path}" for entry in lake.dataset("d").table.snapshot(version).files}
 
 
-def reasons(kept: Kept) -> list[tuple[int, str, str]]:
+def reasons(kept: RetainedFiles) -> list[tuple[int, str, str]]:
     return [(pin.version, pin.reason, pin.name) for pin in kept.pins]
 
 
 def test_what_was_replaced_lately_is_kept(compacted: Lake) -> None:
-    kept = kept_files(compacted, "d", now_ms=in_days(6.9))
+    kept = find_retained_files(compacted, "d", now_ms=in_days(6.9))
     assert kept.paths == shards(compacted, 3) | shards(compacted, 4)
     assert reasons(kept) == [
         (4, "newest", ""),
@@ -54,14 +54,14 @@ def test_what_was_replaced_lately_is_kept(compacted: Lake) -> None:
 
 
 def test_after_the_retention_the_newest_is_left(compacted: Lake) -> None:
-    kept = kept_files(compacted, "d", now_ms=in_days(7.1))
+    kept = find_retained_files(compacted, "d", now_ms=in_days(7.1))
     assert kept.paths == shards(compacted, 4)
     assert reasons(kept) == [(4, "newest", "")]
 
 
 def test_a_tag_pins_its_version(compacted: Lake) -> None:
     compacted.tags.set("d", "paper", 2)
-    kept = kept_files(compacted, "d", now_ms=in_days(30))
+    kept = find_retained_files(compacted, "d", now_ms=in_days(30))
     assert kept.paths == shards(compacted, 2) | shards(compacted, 4)
     assert (2, "tag", "paper") in reasons(kept)
 
@@ -69,7 +69,7 @@ def test_a_tag_pins_its_version(compacted: Lake) -> None:
 def test_a_policy_pins_what_it_was_trained_on(compacted: Lake, package: Path) -> None:
     lineage = {"datasets": [{"dataset": "d", "version": 1}, {"dataset": "other", "version": 3}]}
     compacted.registry.register("best", package, run_id="r", lineage=lineage)
-    kept = kept_files(compacted, "d", now_ms=in_days(30))
+    kept = find_retained_files(compacted, "d", now_ms=in_days(30))
     assert kept.paths == shards(compacted, 1) | shards(compacted, 4)
     assert (1, "policy", "best:1") in reasons(kept)
 
@@ -81,10 +81,10 @@ def test_a_run_pins_what_it_reads_until_it_has_ended_or_was_killed(compacted: La
         "datasets": [{"dataset": "d", "version": 1}],
     }
     compacted.registry.record_run("r", run)
-    assert (1, "run", "r") in reasons(kept_files(compacted, "d", now_ms=in_days(20)))
-    assert (1, "run", "r") not in reasons(kept_files(compacted, "d", now_ms=in_days(40)))
+    assert (1, "run", "r") in reasons(find_retained_files(compacted, "d", now_ms=in_days(20)))
+    assert (1, "run", "r") not in reasons(find_retained_files(compacted, "d", now_ms=in_days(40)))
     compacted.registry.record_run("r", {**run, "status": "failed"})
-    assert (1, "run", "r") not in reasons(kept_files(compacted, "d", now_ms=in_days(20)))
+    assert (1, "run", "r") not in reasons(find_retained_files(compacted, "d", now_ms=in_days(20)))
 
 
 def test_a_run_that_was_interrupted_pins_what_it_goes_on_with(compacted: Lake) -> None:
@@ -95,8 +95,8 @@ def test_a_run_that_was_interrupted_pins_what_it_goes_on_with(compacted: Lake) -
         "datasets": [{"dataset": "d", "version": 1}],
     }
     compacted.registry.record_run("r", run)
-    assert (1, "run", "r") in reasons(kept_files(compacted, "d", now_ms=in_days(20)))
-    assert (1, "run", "r") not in reasons(kept_files(compacted, "d", now_ms=in_days(40)))
+    assert (1, "run", "r") in reasons(find_retained_files(compacted, "d", now_ms=in_days(20)))
+    assert (1, "run", "r") not in reasons(find_retained_files(compacted, "d", now_ms=in_days(40)))
 
 
 def test_a_run_that_is_alive_pins_for_as_long_as_it_takes(compacted: Lake) -> None:
@@ -106,26 +106,26 @@ def test_a_run_that_is_alive_pins_for_as_long_as_it_takes(compacted: Lake) -> No
         "datasets": [{"dataset": "d", "version": 1}],
     }
     compacted.registry.record_run("r", run)
-    assert (1, "run", "r") not in reasons(kept_files(compacted, "d"))
+    assert (1, "run", "r") not in reasons(find_retained_files(compacted, "d"))
     with RunLease(compacted.storage, "r"):
-        assert (1, "run", "r") in reasons(kept_files(compacted, "d"))
-        assert (1, "run", "r") in reasons(kept_files(compacted, "d", now_ms=in_days(90)))
+        assert (1, "run", "r") in reasons(find_retained_files(compacted, "d"))
+        assert (1, "run", "r") in reasons(find_retained_files(compacted, "d", now_ms=in_days(90)))
     resumed = [{"at_ms": in_days(-10), "update": 7}]
     compacted.registry.record_run("r", {**run, "resumed": resumed})
-    assert (1, "run", "r") in reasons(kept_files(compacted, "d"))
+    assert (1, "run", "r") in reasons(find_retained_files(compacted, "d"))
 
 
 def test_a_commit_that_a_slow_clock_stamped_is_as_young_as_those_before(compacted: Lake) -> None:
     last = compacted.path / "d" / "_delta_log" / f"{4:020d}.json"
     os.utime(last, (0, 0))
-    kept = kept_files(compacted, "d", now_ms=in_days(1))
+    kept = find_retained_files(compacted, "d", now_ms=in_days(1))
     assert kept.paths == shards(compacted, 3) | shards(compacted, 4)
 
 
 def test_a_pin_on_a_version_that_expired_is_named(compacted: Lake) -> None:
     compacted.tags.set("d", "paper", 2)
     expire(compacted.dataset("d").table.log, 4)
-    kept = kept_files(compacted, "d", now_ms=in_days(30))
+    kept = find_retained_files(compacted, "d", now_ms=in_days(30))
     assert [str(pin) for pin in kept.broken] == ["d@2 (tag paper)"]
     assert reasons(kept) == [(4, "newest", "")]
 
@@ -142,7 +142,7 @@ def test_a_commit_in_this_moment_ages_none_of_those_before(
         return iter(found)
 
     monkeypatch.setattr(LocalStorage, "files", append_beside)
-    kept = kept_files(compacted, "d")
+    kept = find_retained_files(compacted, "d")
     assert {0, 1, 2, 3, 4} <= {pin.version for pin in kept.pins}
     assert shards(compacted, 3) <= kept.paths
 
@@ -170,5 +170,5 @@ def test_a_run_that_ends_in_this_moment_is_kept_by_its_policy(
             return found
 
         monkeypatch.setattr(registry, name, looked)
-    kept = kept_files(compacted, "d", now_ms=in_days(20))
+    kept = find_retained_files(compacted, "d", now_ms=in_days(20))
     assert {"policy", "run"} & {pin.reason for pin in kept.pins}

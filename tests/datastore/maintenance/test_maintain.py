@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.versions.tags import tag_snapshot
 from replaylake.datastore.maintenance.fsck.fsck import fsck
-from replaylake.datastore.maintenance.maintain import Maintained, maintain, maintain_every
+from replaylake.datastore.maintenance.maintain import MaintainReceipt, maintain, maintain_every
 from replaylake.datastore.maintenance.retention import set_retention
 from replaylake.datastore.storage.log.expiry import expire
 from replaylake.datastore.storage.log.folder import LogFolder
@@ -45,7 +45,7 @@ def test_each_dataset_has_its_own_retention(two: Lake) -> None:
 def test_a_second_round_has_nothing_to_do(two: Lake) -> None:
     maintain(two)
     a, b, _ = maintain(two)
-    assert (a, b) == (Maintained("a", a.version), Maintained("b", b.version))
+    assert (a, b) == (MaintainReceipt("a", a.version), MaintainReceipt("b", b.version))
 
 
 def test_after_the_retention_the_log_and_old_shards_go(two: Lake) -> None:
@@ -65,7 +65,7 @@ def test_what_an_expiry_remembers_ends_with_it(lake: Lake, make_episode: Make) -
         lake.dataset("d").append([episode], info={"source": f"{number:064}"})
     rounds = [maintain(lake, ["d"], now_ms=in_days(8 * n))[0] for n in range(5)]
     assert rounds[1].dropped > 0
-    assert rounds[3:] == [Maintained("d", rounds[2].version)] * 2, "no commit a round for good"
+    assert rounds[3:] == [MaintainReceipt("d", rounds[2].version)] * 2, "no commit a round for good"
     sources = [info["source"] for info in lake.dataset("d").history() if "source" in info]
     assert len(sources) == 5
     assert fsck(lake, all_versions=True).findings == ()
@@ -111,9 +111,9 @@ def test_a_stop_ends_the_round_between_two_commits(two: Lake) -> None:
 
 def test_rounds_until_a_stop_that_wakes_it(two: Lake) -> None:
     stop = threading.Event()
-    rounds: list[list[Maintained]] = []
+    rounds: list[list[MaintainReceipt]] = []
 
-    def on_round(done: list[Maintained]) -> None:
+    def on_round(done: list[MaintainReceipt]) -> None:
         rounds.append(done)
         # From another thread, while it sleeps.
         threading.Timer(0.2, stop.set).start()
@@ -126,9 +126,9 @@ def test_rounds_until_a_stop_that_wakes_it(two: Lake) -> None:
 
 def test_the_next_round_follows(two: Lake, make_episode: Make) -> None:
     stop = threading.Event()
-    rounds: list[list[Maintained]] = []
+    rounds: list[list[MaintainReceipt]] = []
 
-    def on_round(done: list[Maintained]) -> None:
+    def on_round(done: list[MaintainReceipt]) -> None:
         rounds.append(done)
         two.dataset("a").append([make_episode(f"n{len(rounds)}", terminated=True)])
         if len(rounds) == 2:
@@ -164,6 +164,6 @@ def test_a_version_that_expired_meanwhile_gets_no_tag(two: Lake) -> None:
     old = two.snapshot("a@2")
     log = two.dataset("a").table.log
     expire(log, log.newest().version)
-    with pytest.raises(NotFound, match="version 2: not in a/_delta_log"):
+    with pytest.raises(NotFoundError, match="version 2: not in a/_delta_log"):
         tag_snapshot(two.tags, old, "paper")
     assert two.tags.list("a") == []

@@ -14,8 +14,8 @@ import pytest
 from deltalake import DeltaTable
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import NotFound, ReplayLakeError
-from replaylake.datastore.feedback.segments import framed, journal_folder
+from replaylake.datastore.errors import NotFoundError, ReplayLakeError
+from replaylake.datastore.feedback.segments import frame_records, journal_folder
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
@@ -87,9 +87,9 @@ def test_old_versions_say_why_they_are_gone(filled: Lake) -> None:
     done = purge(filled, "d", f"episode_id = '{SECRET}'")
     assert filled.dataset("d").snapshot(1).table.read().num_rows == 3
     for version in (2, 3):
-        with pytest.raises(NotFound, match=rf"purged .*version {done.version}.*{done.id}"):
+        with pytest.raises(NotFoundError, match=rf"purged .*version {done.version}.*{done.id}"):
             filled.dataset("d").snapshot(version).sql("select * from steps")
-        with pytest.raises(NotFound, match="purged"):
+        with pytest.raises(NotFoundError, match="purged"):
             filled.dataset("d").snapshot(version).replay()
 
 
@@ -118,11 +118,11 @@ def test_tags_and_policies_that_it_broke_are_named(filled: Lake, package: Path) 
         "before": True,
         "golden": False,
     }
-    (trained,) = lineage.of_policy(filled, "trained")["datasets"]
+    (trained,) = lineage.trace_policy(filled, "trained")["datasets"]
     assert (trained["reproducible"], trained["purged"]) == (False, [done.id])
-    (other,) = lineage.of_policy(filled, "selective")["datasets"]
+    (other,) = lineage.trace_policy(filled, "selective")["datasets"]
     assert (other["reproducible"], other["purged"]) == (False, [])
-    (kept,) = lineage.of_policy(filled, "untouched")["datasets"]
+    (kept,) = lineage.trace_policy(filled, "untouched")["datasets"]
     assert (kept["reproducible"], kept["purged"]) == (True, [])
     # A policy is its package: that it cannot be trained again does not keep it from acting.
     assert filled.registry.resolve("trained").path.joinpath("manifest.json").is_file()
@@ -231,7 +231,9 @@ def test_what_was_served(served: Any) -> None:
     served.run(7200)
     folder = journal_folder(served.dataset.rewards)
     folder.mkdir()
-    lines = framed([json.dumps({"decision_id": keys[c][0]}).encode() for c in ("ada", "bob")])
+    lines = frame_records(
+        [json.dumps({"decision_id": keys[c][0]}).encode() for c in ("ada", "bob")]
+    )
     (folder / "dead-0.damaged").write_bytes(b"".join(lines))
     done = purge(served.lake, "d", "source_episode_id = 'ada'")
     assert done.is_proven

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
@@ -85,7 +85,7 @@ def test_any_history(
             rows = lake.snapshot(f"d@{tag.name}").sql("select distinct episode_id as e from steps")
             assert not purged & set(rows["e"].to_pylist())
             assert tag.reproducible
-        except NotFound:
+        except NotFoundError:
             assert not tag.reproducible
     oracle = DeltaTable(str(dataset.path)).to_pyarrow_table(columns=["episode_id"])
     assert oracle.num_rows == sum(known.values())
@@ -106,7 +106,7 @@ def test_on_an_object_store(make_episode: Any, tmp_path: Path) -> None:
     assert (done.num_steps, done.num_files) == (3, 2)
     assert not copy.exists()
     assert live(lake) == {"episode-bb": 3}
-    with pytest.raises(NotFound, match="purged"):
+    with pytest.raises(NotFoundError, match="purged"):
         dataset.snapshot(1).sql("select * from steps")
 
 

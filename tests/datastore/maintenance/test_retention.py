@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.datastore.maintenance.retention import Retention, retention_of, set_retention
+from replaylake.datastore.maintenance.retention import Retention, read_retention, set_retention
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.state import LogState
 
@@ -26,7 +26,7 @@ def one(lake: Lake, make_episode: Make) -> Lake:
 
 
 def stored(lake: Lake) -> Retention:
-    return retention_of(open_lake(lake.path).dataset("d").table.snapshot())
+    return read_retention(open_lake(lake.path).dataset("d").table.snapshot())
 
 
 def test_nothing_set_is_the_default(one: Lake) -> None:
@@ -56,7 +56,7 @@ def test_it_survives_a_new_column_a_checkpoint_and_is_versioned(
     one.dataset("d").append([make_episode("f", terminated=True, extras=extras)])
     one.dataset("d").table.log.checkpoint(3)
     assert stored(one) == Retention(max_steps=100)
-    assert retention_of(one.dataset("d").table.snapshot(1)) == Retention()
+    assert read_retention(one.dataset("d").table.snapshot(1)) == Retention()
     assert one.dataset("d").spec.extras.keys() == {"score"}
     assert (
         deltalake.DeltaTable(str(one.path / "d")).to_pyarrow_table(columns=["step"]).num_rows == 6
@@ -81,7 +81,7 @@ def test_it_survives_a_new_column_a_checkpoint_and_is_versioned(
     ],
 )
 def test_what_makes_no_sense_is_refused(one: Lake, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigInvalid, match=said):
+    with pytest.raises(ConfigInvalidError, match=said):
         set_retention(one, "d", changes)
     assert one.dataset("d").snapshot().version == 1
 
@@ -95,10 +95,10 @@ def test_a_field_of_a_newer_version_is_not_passed_over(one: Lake) -> None:
         return Intent("newer", 0, "SET RETENTION", metadata=metadata)
 
     one.dataset("d").table.log.commit(build)
-    with pytest.raises(ConfigInvalid, match="keep_forever"):
+    with pytest.raises(ConfigInvalidError, match="keep_forever"):
         stored(one)
 
 
 def test_a_dataset_that_is_not_there(lake: Lake) -> None:
-    with pytest.raises(NotFound, match="nope"):
+    with pytest.raises(NotFoundError, match="nope"):
         set_retention(lake, "nope", {"max_steps": 1})

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.feedback.decisions import (
     decisions_encoder,
     ensure_feedback_tables,
     rewards_encoder,
 )
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.trim import trim
@@ -207,12 +207,12 @@ def test_it_is_planned_again_after_a_compactor(many: Lake, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("limits", [{}, {"max_steps": -1}, {"older_than_s": -1.0}])
 def test_a_limit_is_needed(many: Lake, limits: dict[str, Any]) -> None:
-    with pytest.raises(ConfigInvalid, match="trim: "):
+    with pytest.raises(ConfigInvalidError, match="trim: "):
         trim(many, "d", **limits)
 
 
 def test_a_dataset_that_is_not_there(lake: Lake) -> None:
-    with pytest.raises(NotFound, match="nope"):
+    with pytest.raises(NotFoundError, match="nope"):
         trim(lake, "nope", max_steps=1)
 
 
@@ -259,12 +259,12 @@ def test_decisions_leave_with_their_episodes_and_do_not_come_back(lake: Lake) ->
         keys[episode] = [served.decision(episode) for _ in range(3)]
         for key in keys[episode]:
             served.reward(key, terminated=key == keys[episode][-1])
-    assert sessionise(lake, "d").steps == 6
+    assert join_feedback(lake, "d").steps == 6
     done = trim(lake, "d", max_steps=3)
     assert (done.num_episodes, done.num_decisions, done.num_rewards) == (1, 3, 3)
     assert served.ids(served.dataset.decisions) == keys["b"]
     assert served.ids(served.dataset.rewards) == keys["b"]
-    assert sessionise(lake, "d").steps == 0
+    assert join_feedback(lake, "d").steps == 0
 
 
 def test_a_late_reward_brings_nothing_back(lake: Lake) -> None:
@@ -273,11 +273,11 @@ def test_a_late_reward_brings_nothing_back(lake: Lake) -> None:
     other = served.decision("a")  # the client's id again, for the episode after
     for key in (first, last, other):
         served.reward(key, terminated=key != first)
-    assert sessionise(lake, "d", window_s=1.0).steps == 3
+    assert join_feedback(lake, "d", window_s=1.0).steps == 3
     trim(lake, "d", max_steps=1)
     assert served.ids(served.dataset.decisions) == [other]
     served.reward(middle)
-    assert sessionise(lake, "d", window_s=1.0).steps == 0
+    assert join_feedback(lake, "d", window_s=1.0).steps == 0
 
 
 def test_a_crash_before_the_steps_leave_brings_nothing_back(
@@ -286,7 +286,7 @@ def test_a_crash_before_the_steps_leave_brings_nothing_back(
     served = Served(lake)
     key = served.decision(None)
     served.reward(key, terminated=True)
-    sessionise(lake, "d")
+    join_feedback(lake, "d")
     real = Table.commit
 
     def commit(self: Table, *arguments: Any, **options: Any) -> Any:
@@ -298,11 +298,11 @@ def test_a_crash_before_the_steps_leave_brings_nothing_back(
         patched.setattr(Table, "commit", commit)
         with pytest.raises(KeyboardInterrupt):
             trim(lake, "d", max_steps=0)
-    assert sessionise(lake, "d").steps == 0
+    assert join_feedback(lake, "d").steps == 0
     assert lake.dataset("d").snapshot().num_steps == 1
     trim(lake, "d", max_steps=0)
     assert lake.dataset("d").snapshot().num_steps == 0
-    assert sessionise(lake, "d").steps == 0
+    assert join_feedback(lake, "d").steps == 0
 
 
 def _episode(name: str) -> Episode:

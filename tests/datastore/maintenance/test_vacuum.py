@@ -10,11 +10,11 @@ import deltalake
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, LogCorrupt, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, LogCorruptError, NotFoundError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance import vacuum as vacuum_module
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.maintenance.kept import Kept
+from replaylake.datastore.maintenance.kept import RetainedFiles
 from replaylake.datastore.maintenance.retention import set_retention
 from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.datastore.names import new_ulid
@@ -67,9 +67,9 @@ def test_replaced_shards_go_after_the_limit(compacted: Lake) -> None:
 
 def test_a_vacuumed_version_is_refused_by_name(compacted: Lake) -> None:
     vacuum(compacted, delete=True, now_ms=in_days(8))
-    with pytest.raises(NotFound, match=r"d@2: found that 2 of its 2 shards are gone.*vacuum"):
+    with pytest.raises(NotFoundError, match=r"d@2: found that 2 of its 2 shards are gone.*vacuum"):
         compacted.snapshot("d@2").sql("select count(*) from steps")
-    with pytest.raises(NotFound, match=r"d@2: found that 2 of its 2 shards are gone"):
+    with pytest.raises(NotFoundError, match=r"d@2: found that 2 of its 2 shards are gone"):
         compacted.snapshot("d@2").replay()
 
 
@@ -174,11 +174,11 @@ def test_another_datasets_shards_behind_a_link_stay(compacted: Lake, make_episod
 
 
 def test_an_age_below_an_hour_has_to_be_forced(compacted: Lake) -> None:
-    with pytest.raises(ConfigInvalid, match="expected at least 3600"):
+    with pytest.raises(ConfigInvalidError, match="expected at least 3600"):
         vacuum(compacted, older_than_s=60)
     found = vacuum(compacted, older_than_s=60, force=True, now_ms=in_days(0.01))
     assert len(found.garbage) == 3
-    with pytest.raises(ConfigInvalid):
+    with pytest.raises(ConfigInvalidError):
         vacuum(compacted, older_than_s=-1, force=True)
 
 
@@ -191,13 +191,13 @@ def test_the_limit_is_the_datasets_own(compacted: Lake) -> None:
 def test_a_damaged_log_deletes_nothing(compacted: Lake) -> None:
     before = files_of(compacted)
     os.unlink(compacted.path / "d" / "_delta_log" / f"{2:020d}.json")
-    with pytest.raises(LogCorrupt):
+    with pytest.raises(LogCorruptError):
         vacuum(open_lake(compacted.path), delete=True, now_ms=in_days(8))
     assert len(files_of(compacted)) == len(before) - 1
 
 
 def test_a_dataset_that_is_not_there(compacted: Lake) -> None:
-    with pytest.raises(NotFound, match="nope"):
+    with pytest.raises(NotFoundError, match="nope"):
         vacuum(compacted, ["nope"])
 
 
@@ -207,7 +207,7 @@ def test_a_tag_that_is_set_while_it_deletes_keeps_its_version(
     old = shards(compacted, 2)
     looked = vacuum_module.kept_files
 
-    def tag_meanwhile(*args: Any, **options: Any) -> Kept:
+    def tag_meanwhile(*args: Any, **options: Any) -> RetainedFiles:
         kept = looked(*args, **options)
         compacted.tag("d@2", "paper")
         return kept

@@ -8,10 +8,10 @@ import pytest
 
 _CONFINED = """
 import resource, socket, sys
-from replaylake.datastore.query.sandbox import limit_resources, read_only
+from replaylake.datastore.query.sandbox import limit_resources, restrict_access
 allowed, other = sys.argv[1:3]
 limit_resources(memory_bytes=256 << 20, cpu_s=5, wall_s=5, num_files=64)
-if not read_only([allowed], []):
+if not restrict_access([allowed], []):
     print("no landlock"); sys.exit()
 assert open(allowed).read() == "allowed"
 for path, mode in ((other, "r"), (allowed, "r+"), (allowed, "w"), (other + ".new", "w")):

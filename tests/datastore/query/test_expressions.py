@@ -8,14 +8,14 @@ import duckdb
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import QueryFailed, QueryRefused
+from replaylake.datastore.errors import QueryError, QueryRefusedError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.query.expressions import (
     bound_condition,
     canonical_expression,
-    evaluated_rewards,
-    selected_episodes,
-    selected_steps,
+    evaluate_rewards,
+    select_episode_keys,
+    select_steps,
 )
 from replaylake.datastore.storage.table.table import TableSnapshot
 
@@ -39,7 +39,7 @@ def test_one_spelling() -> None:
     ["random() > 0.5", "started_at > now()", "started_at > CURRENT_DATE", "age(started_at) > x"],
 )
 def test_what_changes_between_runs(expression: str) -> None:
-    with pytest.raises(QueryRefused, match="whose value changes between runs"):
+    with pytest.raises(QueryRefusedError, match="whose value changes between runs"):
         canonical_expression(expression)
 
 
@@ -54,7 +54,7 @@ def test_what_changes_between_runs(expression: str) -> None:
     ],
 )
 def test_what_is_more_than_an_expression(expression: str, message: str) -> None:
-    with pytest.raises((QueryRefused, QueryFailed), match=message):
+    with pytest.raises((QueryRefusedError, QueryError), match=message):
         canonical_expression(expression)
 
 
@@ -92,27 +92,31 @@ def test_a_condition_between_what_is_sure_and_what_may_be(
 
 
 def test_a_condition_selects_episodes(snapshot: TableSnapshot) -> None:
-    rows = selected_episodes(snapshot, 'terminated AND "return" = 6').to_pylist()
+    rows = select_episode_keys(snapshot, 'terminated AND "return" = 6').to_pylist()
     assert rows == [{"episode_id": "long", "agent_id": ""}]
-    with pytest.raises(QueryFailed, match="nonsense"):
-        selected_episodes(snapshot, "nonsense > 1")
-    with pytest.raises(QueryFailed, match="disabled"):
-        selected_episodes(snapshot, "num_steps > (SELECT count(*) FROM read_text('/etc/hostname'))")
+    with pytest.raises(QueryError, match="nonsense"):
+        select_episode_keys(snapshot, "nonsense > 1")
+    with pytest.raises(QueryError, match="disabled"):
+        select_episode_keys(
+            snapshot, "num_steps > (SELECT count(*) FROM read_text('/etc/hostname'))"
+        )
 
 
 def test_a_reward_is_one_number_a_step(snapshot: TableSnapshot) -> None:
-    rewards = evaluated_rewards(snapshot, "10 * reward - step")
+    rewards = evaluate_rewards(snapshot, "10 * reward - step")
     assert rewards["reward"].to_pylist() == [10, 19, 28, 10]
-    with pytest.raises(QueryRefused, match="found 1 values for 4 steps, expected one a step"):
-        evaluated_rewards(snapshot, "sum(reward)")
+    with pytest.raises(QueryRefusedError, match="found 1 values for 4 steps, expected one a step"):
+        evaluate_rewards(snapshot, "sum(reward)")
 
 
 def test_a_condition_selects_steps(snapshot: TableSnapshot) -> None:
-    assert selected_steps(snapshot, "reward >= 2").tolist() == [False, True, True, False]
-    assert selected_steps(snapshot, "NULL").tolist() == [False] * 4
+    assert select_steps(snapshot, "reward >= 2").tolist() == [False, True, True, False]
+    assert select_steps(snapshot, "NULL").tolist() == [False] * 4
     # The rows' order is that of the files.
-    assert selected_steps(snapshot, "episode_id = 'short'").tolist() == [False] * 3 + [True]
-    with pytest.raises(QueryRefused, match=r"where_steps bool_or.* found 1 values for 4 steps"):
-        selected_steps(snapshot, "bool_or(terminated)")
-    with pytest.raises(QueryFailed, match="nonsense"):
-        selected_steps(snapshot, "nonsense")
+    assert select_steps(snapshot, "episode_id = 'short'").tolist() == [False] * 3 + [True]
+    with pytest.raises(
+        QueryRefusedError, match=r"where_steps bool_or.* found 1 values for 4 steps"
+    ):
+        select_steps(snapshot, "bool_or(terminated)")
+    with pytest.raises(QueryError, match="nonsense"):
+        select_steps(snapshot, "nonsense")

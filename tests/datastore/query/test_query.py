@@ -18,11 +18,11 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text, Tuple
 from replaylake.datastore.errors import (
-    NotFound,
-    QueryFailed,
-    QueryRefused,
-    SchemaMismatch,
-    ShardCorrupt,
+    NotFoundError,
+    QueryError,
+    QueryRefusedError,
+    SchemaMismatchError,
+    ShardCorruptError,
 )
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -129,9 +129,9 @@ def test_parameters(lake: Lake, dataset: Dataset) -> None:
     assert values(lake.sql(query, {"low": 2, "name": "a"})) == [(3,)]
     injected = {"low": 0, "name": "' OR true --"}
     assert values(lake.sql(query, injected)) == [(0,)]
-    with pytest.raises(QueryFailed, match="parameter"):
+    with pytest.raises(QueryError, match="parameter"):
         lake.sql(query, {"low": 2})
-    with pytest.raises(QueryFailed, match="Parameter"):
+    with pytest.raises(QueryError, match="Parameter"):
         lake.sql("SELECT 1", {"low": 2})
 
 
@@ -154,7 +154,7 @@ def test_parameters(lake: Lake, dataset: Dataset) -> None:
 )
 def test_a_dataset_may_be_named_in_many_ways(lake: Lake, dataset: Dataset, query: str) -> None:
     if "LIMIT 0" in query:
-        with pytest.raises(QueryFailed):
+        with pytest.raises(QueryError):
             lake.sql(query)
     else:
         assert [int(n) for n in lake.sql(query)["n"].to_pylist()] == [12]
@@ -199,7 +199,7 @@ def test_what_is_not_one_select_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(QueryRefused, match="expected one SELECT"):
+    with pytest.raises(QueryRefusedError, match="expected one SELECT"):
         lake.sql(query)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -214,7 +214,7 @@ def test_what_is_not_one_select_is_refused(
     ],
 )
 def test_duckdb_s_own_words(lake: Lake, dataset: Dataset, query: str, message: str) -> None:
-    with pytest.raises(QueryFailed, match=message) as caught:
+    with pytest.raises(QueryError, match=message) as caught:
         lake.sql(query)
     assert "\n" not in str(caught.value)
 
@@ -241,13 +241,15 @@ def test_a_view_that_is_not_there(
     lake: Lake, dataset: Dataset, make_episode: Make, query: str, message: str
 ) -> None:
     lake.dataset("e").append([make_episode()])
-    error = QueryFailed if "nothing" in query else NotFound
+    error = QueryError if "nothing" in query else NotFoundError
     with pytest.raises(error, match=message):
         lake.sql(query)
 
 
 def test_a_view_in_a_lake_without_datasets(lake: Lake) -> None:
-    with pytest.raises(NotFound, match=r"expected <dataset>\.steps, and this lake has no dataset"):
+    with pytest.raises(
+        NotFoundError, match=r"expected <dataset>\.steps, and this lake has no dataset"
+    ):
         lake.sql("SELECT * FROM steps")
 
 
@@ -262,9 +264,9 @@ def test_a_shard_that_is_gone(lake: Lake, dataset: Dataset, view: str) -> None:
     path = dataset.snapshot().table.paths()[0]
     path.unlink()
     advice = f"{path.name}: No such file or directory, expected the shard .*from a copy of the lake"
-    with pytest.raises(ShardCorrupt, match=advice):
+    with pytest.raises(ShardCorruptError, match=advice):
         lake.sql(f"SELECT * FROM d.{view}")
-    with pytest.raises(ShardCorrupt, match=advice):
+    with pytest.raises(ShardCorruptError, match=advice):
         dataset.snapshot().sql(f"SELECT * FROM {view}")
 
 
@@ -278,9 +280,9 @@ def test_columns_that_are_called_as_a_view_s_own_parts(lake: Lake, make_episode:
 
 
 def test_what_is_not_there(lake: Lake, dataset: Dataset) -> None:
-    with pytest.raises(NotFound, match="dataset 'nothing': not in this lake"):
+    with pytest.raises(NotFoundError, match="dataset 'nothing': not in this lake"):
         lake.sql("SELECT * FROM nothing.steps")
-    with pytest.raises(NotFound, match=r"d\.decisions: nothing was served into dataset 'd'"):
+    with pytest.raises(NotFoundError, match=r"d\.decisions: nothing was served into dataset 'd'"):
         lake.sql("SELECT * FROM d.decisions")
 
 
@@ -378,7 +380,7 @@ def test_a_lake_of_any_name(tmp_path: Path, make_episode: Make) -> None:
 
 def test_python_variables_are_out_of_reach(lake: Lake) -> None:
     secret = pa.table({"x": [1]})  # noqa: F841
-    with pytest.raises(QueryFailed, match="secret"):
+    with pytest.raises(QueryError, match="secret"):
         lake.sql("SELECT * FROM secret")
 
 
@@ -424,7 +426,7 @@ def test_where_selects_whole_episodes(dataset: Dataset, where: str, num: int) ->
     ],
 )
 def test_what_cannot_be_reproduced_is_refused(dataset: Dataset, where: str, found: str) -> None:
-    with pytest.raises(QueryRefused, match=found):
+    with pytest.raises(QueryRefusedError, match=found):
         selected(dataset, where)
 
 
@@ -446,13 +448,13 @@ def test_a_column_may_be_called_as_a_function_is(lake: Lake, make_episode: Make)
     ],
 )
 def test_expressions_that_do_not_run(dataset: Dataset, where: str, message: str) -> None:
-    with pytest.raises((QueryFailed, QueryRefused), match=message):
+    with pytest.raises((QueryError, QueryRefusedError), match=message):
         selected(dataset, where)
 
 
 @pytest.mark.parametrize("reward", ["sum(reward)", "unnest([reward, 1])"])
 def test_a_reward_is_one_number_a_step(dataset: Dataset, reward: str) -> None:
-    with pytest.raises(QueryRefused, match="values for 12 steps, expected one a step"):
+    with pytest.raises(QueryRefusedError, match="values for 12 steps, expected one a step"):
         dataset.snapshot().replay(reward=reward)
 
 
@@ -465,7 +467,7 @@ def test_a_reward_is_one_number_a_step(dataset: Dataset, reward: str) -> None:
     ],
 )
 def test_a_reward_is_finite(dataset: Dataset, reward: str, found: str) -> None:
-    with pytest.raises(SchemaMismatch, match=f"found {found} selected steps, expected finite"):
+    with pytest.raises(SchemaMismatchError, match=f"found {found} selected steps, expected finite"):
         dataset.snapshot().replay(reward=reward)
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, QueryFailed, StorageFailed
+from replaylake.datastore.errors import ConfigInvalidError, QueryError, StorageError
 from replaylake.datastore.query.results import RESULT_FORMATS, write_result
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
@@ -117,19 +117,19 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     write_result(TABLE, "csv", path)
     before = path.read_bytes()
     assert before == written(TABLE, "csv")
-    with pytest.raises(ConfigInvalid, match="found 'xml', expected one of csv, json"):
+    with pytest.raises(ConfigInvalidError, match="found 'xml', expected one of csv, json"):
         write_result(TABLE, "xml", path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StorageFailed, match="No such file"):
+    with pytest.raises(StorageError, match="No such file"):
         write_result(TABLE, "csv", tmp_path / "none" / "rows.csv")
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl"])
 def test_a_time_that_python_cannot_hold_is_named(form: str) -> None:
     table = pa.table({"t": pa.array([2**62], pa.timestamp("us"))})
-    with pytest.raises(QueryFailed, match=r"column t: .* expected the years 1 to 9999"):
+    with pytest.raises(QueryError, match=r"column t: .* expected the years 1 to 9999"):
         written(table, form)

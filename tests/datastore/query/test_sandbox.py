@@ -6,9 +6,9 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import NotFound, QueryFailed, QueryRefused
+from replaylake.datastore.errors import NotFoundError, QueryError, QueryRefusedError
 from replaylake.datastore.query.connections import connect
-from replaylake.datastore.query.sandbox import lock
+from replaylake.datastore.query.sandbox import lock_down
 from replaylake.datastore.query.untrusted import QueryLimits
 
 SMALL = QueryLimits(wall_s=60, cpu_s=10, memory_bytes=512 << 20)
@@ -106,7 +106,7 @@ def test_refused(filled, tmp_path, name):
         link=tmp_path / "link.parquet",
         key=Path(filled.path) / "_lake" / "keys" / "signing",
     )
-    with pytest.raises((QueryRefused, QueryFailed, NotFound)) as caught:
+    with pytest.raises((QueryRefusedError, QueryError, NotFoundError)) as caught:
         filled.sql_untrusted(query, limits=SMALL)
     assert said in str(caught.value)
     assert "root:" not in str(caught.value)
@@ -130,7 +130,7 @@ def test_the_engine_alone_would_refuse_files_too(filled, tmp_path, name):
         key=Path(filled.path) / "_lake" / "keys" / "signing",
     )
     with connect() as connection:
-        lock(connection, [str(mine)])
+        lock_down(connection, [str(mine)])
         if name in ("an allowed file itself", "copy in WITH"):
             return  # reading it is allowed; writing it is what the kernel refuses (below)
         with pytest.raises(duckdb.Error):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replaylake.datastore.query.connections import session
-from replaylake.datastore.query.statements import named_tables
+from replaylake.datastore.query.statements import find_tables
 
 
 @pytest.mark.parametrize(
@@ -46,5 +46,5 @@ from replaylake.datastore.query.statements import named_tables
 )
 def test_named_tables(query: str, named: set[str]) -> None:
     with session() as connection:
-        found = named_tables(connection, query)
+        found = find_tables(connection, query)
         assert {f"{schema}.{name}".lstrip(".") for schema, name in found} == named

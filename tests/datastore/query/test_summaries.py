@@ -53,11 +53,11 @@ def rows(snapshot: Snapshot, view: str) -> list[dict[str, Any]]:
 
 
 def forget(dataset: Dataset) -> None:
-    summaries.forget(dataset.table.storage, dataset.name)
+    summaries.delete_summaries(dataset.table.storage, dataset.name)
 
 
 def covered(snapshot: Snapshot) -> int:
-    known = summaries.coverage(snapshot.table)
+    known = summaries.read_coverage(snapshot.table)
     return 0 if known is None else len(snapshot.files) - len(known.rest)
 
 
@@ -130,13 +130,13 @@ def test_the_same_with_and_without(
     assert not files(dataset), "so little is not summarised"
 
     # The first shard alone, the others read as steps.
-    summaries._extended(first.table, None, first.files)
+    summaries._extend(first.table, None, first.files)
     assert covered(newest) == 1
     assert {view: rows(newest, view) for view in direct} == direct
     # All of them, also for a version that has but one.
     if len(newest.files) > 1:
         known = summaries._load(dataset.table.storage, "d")
-        summaries._extended(newest.table, known, newest.files[1:])
+        summaries._extend(newest.table, known, newest.files[1:])
     assert covered(newest) == len(newest.files)
     assert {view: rows(newest, view) for view in direct} == direct
     assert rows(first, "episodes") == direct_first
@@ -200,7 +200,7 @@ def test_steps_and_little_data_write_none(dataset: Dataset) -> None:
 def test_training_selects_from_the_steps(dataset: Dataset) -> None:
     """What is trained on never depends on a derived file, even a wrong one."""
     snapshot = dataset.snapshot()
-    summary = summaries._extended(snapshot.table, None, snapshot.files)
+    summary = summaries._extend(snapshot.table, None, snapshot.files)
     wrong = summary.pieces.set_column(
         summary.pieces.column_names.index("return"), "return", [[1e9] * summary.pieces.num_rows]
     )
@@ -288,7 +288,7 @@ def test_nothing_of_a_shard_that_was_purged_is_written_again(
 ) -> None:
     snapshot = dataset.snapshot()
     storage = dataset.table.storage
-    summary = summaries._extended(snapshot.table, None, snapshot.files)
+    summary = summaries._extend(snapshot.table, None, snapshot.files)
     forget(dataset)
     assert files(dataset) == []
     snapshot.table.paths()[0].unlink()

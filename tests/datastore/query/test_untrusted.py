@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, QueryFailed, QueryRefused
+from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRefusedError
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.statements import check_select
 from replaylake.datastore.query.untrusted import QueryLimits, _Sandbox
@@ -78,7 +78,7 @@ def test_functions_that_do_more_than_read(filled, tmp_path, call):
     out = tmp_path / "out"
     query = call.format(out=out)
     for run in (filled.sql, filled.sql_untrusted):
-        with pytest.raises(QueryRefused, match=r"functions that only read|expected the views"):
+        with pytest.raises(QueryRefusedError, match=r"functions that only read|expected the views"):
             run(query)
     assert not out.exists()
 
@@ -94,7 +94,7 @@ def test_the_clock_counts_while_datasets_are_looked_up(filled, monkeypatch):
     monkeypatch.setattr(filled, "table", slow)
     query = "select 1 from mine.steps, theirs.steps"
     limits = replace(SMALL, wall_s=2)
-    with pytest.raises(QueryFailed, match=r"still running after 2 s"):
+    with pytest.raises(QueryError, match=r"still running after 2 s"):
         filled.sql_untrusted(query, limits=limits)
     assert len(looked_up) < 2
 
@@ -102,9 +102,9 @@ def test_the_clock_counts_while_datasets_are_looked_up(filled, monkeypatch):
 def test_with_may_not_write_in_trusted_sql_either(filled, tmp_path):
     out = tmp_path / "out.csv"
     query = f"with x as (copy (select 1) to '{out}') select 1"
-    with pytest.raises(QueryRefused, match="COPY"):
+    with pytest.raises(QueryRefusedError, match="COPY"):
         filled.sql(query)
-    with connect() as connection, pytest.raises(QueryRefused, match="DELETE"):
+    with connect() as connection, pytest.raises(QueryRefusedError, match="DELETE"):
         check_select(connection, "select * from (with x as (delete from t) select 1)")
     assert not out.exists()
 
@@ -130,7 +130,7 @@ def test_stopped(filled, name):
     wall_s = 4 if "sleep" in query else 60
     limits = QueryLimits(wall_s=wall_s, cpu_s=3, memory_bytes=512 << 20)
     began = time.monotonic()
-    with pytest.raises(QueryFailed, match=said):
+    with pytest.raises(QueryError, match=said):
         filled.sql_untrusted(query, limits=limits)
     assert time.monotonic() - began < wall_s + SLACK_S
     assert filled.sql("select 1 as a")["a"].to_pylist() == [1]
@@ -152,7 +152,7 @@ def test_recursion_without_end_ends_one_way_or_the_other(filled):
     """DuckDB may hand over rows while it recurses, or hold them back until it is stopped."""
     query = "with recursive t as (select 1 a union all select a + 1 from t) select * from t"
     began = time.monotonic()
-    with suppress(QueryFailed):
+    with suppress(QueryError):
         result = filled.sql_untrusted(query, limits=SMALL)
         assert (result.rows.num_rows, result.truncated) == (100, "rows")
     assert time.monotonic() - began < SMALL.wall_s + SLACK_S
@@ -180,12 +180,12 @@ def test_the_process_inherits_nothing_and_is_gone_afterwards(filled, monkeypatch
 
 
 def test_limits_that_are_none(filled):
-    with pytest.raises(ConfigInvalid, match="wall_s"):
+    with pytest.raises(ConfigInvalidError, match="wall_s"):
         QueryLimits(wall_s=0)
-    with pytest.raises(ConfigInvalid, match="memory_bytes"):
+    with pytest.raises(ConfigInvalidError, match="memory_bytes"):
         QueryLimits(memory_bytes=1)
 
 
 def test_parameters_that_arrow_cannot_hold(filled):
-    with pytest.raises(QueryRefused, match="parameters"):
+    with pytest.raises(QueryRefusedError, match="parameters"):
         filled.sql_untrusted("select $a", {"a": object()})

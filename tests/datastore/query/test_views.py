@@ -12,7 +12,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.query import views
 from replaylake.datastore.query.connections import session
-from replaylake.datastore.query.statements import named_tables
+from replaylake.datastore.query.statements import find_tables
 
 Make = Callable[..., Episode]
 
@@ -94,7 +94,7 @@ def test_only_what_is_named_is_made(
 
     monkeypatch.setattr(type(game), "datasets", no_listing)
     with session() as connection:
-        planned = views.plan_views(named_tables(connection, query), game)
+        planned = views.plan_views(find_tables(connection, query), game)
     created = [text for text in planned.statements if text.startswith("CREATE VIEW")]
     assert len(created) == len(made)
     assert all(any(name in text[:30] for text in created) for name in made)

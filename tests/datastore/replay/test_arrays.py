@@ -8,7 +8,7 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
-from replaylake.datastore.errors import NotFound, SchemaMismatch, ShardCorrupt
+from replaylake.datastore.errors import NotFoundError, SchemaMismatchError, ShardCorruptError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.storage.storage import LocalStorage
 from replaylake.datastore.storage.table import shard as shard_module
@@ -98,12 +98,12 @@ def test_what_is_not_known_is_nan_nat_or_none(dataset: Dataset) -> None:
 def test_columns_that_arrays_cannot_hold(dataset: Dataset, column: str, message: str) -> None:
     extras = {"pair": np.ones((2, 2)), "ragged": pa.array([[1.0], [2.0, 3.0]])}
     dataset.append([episode(50, 2, extras=extras)])
-    with pytest.raises(SchemaMismatch, match=message):
+    with pytest.raises(SchemaMismatchError, match=message):
         dataset.snapshot().arrays([column])
 
 
 def test_an_absent_column(dataset: Dataset) -> None:
-    with pytest.raises(NotFound, match="found no column pixels"):
+    with pytest.raises(NotFoundError, match="found no column pixels"):
         dataset.snapshot().arrays(["pixels"])
 
 
@@ -135,5 +135,5 @@ def test_a_damaged_shard_is_in_no_array(dataset: Dataset, number: int) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ShardCorrupt, match=path.name):
+    with pytest.raises(ShardCorruptError, match=path.name):
         dataset.snapshot().arrays()

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.replay.data_loader import Part, ReplayIterable
+from replaylake.datastore.replay.data_loader import LoaderPart, ReplayIterable
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView
 
@@ -27,15 +27,15 @@ def view(lake: Lake, make_episode: Make) -> ReplayView:
     return lake.dataset("d").snapshot().replay()
 
 
-def uniform(view: ReplayView, part: Part) -> Any:
+def uniform(view: ReplayView, part: LoaderPart) -> Any:
     return view.uniform(8, seed=part.seed)
 
 
-def shuffled(view: ReplayView, part: Part) -> Any:
+def shuffled(view: ReplayView, part: LoaderPart) -> Any:
     return view.shuffled(8, seed=part.shared_seed, rank=part.index, num_ranks=part.num_parts)
 
 
-def tensors(view: ReplayView, part: Part) -> Any:
+def tensors(view: ReplayView, part: LoaderPart) -> Any:
     return TorchSampler(view.uniform(8, seed=part.seed))
 
 
@@ -136,7 +136,7 @@ def test_a_position_can_be_saved_and_restored(
 
 
 def test_a_rank_that_makes_no_sense_is_refused(view: ReplayView) -> None:
-    with pytest.raises(ConfigInvalid, match="found rank 2 of 2"):
+    with pytest.raises(ConfigInvalidError, match="found rank 2 of 2"):
         ReplayIterable(view, uniform, seed=0, rank=2, num_ranks=2)
 
 
@@ -148,7 +148,7 @@ def test_a_live_view_stays_in_its_process(lake: Lake, make_episode: Make) -> Non
         assert len(list(data)) == 2
         loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
         with pytest.raises(
-            ConfigInvalid, match="a view that follows a dataset in a worker process"
+            ConfigInvalidError, match="a view that follows a dataset in a worker process"
         ):
             list(loader)
     finally:

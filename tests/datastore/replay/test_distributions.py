@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
-from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.errors import EmptyReplayError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.hindsight import Hindsight
@@ -46,7 +46,7 @@ def items_of(view: ReplayView, item: Item) -> list[Batch]:
     while True:
         try:
             found.append(sampler.sample())
-        except EmptyReplay:
+        except EmptyReplayError:
             return found
 
 

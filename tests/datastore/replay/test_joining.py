@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.memory import is_mapped
@@ -78,7 +78,7 @@ def test_views_of_other_options_do_not_join(
     pieces: Lake, options: dict[str, Any], name: str
 ) -> None:
     views = [pieces.snapshot("a").replay(), pieces.snapshot("b").replay(**options)]
-    with pytest.raises(ConfigInvalid, match=f"replay of a@2 and b@2: found {name}"):
+    with pytest.raises(ConfigInvalidError, match=f"replay of a@2 and b@2: found {name}"):
         concatenate(views)
 
 
@@ -179,7 +179,9 @@ def test_a_view_of_a_remote_lake_can_be_sent(make_episode: Make, tmp_path: Path)
 
 def test_what_no_other_process_can_map_is_not_sent(pieces: Lake) -> None:
     view = pieces.snapshot("a").replay(cache=False, memory_budget_bytes=0)
-    with pytest.raises(ConfigInvalid, match="larger than its memory budget and not in the cache"):
+    with pytest.raises(
+        ConfigInvalidError, match="larger than its memory budget and not in the cache"
+    ):
         pickle.dumps(view)
 
 
@@ -189,5 +191,5 @@ def test_a_view_that_left_the_cache_on_its_way(pieces: Lake) -> None:
     folder = view.cached_in()
     assert folder is not None
     os.rename(folder, folder.with_name("elsewhere"))
-    with pytest.raises(NotFound, match="found it gone from the cache since it was sent here"):
+    with pytest.raises(NotFoundError, match="found it gone from the cache since it was sent here"):
         pickle.loads(data)

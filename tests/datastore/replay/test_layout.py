@@ -10,7 +10,7 @@ import pytest
 
 from replaylake.datastore.episodes.schema import DatasetSpec, arrow_schema
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete, Text
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError, SpaceUnsupportedError
 from replaylake.datastore.replay.layout import RecordLayout, make_layout
 
 SPEC = DatasetSpec(Box((17,)), Box((6,)))
@@ -74,22 +74,30 @@ def test_columns_of_a_table() -> None:
     rows = np.zeros(2, layout.dtype)
     assert set(layout.column_values(rows) or {}) == {"cost", "policy_version"}
     assert layout.column_field("cost") == "column.cost"
-    with pytest.raises(ConfigInvalid, match="'step': found cost, policy_version in this replay"):
+    with pytest.raises(
+        ConfigInvalidError, match="'step': found cost, policy_version in this replay"
+    ):
         layout.column_field("step")
     without = make_layout(spec, table)
     assert without.column_values(rows) is None
-    with pytest.raises(ConfigInvalid, match="found none in this replay view"):
+    with pytest.raises(ConfigInvalidError, match="found none in this replay view"):
         without.column_field("cost")
-    with pytest.raises(NotFound, match="found no column nonsense, expected some of episode_id"):
+    with pytest.raises(
+        NotFoundError, match="found no column nonsense, expected some of episode_id"
+    ):
         make_layout(spec, table, ("cost", "nonsense"))
-    with pytest.raises(SpaceUnsupported, match="column 'note': found string, expected numbers"):
+    with pytest.raises(
+        SpaceUnsupportedError, match="column 'note': found string, expected numbers"
+    ):
         make_layout(spec, table, ("note",))
 
 
 def test_what_cannot_be_packed() -> None:
-    with pytest.raises(SpaceUnsupported, match="action: found a Text space"):
+    with pytest.raises(SpaceUnsupportedError, match="action: found a Text space"):
         _ = RecordLayout(DatasetSpec(Box((3,)), Text()), {}).dtype
-    with pytest.raises(ConfigInvalid, match="found frame_stack 0, expected a whole number from 1"):
+    with pytest.raises(
+        ConfigInvalidError, match="found frame_stack 0, expected a whole number from 1"
+    ):
         RecordLayout(SPEC, {}, frame_stack=0)
-    with pytest.raises(SpaceUnsupported, match="frame_stack 4 over a Discrete space"):
+    with pytest.raises(SpaceUnsupportedError, match="frame_stack 4 over a Discrete space"):
         RecordLayout(DatasetSpec(Discrete(3), Discrete(2)), {}, frame_stack=4)

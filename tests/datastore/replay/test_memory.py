@@ -8,7 +8,13 @@ import pytest
 
 from replaylake.datastore.replay import memory
 from replaylake.datastore.replay.mapped_arrays import create_array, map_array, scratch_array
-from replaylake.datastore.replay.memory import Room, Scratch, available_bytes, budget_of, is_mapped
+from replaylake.datastore.replay.memory import (
+    ArrayAllocator,
+    ScratchFiles,
+    available_bytes,
+    is_mapped,
+    resolve_budget,
+)
 
 WORDS = np.dtype(np.uint64)
 
@@ -16,8 +22,8 @@ WORDS = np.dtype(np.uint64)
 def test_half_of_what_is_available_is_the_default() -> None:
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     assert 0 < available_bytes() <= total
-    assert budget_of(None) <= total // 2
-    assert budget_of(7) == 7
+    assert resolve_budget(None) <= total // 2
+    assert resolve_budget(7) == 7
 
 
 @pytest.mark.parametrize(
@@ -52,11 +58,11 @@ def test_a_control_group_s_limit_counts(
 def test_what_exceeds_the_budget_goes_to_files(budget: int, is_file: bool) -> None:
     asked = []
 
-    def open_files(needed: int) -> Scratch:
+    def open_files(needed: int) -> ScratchFiles:
         asked.append(needed)
-        return Scratch(needed)
+        return ScratchFiles(needed)
 
-    room = Room(budget, open_files)
+    room = ArrayAllocator(budget, open_files)
     words = room.allocate("records", (10, 3), WORDS)
     steps = room.allocate("steps", (10,), np.dtype(np.int64))
     assert is_mapped(words) == is_mapped(steps) == (room.files is not None) == is_file

@@ -9,7 +9,7 @@ import pytest
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, SchemaMismatchError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
@@ -101,7 +101,7 @@ def test_resumes_bit_for_bit(views: Any, num_before: int) -> None:
     restored.load_state_dict(state)
     for _ in range(100):
         assert same(restored.sample(), mixed.sample())
-    with pytest.raises(ConfigInvalid, match="found a state of 2 samplers, expected of 1"):
+    with pytest.raises(ConfigInvalidError, match="found a state of 2 samplers, expected of 1"):
         mixture([views[0].uniform(1, seed=0)], [1], batch_size=4, seed=0).load_state_dict(state)
 
 
@@ -116,7 +116,7 @@ def test_epochs_go_on_and_what_is_consumed_runs_out(views: Any) -> None:
     assert sorted(rewards[rewards < 100].tolist()) == list(range(1, 41))
     for _ in range(2):
         state = mixed.state_dict()
-        with pytest.raises(EmptyReplay):
+        with pytest.raises(EmptyReplayError):
             mixed.sample()
         assert mixed.state_dict()["samplers"] == state["samplers"], "nothing was drawn"
     odd = mixture([online.in_order(1), offline.uniform(1, seed=0)], [3, 1], batch_size=20, seed=0)
@@ -137,7 +137,7 @@ def test_priorities_go_to_the_sampler_that_drew_the_row(views: Any) -> None:
     assert set(rows) == set(range(40)), "each was drawn, as strata are of one each"
     later = mixed.sample()
     assert set(later.rewards[later.rewards > 100].tolist()) == {120.0}
-    with pytest.raises(ConfigInvalid, match="found no sampler that draws by priorities"):
+    with pytest.raises(ConfigInvalidError, match="found no sampler that draws by priorities"):
         mixture(samplers[:1], [1], batch_size=4, seed=0).update_priorities([0], [1.0])
 
 
@@ -158,7 +158,7 @@ def test_where_one_has_masks_those_of_the_other_are_all_true(
 
 def test_what_does_not_go_together_is_refused(views: Any, lake: Lake, make_episode: Make) -> None:
     def refused(samplers: list[Any], match: str) -> None:
-        with pytest.raises(SchemaMismatch, match=match):
+        with pytest.raises(SchemaMismatchError, match=match):
             mixture(samplers, [1, 1], batch_size=8, seed=0).sample()
 
     first = views[0].uniform(1, seed=0)
@@ -177,11 +177,11 @@ def test_what_does_not_go_together_is_refused(views: Any, lake: Lake, make_episo
 @pytest.mark.parametrize("ratios", [[1], [1, -1], [0, 0], [1, float("nan")], [1, 2, 3]])
 def test_ratios_that_make_no_sense_are_refused(views: Any, ratios: list[float]) -> None:
     samplers = [view.uniform(1, seed=0) for view in views]
-    with pytest.raises(ConfigInvalid, match="mixture: found"):
+    with pytest.raises(ConfigInvalidError, match="mixture: found"):
         mixture(samplers, ratios, batch_size=4, seed=0)
-    with pytest.raises(ConfigInvalid, match="found 0 samplers"):
+    with pytest.raises(ConfigInvalidError, match="found 0 samplers"):
         mixture([], [], batch_size=4, seed=0)
-    with pytest.raises(ConfigInvalid, match="batch size 0"):
+    with pytest.raises(ConfigInvalidError, match="batch size 0"):
         mixture(samplers, [1, 1], batch_size=0, seed=0)
 
 
@@ -204,5 +204,5 @@ def test_returns_are_of_all_samplers_or_of_none(views: Any) -> None:
     np.testing.assert_allclose(batch.returns, num_left * (batch.rewards + last) / 2)
     assert batch.next_actions.dtype == batch.actions.dtype
     samplers = [views[0].uniform(1, item, seed=0), views[1].uniform(1, seed=0)]
-    with pytest.raises(SchemaMismatch, match=r"found returns in batches of 1 of 2 samplers"):
+    with pytest.raises(SchemaMismatchError, match=r"found returns in batches of 1 of 2 samplers"):
         mixture(samplers, [1, 1], batch_size=8, seed=1).sample()

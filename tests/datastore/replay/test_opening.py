@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, NotFound, QueryRefused
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    EmptyReplayError,
+    NotFoundError,
+    QueryRefusedError,
+)
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.replay.memory import is_mapped
@@ -94,7 +99,7 @@ def test_a_view_beyond_its_budget_is_decoded_to_disk(snapshot: Snapshot, budget:
 
 def test_a_budget_below_nothing_is_refused(snapshot: Snapshot) -> None:
     with pytest.raises(
-        ConfigInvalid, match="found memory_budget_bytes -1, expected a whole number of 0"
+        ConfigInvalidError, match="found memory_budget_bytes -1, expected a whole number of 0"
     ):
         snapshot.replay(memory_budget_bytes=-1)
 
@@ -150,7 +155,7 @@ def test_other_spellings_of_a_query_share_a_view(snapshot: Snapshot, home: Path)
     again = snapshot.replay('("return">2) and (terminated)')
     assert again.selections == one.selections
     assert len(list((home / "spelt").iterdir())) == 2
-    with pytest.raises(QueryRefused):
+    with pytest.raises(QueryRefusedError):
         snapshot.replay("random() > 0.5")
 
 
@@ -209,11 +214,11 @@ def test_where_steps_limits_starts_and_nothing_else(snapshot: Snapshot) -> None:
     batch = view.uniform(64, seed=0).sample()
     assert set(batch.observations[:, 0]) == {1.0, 3.0}
     assert set(batch.next_observations[:, 0]) == {2.0, 4.0}
-    with pytest.raises(EmptyReplay, match="found no step where_steps"):
+    with pytest.raises(EmptyReplayError, match="found no step where_steps"):
         snapshot.replay(where_steps="step > 99")
-    with pytest.raises(EmptyReplay, match=r"found no step where .* and where_steps"):
+    with pytest.raises(EmptyReplayError, match=r"found no step where .* and where_steps"):
         snapshot.replay("terminated", where_steps="step > 99")
-    with pytest.raises(NotFound, match="found no column nothing"):
+    with pytest.raises(NotFoundError, match="found no column nothing"):
         snapshot.replay(columns=["nothing"])
 
 
@@ -259,7 +264,7 @@ KILLED = """
 import os, signal, sys
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.cache import draft
-draft.write_about = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+draft.write_metadata = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
 open_lake(sys.argv[1]).snapshot("d").replay(**eval(sys.argv[2])).cached_in()
 """
 
@@ -284,7 +289,7 @@ def test_a_kill_before_it_is_whole_leaves_nothing_that_opens(
 FULL = """
 import resource, signal, sys
 import numpy as np
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.lake.lake import open_lake
 snapshot = open_lake(sys.argv[1]).snapshot("d")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -293,7 +298,7 @@ view = snapshot.replay()
 print(view.cached_in(), "|", view.cache_failure, "|", len(view.uniform(8, seed=0).sample()))
 try:
     snapshot.replay(memory_budget_bytes=0)
-except StorageFailed as error:
+except StorageError as error:
     print(error)
 """
 

@@ -18,13 +18,17 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete
-from replaylake.datastore.errors import SchemaMismatch, ShardCorrupt, SpaceUnsupported
+from replaylake.datastore.errors import (
+    SchemaMismatchError,
+    ShardCorruptError,
+    SpaceUnsupportedError,
+)
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.query.expressions import (
-    evaluated_rewards,
-    selected_episodes,
-    selected_steps,
+    evaluate_rewards,
+    select_episode_keys,
+    select_steps,
 )
 from replaylake.datastore.replay.layout import make_layout
 from replaylake.datastore.replay.packing import fill, packing, stretches
@@ -245,14 +249,14 @@ def test_filters_keep_and_start_what_sql_selects(
     rows = {key: row for key, row in by_key(dataset).items() if key[0] == "a"}
     found = packed(
         dataset,
-        selected=selected_episodes(table, "episode_id = 'a'"),
-        rewards=evaluated_rewards(table, "reward"),
+        selected=select_episode_keys(table, "episode_id = 'a'"),
+        rewards=evaluate_rewards(table, "reward"),
     )
     check_rows(found, rows, 1)
     started = packed(
         dataset,
-        selected=selected_episodes(table, "episode_id = 'a'"),
-        start_flags=selected_steps(table, "step % 2 = 1"),
+        selected=select_episode_keys(table, "episode_id = 'a'"),
+        start_flags=select_steps(table, "step % 2 = 1"),
     )
     assert np.array_equal(started.records.words, found.records.words)
     assert started.num_steps == found.num_steps
@@ -331,7 +335,9 @@ def test_arrays_are_asked_for_when_their_size_is_known(
     packed(dataset, allocate=mapped, start_flags=np.zeros(5, np.bool_))
     assert [name for name, _, _ in asked] == ["records"]
     asked.clear()
-    packed(dataset, allocate=mapped, selected=selected_episodes(dataset.snapshot().table, "false"))
+    packed(
+        dataset, allocate=mapped, selected=select_episode_keys(dataset.snapshot().table, "false")
+    )
     assert asked == []
 
 
@@ -348,7 +354,7 @@ def test_nothing_is_decoded_that_does_not_match_its_sha256(lake: Lake, make_epis
         asked.append(name)
         return np.zeros(shape, dtype)
 
-    with pytest.raises(ShardCorrupt, match=path.name):
+    with pytest.raises(ShardCorruptError, match=path.name):
         packed(dataset, allocate=allocate)
     assert asked == []
 
@@ -420,7 +426,7 @@ def test_further_columns(lake: Lake, make_episode: Make, rows_at_once: int) -> N
         "logits": pa.array([[1.0, None], None], pa.list_(pa.float32(), 2)),
     }
     dataset.append([make_episode("b", 2, extras=extras, policy_versions=np.full(2, 3))])
-    known = selected_episodes(dataset.snapshot().table, "episode_id = 'b'")
+    known = select_episode_keys(dataset.snapshot().table, "episode_id = 'b'")
     columns = ("hidden", "cost", "policy_version", "logits", "reward", "final_observation")
     found = packed(dataset, columns=columns)
     rows = found.records.rows[found.steps]
@@ -435,10 +441,12 @@ def test_further_columns(lake: Lake, make_episode: Make, rows_at_once: int) -> N
     np.testing.assert_equal(values["final_observation"], [[1, -1], [nan, nan], [2, -2]])
     exact = packed(dataset, columns=("hidden",), float64=True)
     assert exact.records.layout.dtype["column.hidden"].base == np.float64
-    with pytest.raises(SchemaMismatch, match="column 'count': found 1 nulls in 1 steps, expected"):
+    with pytest.raises(
+        SchemaMismatchError, match="column 'count': found 1 nulls in 1 steps, expected"
+    ):
         packed(dataset, columns=("count",))
     with pytest.raises(
-        SchemaMismatch, match=r"column 'ids': found 1 nulls in [12] steps, expected"
+        SchemaMismatchError, match=r"column 'ids': found 1 nulls in [12] steps, expected"
     ):
         packed(dataset, columns=("ids",), selected=known)
     rows = packed(dataset, columns=("count",), selected=known).records.rows
@@ -454,8 +462,8 @@ def test_further_columns_beside_rewards_that_replace_the_logged(
     found = packed(
         dataset,
         columns=("reward",),
-        rewards=evaluated_rewards(table, "10 * reward"),
-        selected=selected_episodes(table, "num_steps = 2"),
+        rewards=evaluate_rewards(table, "10 * reward"),
+        selected=select_episode_keys(table, "num_steps = 2"),
     )
     rows = found.records.rows[found.steps]
     assert rows["reward"].tolist() == [10, 20]
@@ -471,11 +479,13 @@ def test_numbers_beyond_float32(lake: Lake, make_episode: Make) -> None:
             make_episode("b", 3, **(large | {"observations": np.zeros((3, 1))})),
         ]
     )
-    with pytest.raises(SpaceUnsupported, match=r"observation: found 1e\+300, expected numbers"):
+    with pytest.raises(
+        SpaceUnsupportedError, match=r"observation: found 1e\+300, expected numbers"
+    ):
         packed(dataset)
     kept = packed(dataset, float64=True).records.rows["observation"]
     assert kept[:3].tolist() == [[1e300], [1.0], [0.0]]
-    without = selected_episodes(dataset.snapshot().table, "episode_id = 'b'")
+    without = select_episode_keys(dataset.snapshot().table, "episode_id = 'b'")
     assert packed(dataset, selected=without).num_steps == 3
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.mixture import mixture
 from replaylake.datastore.replay.prefetch import prefetch
@@ -117,7 +117,7 @@ def test_what_goes_wrong_surfaces_and_then_it_goes_on(view: ReplayView) -> None:
     with prefetch(view.in_order(40)) as ahead:
         assert [len(ahead.sample()) for _ in range(3)] == [40, 40, 20]
         for _ in range(3):
-            with pytest.raises(EmptyReplay, match="found nothing after item 100"):
+            with pytest.raises(EmptyReplayError, match="found nothing after item 100"):
                 ahead.sample()
         assert ahead.state_dict()["ahead"] == []
     with prefetch(view.prioritized(8, seed=0)) as ahead:
@@ -125,7 +125,7 @@ def test_what_goes_wrong_surfaces_and_then_it_goes_on(view: ReplayView) -> None:
         ahead.update_priorities([0], [-1.0])
         ahead.sample()
         ahead.sample()
-        with pytest.raises(ConfigInvalid, match="-1"):
+        with pytest.raises(ConfigInvalidError, match="-1"):
             ahead.sample()
         ahead.update_priorities(np.arange(100), [1.0] + [0.0] * 99)
         assert [ahead.sample() for _ in range(9)][-1].rewards.tolist() == [1.0] * 8
@@ -167,7 +167,7 @@ def test_a_closed_one_is_refused_and_closing_twice_is_nothing(view: ReplayView) 
     ahead.close()
     ahead.close()
     for call in (ahead.sample, ahead.state_dict, lambda: ahead.update_priorities([0], [1.0])):
-        with pytest.raises(ConfigInvalid, match="found it closed"):
+        with pytest.raises(ConfigInvalidError, match="found it closed"):
             call()
 
 
@@ -179,12 +179,12 @@ def test_the_thread_of_a_forgotten_one_ends(view: ReplayView) -> None:
 
 
 def test_what_makes_no_sense_is_refused(view: ReplayView) -> None:
-    with pytest.raises(ConfigInvalid, match="found num 0"):
+    with pytest.raises(ConfigInvalidError, match="found num 0"):
         prefetch(view.uniform(8, seed=0), 0)
-    with pytest.raises(ConfigInvalid, match="expected reuse of at least 4, or 0"):
+    with pytest.raises(ConfigInvalidError, match="expected reuse of at least 4, or 0"):
         prefetch(TorchSampler(view.uniform(8, seed=0), reuse=3))
     with (
         prefetch(view.uniform(8, seed=0)) as ahead,
-        pytest.raises(ConfigInvalid, match="a sampler that does not draw by priorities"),
+        pytest.raises(ConfigInvalidError, match="a sampler that does not draw by priorities"),
     ):
         ahead.update_priorities([0], [1.0])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.errors import EmptyReplayError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.snapshot import Snapshot
@@ -163,13 +163,13 @@ def all_rows(view: ReplayView, item: Item) -> dict[str, Any]:
     """Every item of a view once, each field of all batches put together."""
     try:
         sampler = view.in_order(7, item)
-    except EmptyReplay:
+    except EmptyReplayError:
         return {}
     batches = []
     while True:
         try:
             batches.append(sampler.sample())
-        except EmptyReplay:
+        except EmptyReplayError:
             break
     return {
         name: np.concatenate([getattr(batch, name) for batch in batches])
@@ -186,7 +186,7 @@ def key_of(observation: Any) -> Key:
 def opened(snapshot: Snapshot, **options: Any) -> ReplayView | None:
     try:
         return snapshot.replay(cache=False, **options)
-    except EmptyReplay:
+    except EmptyReplayError:
         return None
 
 
@@ -339,7 +339,7 @@ def _one_by_one(view: ReplayView, item: Item) -> Iterator[Batch]:
     while True:
         try:
             yield sampler.sample()
-        except EmptyReplay:
+        except EmptyReplayError:
             return
 
 
@@ -368,7 +368,7 @@ def test_every_sampler_draws_rows_of_the_view(
     for name, make in SELECTORS.items() if view is not None and rows else ():
         try:
             batches = [make(view, item, size).sample() for _ in range(3)]
-        except EmptyReplay:
+        except EmptyReplayError:
             assert name == "recent"
             starts = view.candidates(item).positions(rows["indices"])
             versions = view.packed.records.take("column.policy_version", starts)

@@ -9,7 +9,7 @@ import pytest
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.sampler import Sampler, split
 from replaylake.datastore.replay.view import ReplayView
@@ -133,11 +133,11 @@ def test_rows_are_drawn_whatever_the_batch_size_is(view: ReplayView) -> None:
 def test_a_position_of_another_batch_size_is_refused(view: ReplayView) -> None:
     one, other = view.uniform(7, seed=1), view.uniform(8, seed=1)
     expected = view.uniform(7, seed=1).sample()
-    with pytest.raises(ConfigInvalid, match="batch size is 8, not 7"):
+    with pytest.raises(ConfigInvalidError, match="batch size is 8, not 7"):
         one.load_state_dict(other.state_dict())
     assert same(one.sample(), expected)
 
 
 def test_a_batch_size_that_makes_no_sense_is_refused(view: ReplayView) -> None:
-    with pytest.raises(ConfigInvalid, match="found batch size 0"):
+    with pytest.raises(ConfigInvalidError, match="found batch size 0"):
         view.uniform(0, seed=0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.data_loader import ReplayIterable
 from replaylake.datastore.replay.mixture import mixture
@@ -68,7 +68,7 @@ def test_states_of_other_kinds(make: Callable[[str], Any], kind: str) -> None:
     for other in KINDS:
         if other != kind and {kind, other} != {"tensors", "shuffled"}:
             with pytest.raises(
-                ConfigInvalid, match=r"found a saved state that is one of a \w+ sam"
+                ConfigInvalidError, match=r"found a saved state that is one of a \w+ sam"
             ):
                 sampler.load_state_dict(make(other).state_dict())
     assert rows(sampler) == expected
@@ -96,7 +96,7 @@ def test_garbage(make: Callable[[str], Any], kind: str) -> None:
     for wrong in (None, [], "x", 5, {}, *broken(state)):
         try:
             sampler.load_state_dict(wrong)
-        except (ConfigInvalid, NotFound):
+        except (ConfigInvalidError, NotFoundError):
             num_refused += 1
         else:
             # Some changes make another position, such as fewer rows consumed.
@@ -112,7 +112,7 @@ def test_a_data_loaders_state(view: ReplayView) -> None:
     state = data.state_dict()
     expected = next(batches).indices.tolist()  # type: ignore[union-attr]
     for wrong in (None, {}, "x", {**state, "num_given": "x"}, view.uniform(8, seed=0).state_dict()):
-        with pytest.raises(ConfigInvalid, match="found a saved state"):
+        with pytest.raises(ConfigInvalidError, match="found a saved state"):
             data.load_state_dict(wrong)  # type: ignore[arg-type]
     data.load_state_dict(state)
     assert next(iter(data)).indices.tolist() == expected  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay import scans
 from replaylake.datastore.replay.layout import KEY
@@ -57,10 +57,10 @@ def test_an_infinite_reward_is_found_in_any_step(
     lake: Lake, view: ReplayView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scans, "_PIECE", 64)
-    with pytest.raises(SchemaMismatch, match="found infinity in 100 of 700 selected steps"):
+    with pytest.raises(SchemaMismatchError, match="found infinity in 100 of 700 selected steps"):
         # Also where no sample starts: those of n steps take its reward.
         lake.snapshot("d").replay(reward="1 / (6 - step)", where_steps="step = 0")
-    with pytest.raises(SchemaMismatch, match="found NULL or NaN in 1 of 700"):
+    with pytest.raises(SchemaMismatchError, match="found NULL or NaN in 1 of 700"):
         lake.snapshot("d").replay(
             reward="CASE WHEN episode_id = 'e7' THEN nullif(step, 3) ELSE 1 END"
         )

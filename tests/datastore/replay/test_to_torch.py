@@ -10,14 +10,14 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.mixture import mixture
 from replaylake.datastore.replay.prefetch import prefetch
-from replaylake.datastore.replay.to_torch import TorchSampler, in_one_memory, to_torch
+from replaylake.datastore.replay.to_torch import TorchSampler, convert_sharing, to_torch
 from replaylake.datastore.replay.view import ReplayView
 
 Make = Callable[..., Episode]
@@ -114,7 +114,7 @@ def test_fields_are_taken_whatever_their_strides() -> None:
     records["reward"] = [1.5, 2.5]
     backwards = np.arange(2, dtype=np.float32)[::-1]
     batch = make_batch(rewards=records["reward"], weights=backwards)
-    for convert in (in_one_memory, to_torch):
+    for convert in (convert_sharing, to_torch):
         if convert is to_torch:
             batch = make_batch(rewards=records["reward"])
         assert same(convert(batch), batch)
@@ -128,7 +128,7 @@ def test_tensors_share_memory_as_the_arrays_do(view: ReplayView) -> None:
         moves.append(memory)
         return memory.clone()
 
-    tensors = in_one_memory(batch, move)
+    tensors = convert_sharing(batch, move)
     assert same(tensors, batch)
     # Records, discounts and weights; of the block that the batch was cut from, its own rows.
     assert sorted(len(memory) for memory in moves)[:2] == [32, 32]
@@ -151,7 +151,7 @@ def test_stacked_frames_overlap_in_memory_too(lake: Lake, make_episode: Make) ->
     for item in (Transitions(), Transitions(n_step=2), Sequences(4)):
         batch = view.uniform(6, item, seed=0).sample()
         assert same(to_torch(batch), batch)
-        assert same(in_one_memory(batch, lambda memory: memory.clone()), batch)
+        assert same(convert_sharing(batch, lambda memory: memory.clone()), batch)
 
 
 def make_samplers(view: ReplayView) -> dict[str, Callable[[int], Any]]:
@@ -241,7 +241,7 @@ def test_priorities_pass_through_as_tensors_too(view: ReplayView) -> None:
     errors = torch.zeros(num, requires_grad=True)
     sampler.update_priorities(np.arange(num), errors * 1 + torch.eye(num)[7])
     assert set(sampler.sample().indices.tolist()) == {7}
-    with pytest.raises(ConfigInvalid, match="expected one that draws by priorities"):
+    with pytest.raises(ConfigInvalidError, match="expected one that draws by priorities"):
         TorchSampler(view.uniform(32, seed=0)).update_priorities([0], [1.0])
 
 
@@ -254,12 +254,12 @@ def test_of_batches_drawn_ahead(view: ReplayView) -> None:
 
 def test_what_makes_no_sense_is_refused(view: ReplayView) -> None:
     mixed = mixture([view.uniform(1, seed=0)], [1], batch_size=4, seed=0)
-    with pytest.raises(ConfigInvalid, match="found reuse 2 of a MixtureSampler"):
+    with pytest.raises(ConfigInvalidError, match="found reuse 2 of a MixtureSampler"):
         TorchSampler(mixed, reuse=2)
-    with pytest.raises(ConfigInvalid, match="found reuse -1"):
+    with pytest.raises(ConfigInvalidError, match="found reuse -1"):
         TorchSampler(view.uniform(4, seed=0), reuse=-1)
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigInvalid, match="pinned=True without a CUDA device"):
+        with pytest.raises(ConfigInvalidError, match="pinned=True without a CUDA device"):
             TorchSampler(view.uniform(4, seed=0), pinned=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
@@ -91,7 +91,7 @@ def test_a_saved_sampler_goes_on_bit_for_bit(view: ReplayView) -> None:
 @pytest.mark.parametrize(("batch_size", "discount"), [(0, 0.9), (-1, 0.9), (1, 1.1), (1, -0.1)])
 def test_options_out_of_range(view: ReplayView, batch_size: int, discount: float) -> None:
     with pytest.raises(
-        ConfigInvalid, match=f"found (batch size {batch_size}|discount {discount}), expected"
+        ConfigInvalidError, match=f"found (batch size {batch_size}|discount {discount}), expected"
     ):
         view.uniform(batch_size, Transitions(discount), seed=0)
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EmptyReplay,
-    SchemaMismatch,
-    ShardCorrupt,
-    SpaceUnsupported,
+    ConfigInvalidError,
+    EmptyReplayError,
+    SchemaMismatchError,
+    ShardCorruptError,
+    SpaceUnsupportedError,
 )
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -109,7 +109,9 @@ def test_a_dataset_named_twice(lake: Lake, make_episode: Make) -> None:
     dataset.append([make_episode("a")])
     dataset.append([make_episode("b")])
     views = [dataset.snapshot(version).replay() for version in (1, 2)]
-    with pytest.raises(ConfigInvalid, match="replay of d, d: found d twice, expected each dataset"):
+    with pytest.raises(
+        ConfigInvalidError, match="replay of d, d: found d twice, expected each dataset"
+    ):
         concatenate(views)
 
 
@@ -117,7 +119,7 @@ def test_nothing_to_bootstrap(lake: Lake, make_episode: Make) -> None:
     dataset = lake.dataset("d")
     dataset.append([make_episode("one", 1, final_observation=None)])
     view = dataset.snapshot().replay()
-    with pytest.raises(EmptyReplay, match="found 1 steps, none at which Transitions"):
+    with pytest.raises(EmptyReplayError, match="found 1 steps, none at which Transitions"):
         view.uniform(1, seed=0)
     assert len(view.uniform(4, CLONING, seed=0).sample()) == 4
 
@@ -181,7 +183,9 @@ def test_where_selects_whole_episodes(lake: Lake, make_episode: Make) -> None:
     view = dataset.snapshot().replay('"return" >= 10')
     assert (view.num_episodes, view.num_steps) == (1, 4)
     assert transitions(view) == {(t, t % 2, t + 1, 0.5, t + 1) for t in range(4)}
-    with pytest.raises(EmptyReplay, match=r"replay of d@1: found no step where .*99.*expected"):
+    with pytest.raises(
+        EmptyReplayError, match=r"replay of d@1: found no step where .*99.*expected"
+    ):
         dataset.snapshot().replay("num_steps > 99")
 
 
@@ -199,7 +203,7 @@ def test_reward_replaces_the_logged_one(lake: Lake, make_episode: Make) -> None:
 def test_an_empty_dataset(lake: Lake) -> None:
     lake.dataset("d").create(Box((2,)), Discrete(2))
     for where in (None, "terminated"):
-        with pytest.raises(EmptyReplay, match="replay of d@0: found no step"):
+        with pytest.raises(EmptyReplayError, match="replay of d@0: found no step"):
             lake.dataset("d").snapshot().replay(where, reward="reward * 2")
 
 
@@ -211,7 +215,7 @@ def test_a_damaged_shard_is_never_trained_on(lake: Lake, make_episode: Make) -> 
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 3] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(ShardCorrupt, match=path.name):
+    with pytest.raises(ShardCorruptError, match=path.name):
         snapshot.replay()
 
 
@@ -227,14 +231,16 @@ def test_progress_counts_shards(lake: Lake, make_episode: Make) -> None:
 def test_text_cannot_be_packed(lake: Lake, make_episode: Make) -> None:
     dataset = lake.dataset("d")
     dataset.append([make_episode(observations=list("abc"), final_observation="d")])
-    with pytest.raises(SpaceUnsupported, match="observation: found a Text space"):
+    with pytest.raises(SpaceUnsupportedError, match="observation: found a Text space"):
         dataset.snapshot().replay()
 
 
 def test_numbers_beyond_float32_are_refused(lake: Lake, make_episode: Make) -> None:
     dataset = lake.dataset("d")
     dataset.append([make_episode(rewards=[1.0, 1e300, 1.0])])
-    with pytest.raises(SpaceUnsupported, match=r"reward: found 1e\+300, expected numbers that"):
+    with pytest.raises(
+        SpaceUnsupportedError, match=r"reward: found 1e\+300, expected numbers that"
+    ):
         dataset.snapshot().replay()
     assert dataset.snapshot().replay(reward="least(reward, 5)").num_steps == 3
 
@@ -250,7 +256,7 @@ def test_views_of_one_schema_join(lake: Lake, make_episode: Make) -> None:
     assert [selection.dataset for selection in joined.selections] == ["one", "two"]
     assert transitions(joined) == transitions(views[0]) | transitions(views[1])
     assert concatenate(views[:1]) is views[0]
-    with pytest.raises(EmptyReplay, match="found no views"):
+    with pytest.raises(EmptyReplayError, match="found no views"):
         concatenate([])
 
 
@@ -265,7 +271,9 @@ def test_views_of_other_spaces_do_not_join(
     lake.dataset("two").append([make_episode(**other)])
     one, two = (lake.dataset(name).snapshot().replay() for name in ("one", "two"))
     if "actions" in other:
-        with pytest.raises(SchemaMismatch, match="datasets one@1 and two@1: the action space is"):
+        with pytest.raises(
+            SchemaMismatchError, match="datasets one@1 and two@1: the action space is"
+        ):
             concatenate([one, two])
     else:
         assert concatenate([one, two]).num_steps == 6, "both are decoded to float32"
@@ -279,7 +287,7 @@ def test_a_reward_that_is_not_finite_is_refused_with_what_helps(
     lake: Lake, make_episode: Make, reward: str, advice: str
 ) -> None:
     lake.dataset("one").append([make_episode()])
-    with pytest.raises(SchemaMismatch, match=advice):
+    with pytest.raises(SchemaMismatchError, match=advice):
         lake.dataset("one").snapshot().replay(reward=f"({reward})::DOUBLE")
 
 

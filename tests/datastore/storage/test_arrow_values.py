@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import SchemaMismatch
+from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.storage.arrow_values import numbers, row_numbers, scalar
 
 KINDS = [pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.bool_()]
@@ -35,7 +35,9 @@ def test_what_is_not_known(kind: pa.DataType, unknown: Any) -> None:
     column = pa.array([1, None, 0], pa.int16()).cast(kind)
     np.testing.assert_equal(numbers(column).tolist(), [1, unknown, 0])
     np.testing.assert_equal(numbers(pa.nulls(2, kind)).tolist(), [unknown] * 2)
-    with pytest.raises(SchemaMismatch, match="int64: found 1 nulls in 2 rows, expected a value"):
+    with pytest.raises(
+        SchemaMismatchError, match="int64: found 1 nulls in 2 rows, expected a value"
+    ):
         numbers(pa.array([1, None]))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, ExtraMissing, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError, NotFoundError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.storage.locations import (
     Location,
@@ -65,7 +65,7 @@ def test_what_a_lake_may_be_called(text: str | Path, place: Path | Location) -> 
     ],
 )
 def test_what_is_no_lake_is_refused(text: str | Path, said: str) -> None:
-    with pytest.raises(ConfigInvalid, match=r"^lake .*--lake") as refused:
+    with pytest.raises(ConfigInvalidError, match=r"^lake .*--lake") as refused:
         open_lake(text, create=True)
     assert said in str(refused.value)
 
@@ -97,21 +97,21 @@ def test_the_same_bucket_at_another_endpoint_is_another_lake() -> None:
 def test_memory_is_one_lake_a_name_and_of_one_process() -> None:
     lake = open_lake("memory://test-locations", create=True)
     assert open_lake("memory://test-locations").url == lake.url
-    with pytest.raises(NotFound, match="lake memory://another: found none"):
+    with pytest.raises(NotFoundError, match="lake memory://another: found none"):
         open_lake("memory://another")
-    with pytest.raises(ConfigInvalid, match="this process's memory alone"):
+    with pytest.raises(ConfigInvalidError, match="this process's memory alone"):
         check_shareable(lake.url, "serve")
     check_shareable("s3://bucket/lake", "serve")
-    with pytest.raises(NotFound, match="no folder of this machine"):
+    with pytest.raises(NotFoundError, match="no folder of this machine"):
         _ = lake.path
-    with pytest.raises(NotFound, match="no folder of this machine"):
+    with pytest.raises(NotFoundError, match="no folder of this machine"):
         _ = lake.dataset("d").path
     assert lake.dataset("d").url == "memory://test-locations/d"
 
 
 def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ExtraMissing, match=r"replaylake\[remote\]"):
+    with pytest.raises(ExtraMissingError, match=r"replaylake\[remote\]"):
         open_storage("s3://bucket/lake")
     open_storage("a/folder")
 

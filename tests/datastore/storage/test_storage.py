@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.errors import NameRefused, StorageFailed
+from replaylake.datastore.errors import InvalidNameError, StorageError
 from replaylake.datastore.storage.storage import LocalStorage
 
 
@@ -123,7 +123,7 @@ def test_a_failing_call_leaves_no_name_and_no_temporary(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing)
-        with pytest.raises(StorageFailed, match=r"blob: No space left on device.*Make room"):
+        with pytest.raises(StorageError, match=r"blob: No space left on device.*Make room"):
             storage.put_new("folder/blob", b"bytes")
     assert storage.get("folder/blob") is None
     assert storage.names("_lake/tmp") == []
@@ -164,7 +164,7 @@ def test_a_link_out_of_the_lake_is_refused(storage: LocalStorage, tmp_path: Path
         lambda: storage.local("../outside/secret"),
         lambda: storage.local(str(outside / "secret")),
     ):
-        with pytest.raises(NameRefused, match="inside of the lake"):
+        with pytest.raises(InvalidNameError, match="inside of the lake"):
             attempt()
     assert os.listdir(outside) == ["secret"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import GraphSession
@@ -15,7 +15,7 @@ from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.dr_bandit import DRBanditConfig, dr_bandit
 from replaylake.offline.algorithms.ips_bandit import IPSBanditConfig, ips_bandit
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy, run_graph
@@ -27,7 +27,7 @@ OBSERVATION, ACTIONS = Box((4,)), Discrete(3)
 
 
 def make(function, config, observation=OBSERVATION, actions=ACTIONS, seed=0, **options):
-    algorithm = function(observation, actions, config(**{**SMALL, **options}), DatasetFacts())
+    algorithm = function(observation, actions, config(**{**SMALL, **options}), DatasetStatistics())
     return GradientLearner(algorithm, seed=seed)
 
 
@@ -232,7 +232,7 @@ def test_its_graph_is_the_network(batch, function, config):
 
 @pytest.mark.parametrize(("function", "config"), BOTH)
 def test_other_actions_are_refused(function, config):
-    with pytest.raises(SpaceUnsupported, match=f"{function.__name__}: .*expected Discrete"):
+    with pytest.raises(SpaceUnsupportedError, match=f"{function.__name__}: .*expected Discrete"):
         make(function, config, actions=Box((2,)))
 
 
@@ -242,16 +242,18 @@ def test_other_actions_are_refused(function, config):
     [{"learning_rate": 0.0}, {"max_weight": 0.0}, {"weight_decay": -1.0}, {"hidden_sizes": (0,)}],
 )
 def test_options_out_of_range_are_refused(function, config, options):
-    with pytest.raises(ConfigInvalid, match=f"{function.__name__}: {next(iter(options))}"):
+    with pytest.raises(ConfigInvalidError, match=f"{function.__name__}: {next(iter(options))}"):
         config(**options)
 
 
 def test_a_log_of_longer_episodes_or_without_chances_is_refused(cartpole_lake, tmp_path):
-    with pytest.raises(ConfigInvalid, match=r"ips_bandit: 4136 of 4137 steps are not terminated"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"ips_bandit: 4136 of 4137 steps are not terminated"
+    ):
         check_bandit_log("ips_bandit", cartpole_lake.snapshot("cartpole").replay())
     log = tmp_path / "log.csv"
     log.write_text("observation,action,reward,terminated\n1.0,0,1.0,1\n2.0,1,0.0,1\n")
     lake = open_lake(tmp_path / "lake", create=True)
     ingest(lake, [log], "log")
-    with pytest.raises(ConfigInvalid, match=r"2 of 2 steps have no behavior_log_prob"):
+    with pytest.raises(ConfigInvalidError, match=r"2 of 2 steps have no behavior_log_prob"):
         check_bandit_log("dr_bandit", lake.snapshot("log").replay())

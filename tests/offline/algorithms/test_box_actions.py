@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.datastore.lake.policies.policy import HEAD_OUTPUTS
 from replaylake.offline.algorithms.awac import AWACConfig, awac
@@ -16,7 +16,7 @@ from replaylake.offline.algorithms.iql import IQLConfig, iql
 from replaylake.offline.algorithms.sac import SACConfig, sac
 from replaylake.offline.algorithms.td3 import TD3Config, td3
 from replaylake.offline.algorithms.td3_plus_bc import TD3PlusBCConfig, td3_plus_bc
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy
@@ -38,7 +38,7 @@ each = pytest.mark.parametrize("name", ALGORITHMS)
 def make(name, observation=OBSERVATION, action=ACTION, facts=None, seed=0, sizes=SIZES, **options):
     function, config_class, _ = ALGORITHMS[name]
     config = config_class(hidden_sizes=sizes, **options)
-    facts = facts or DatasetFacts()
+    facts = facts or DatasetStatistics()
     algorithm = function(observation, action, config, facts)
     return GradientLearner(algorithm, seed=seed, facts=facts)
 
@@ -181,7 +181,7 @@ def test_dict_observations_and_logged_ranges(name, batch):
         "a": rng.standard_normal((32, 2)).astype(np.float32),
         "room": rng.integers(0, 3, 32),
     }
-    facts = DatasetFacts(action_range=(np.array([-2.0, 1.0]), np.array([10.0, 1.0])))
+    facts = DatasetStatistics(action_range=(np.array([-2.0, 1.0]), np.array([10.0, 1.0])))
     learner = make(name, space, Box((2,), "float32", -math.inf, math.inf), facts)
     given = batch("box", observations=observations, next_observations=observations)
     for _ in range(2):
@@ -200,7 +200,7 @@ def test_each_says_what_its_batches_hold(name):
 
 @each
 def test_other_actions_are_refused(name):
-    with pytest.raises(SpaceUnsupported, match=f"{name}: found action space Discrete"):
+    with pytest.raises(SpaceUnsupportedError, match=f"{name}: found action space Discrete"):
         make(name, action=Discrete(3))
 
 
@@ -217,7 +217,7 @@ def test_other_actions_are_refused(name):
     ],
 )
 def test_common_options_out_of_range_are_refused(name, option, value):
-    with pytest.raises(ConfigInvalid, match=f"{name}: {option}"):
+    with pytest.raises(ConfigInvalidError, match=f"{name}: {option}"):
         ALGORITHMS[name][1](**{option: value})
 
 
@@ -244,7 +244,7 @@ def test_common_options_out_of_range_are_refused(name, option, value):
     ],
 )
 def test_own_options_out_of_range_are_refused(name, options):
-    with pytest.raises(ConfigInvalid, match=f"{name}: {next(iter(options))}"):
+    with pytest.raises(ConfigInvalidError, match=f"{name}: {next(iter(options))}"):
         ALGORITHMS[name][1](**options)
 
 

@@ -9,10 +9,10 @@ from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.offline.algorithms.catalog import (
     algorithms,
-    algorithms_named,
+    builtin_row,
     check_algorithm,
+    find_algorithms,
     make_learner,
-    our_row,
     reference,
 )
 from replaylake.offline.algorithms.description import needs, options
@@ -33,7 +33,7 @@ def name(info):
 @pytest.mark.parametrize("info", algorithms(), ids=name)
 def test_the_reference_means_the_algorithm(info):
     assert check_algorithm(reference(info), SPACES[info.actions]) == info
-    assert info in algorithms_named(reference(info))
+    assert info in find_algorithms(reference(info))
 
 
 @pytest.mark.parametrize("info", OURS, ids=name)
@@ -55,7 +55,7 @@ def test_needs_are_the_learners(info):
 
 @pytest.mark.parametrize("info", OURS, ids=name)
 def test_defaults_make_the_default_config(info):
-    config = our_row(info).config_class
+    config = builtin_row(info).config_class
     given = {one.name: one.default for one in options(info)}
     assert from_options(config, given, "test") == config()
 

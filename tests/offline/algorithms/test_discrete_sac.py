@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.offline.algorithms.discrete_sac import DiscreteSACConfig, discrete_sac
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy
@@ -23,7 +23,7 @@ SIZES = (16, 16)
 
 def make(space=ACTIONS, optimizer=None, seed=0, **options):
     config = DiscreteSACConfig(**{"hidden_sizes": SIZES, **options})
-    algorithm = discrete_sac(OBSERVATION, space, config, DatasetFacts())
+    algorithm = discrete_sac(OBSERVATION, space, config, DatasetStatistics())
     if optimizer is not None:
         algorithm = dataclasses.replace(algorithm, optimizer=optimizer)
     return GradientLearner(algorithm, seed=seed)
@@ -265,9 +265,9 @@ def test_it_continues_bit_for_bit(batch):
 
 
 def test_what_it_refuses():
-    with pytest.raises(SpaceUnsupported, match="sac: found action space"):
+    with pytest.raises(SpaceUnsupportedError, match="sac: found action space"):
         make(space=Box((2,)))
-    with pytest.raises(ConfigInvalid, match="sac: target_entropy"):
+    with pytest.raises(ConfigInvalidError, match="sac: target_entropy"):
         make(target_entropy=1.5)
-    with pytest.raises(ConfigInvalid, match="sac: initial_temperature"):
+    with pytest.raises(ConfigInvalidError, match="sac: initial_temperature"):
         make(initial_temperature=0.0)

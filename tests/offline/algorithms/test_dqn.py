@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.discrete_cql import DiscreteCQLConfig, discrete_cql
 from replaylake.offline.algorithms.dqn import DQNConfig, dqn
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy, run_graph
@@ -21,7 +21,7 @@ ACTIONS = Discrete(3, 5)
 
 
 def make(function=dqn, config=DQNConfig, space=ACTIONS, observation=OBSERVATION, seed=0, **options):
-    algorithm = function(observation, space, config(**{**SMALL, **options}), DatasetFacts())
+    algorithm = function(observation, space, config(**{**SMALL, **options}), DatasetStatistics())
     return GradientLearner(algorithm, seed=seed)
 
 
@@ -228,7 +228,7 @@ def test_dict_observations(batch):
 
 @pytest.mark.parametrize("space", [Box((2,)), MultiDiscrete((2, 2))])
 def test_other_actions_are_refused(space):
-    with pytest.raises(SpaceUnsupported, match="expected Discrete"):
+    with pytest.raises(SpaceUnsupportedError, match="expected Discrete"):
         make(space=space)
 
 
@@ -244,5 +244,5 @@ def test_other_actions_are_refused(space):
 )
 @pytest.mark.parametrize(("config", "name"), [(DQNConfig, "dqn"), (DiscreteCQLConfig, "cql")])
 def test_options_out_of_range_are_refused(options, config, name):
-    with pytest.raises(ConfigInvalid, match=f"{name}: {next(iter(options))}"):
+    with pytest.raises(ConfigInvalidError, match=f"{name}: {next(iter(options))}"):
         config(**options)

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.algorithms.marwil import MARWILConfig, marwil
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy, run_graph
@@ -21,7 +21,9 @@ SMALL = {"hidden_sizes": (32,), "learning_rate": 1e-2}
 
 def make(kind="discrete", seed=0, **options):
     config = MARWILConfig(**{**SMALL, **options})
-    return GradientLearner(marwil(OBSERVATION, ACTIONS[kind], config, DatasetFacts()), seed=seed)
+    return GradientLearner(
+        marwil(OBSERVATION, ACTIONS[kind], config, DatasetStatistics()), seed=seed
+    )
 
 
 def with_returns(batch, kind="discrete", seed=0, size=64, **changes):
@@ -70,7 +72,7 @@ def test_updates_by_hand(batch):
 
 @pytest.mark.parametrize("kind", ACTIONS)
 def test_beta_0_is_cloning_and_asks_for_no_returns(batch, kind):
-    cloning = bc(OBSERVATION, ACTIONS[kind], BCConfig(**SMALL), DatasetFacts())
+    cloning = bc(OBSERVATION, ACTIONS[kind], BCConfig(**SMALL), DatasetStatistics())
     learners = [make(kind, beta=0.0), GradientLearner(cloning, seed=0)]
     for seed in range(3):
         losses = [
@@ -78,9 +80,9 @@ def test_beta_0_is_cloning_and_asks_for_no_returns(batch, kind):
             for learner in learners
         ]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    algorithm = marwil(OBSERVATION, ACTIONS[kind], MARWILConfig(beta=0.0), DatasetFacts())
+    algorithm = marwil(OBSERVATION, ACTIONS[kind], MARWILConfig(beta=0.0), DatasetStatistics())
     assert not algorithm.needs_returns
-    assert marwil(OBSERVATION, ACTIONS[kind], MARWILConfig(), DatasetFacts()).needs_returns
+    assert marwil(OBSERVATION, ACTIONS[kind], MARWILConfig(), DatasetStatistics()).needs_returns
 
 
 def test_it_prefers_what_paid_to_what_was_common(batch):
@@ -142,8 +144,8 @@ def test_its_graph_is_the_network(batch, kind):
 
 
 def test_other_actions_are_refused():
-    with pytest.raises(SpaceUnsupported, match="MultiDiscrete"):
-        marwil(OBSERVATION, MultiDiscrete((2, 2)), MARWILConfig(), DatasetFacts())
+    with pytest.raises(SpaceUnsupportedError, match="MultiDiscrete"):
+        marwil(OBSERVATION, MultiDiscrete((2, 2)), MARWILConfig(), DatasetStatistics())
 
 
 @pytest.mark.parametrize(
@@ -158,5 +160,5 @@ def test_other_actions_are_refused():
     ],
 )
 def test_options_out_of_range_are_refused(options):
-    with pytest.raises(ConfigInvalid, match=f"marwil: {next(iter(options))}"):
+    with pytest.raises(ConfigInvalidError, match=f"marwil: {next(iter(options))}"):
         MARWILConfig(**options)

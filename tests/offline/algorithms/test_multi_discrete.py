@@ -13,7 +13,7 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, MultiBinary, MultiDiscrete
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.algorithms.bc import BCConfig, bc
@@ -116,6 +116,6 @@ def test_from_the_log_to_the_environment(tmp_path: Path) -> None:
 def test_who_can_take_it_is_said() -> None:
     assert check_algorithm("bc", MultiBinary(3)).head == "multi_categorical"
     with pytest.raises(
-        SpaceUnsupported, match=r"expected .*Algorithms that take it: bc, impala, ppo\."
+        SpaceUnsupportedError, match=r"expected .*Algorithms that take it: bc, impala, ppo\."
     ):
         check_algorithm("d3rlpy:dqn", SPACE)

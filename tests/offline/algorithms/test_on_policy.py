@@ -9,16 +9,16 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.offline.algorithms.catalog import check_algorithm, check_replayed, make_learner
+from replaylake.offline.algorithms.catalog import check_algorithm, check_replayable, make_learner
 from replaylake.offline.algorithms.impala import IMPALAConfig, impala
 from replaylake.offline.algorithms.ppo import PPOConfig, ppo
 from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, OnPolicy
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
-from replaylake.offline.learning.minibatches import taken_rows
+from replaylake.offline.learning.minibatches import take_rows
 from replaylake.offline.networks.actor_critic import Outputs
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.train import train
@@ -267,7 +267,7 @@ def test_steps_left_out_at_a_beginning_change_no_others(name, recurrent):
         with torch.no_grad():
             rows = learner._algorithm.postprocess(learner._networks, batch)
             networks = learner._networks
-            steps = rows if not recurrent else taken_rows(replace(rows, mask=None), rows.mask)
+            steps = rows if not recurrent else take_rows(replace(rows, mask=None), rows.mask)
             if recurrent:
                 values = networks["actor_critic"](rows.observations, states[:, 0]).values
                 found.append([values[rows.mask.flatten()], steps.columns["value_targets"]])
@@ -316,7 +316,9 @@ def test_actions_of_unknown_probability_are_refused(name):
     log_probs = np.zeros((3, 4), np.float32)
     log_probs[2, 1] = np.nan
     log_probs[0, 3] = np.nan  # past the end
-    with pytest.raises(ConfigInvalid, match=f"{name}: found 1 of 9 steps without a behaviour log"):
+    with pytest.raises(
+        ConfigInvalidError, match=f"{name}: found 1 of 9 steps without a behaviour log"
+    ):
         make(name).update(hand_made(behavior_log_probs=log_probs))
 
 
@@ -430,7 +432,7 @@ def test_a_recurrent_policy_learns_as_it_acted(sampled, core):
 
 
 def test_a_recurrent_learner_wants_the_recorded_state():
-    with pytest.raises(ConfigInvalid, match=r"no column 'policy_state'.*columns="):
+    with pytest.raises(ConfigInvalidError, match=r"no column 'policy_state'.*columns="):
         make("ppo", recurrent=True).update(hand_made())
 
 
@@ -469,14 +471,14 @@ def test_what_is_asked_of_a_trainer():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_log_is_refused_by_name(name):
     assert check_algorithm(name, Discrete(2)).consumes_once
-    with pytest.raises(ConfigInvalid, match=rf"{name}.*train online.*awac, bc"):
-        check_replayed(name, Box((1,)))
-    check_replayed("bc", Box((1,)))
+    with pytest.raises(ConfigInvalidError, match=rf"{name}.*train online.*awac, bc"):
+        check_replayable(name, Box((1,)))
+    check_replayable("bc", Box((1,)))
 
 
 def test_actions_without_bounds_are_refused():
     unbounded = Box((1,))
-    with pytest.raises(SpaceUnsupported, match="without finite bounds"):
+    with pytest.raises(SpaceUnsupportedError, match="without finite bounds"):
         make_learner("ppo", OBSERVATION, unbounded, options={}, seed=0)
 
 
@@ -495,7 +497,7 @@ def test_actions_without_bounds_are_refused():
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_options_out_of_range_are_refused(name, option, value):
-    with pytest.raises(ConfigInvalid, match=f"{name}: {option}: found {value}"):
+    with pytest.raises(ConfigInvalidError, match=f"{name}: {option}: found {value}"):
         make(name, **{option: value})
 
 
@@ -513,7 +515,7 @@ def test_options_out_of_range_are_refused(name, option, value):
     ],
 )
 def test_their_own_options_out_of_range_are_refused(name, options):
-    with pytest.raises(ConfigInvalid, match=f"{name}: {list(options)[-1]}: found"):
+    with pytest.raises(ConfigInvalidError, match=f"{name}: {list(options)[-1]}: found"):
         make(name, **options)
 
 
@@ -524,12 +526,12 @@ def test_minibatches_of_a_recurrent_learner_are_sequences(sampled):
     with torch.no_grad():
         found = algorithm.postprocess(networks, batch)
     assert found.mask.sum(dim=1).tolist() == [3, 2, 3, 3, 1]
-    half = taken_rows(found, torch.tensor([4, 1]))
+    half = take_rows(found, torch.tensor([4, 1]))
     losses = algorithm.losses(networks, networks, half, torch.Generator(), frozenset())
     # Steps count alike, wherever they are: 1 and 2 of them.
     each = [
         algorithm.losses(
-            networks, networks, taken_rows(found, torch.tensor([k])), torch.Generator(), frozenset()
+            networks, networks, take_rows(found, torch.tensor([k])), torch.Generator(), frozenset()
         ).metrics["value_loss"]
         for k in (4, 1)
     ]
@@ -559,13 +561,13 @@ OWN = """
 from dataclasses import dataclass, replace
 from replaylake.offline.learning.algorithm import Algorithm, OnPolicy
 from replaylake.offline.algorithms.bc import BCConfig, bc
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 
 @dataclass(frozen=True)
 class OwnConfig:
     pass
 
-def own(observation_space, action_space, config: OwnConfig, facts: DatasetFacts) -> Algorithm:
+def own(observation_space, action_space, config: OwnConfig, facts: DatasetStatistics) -> Algorithm:
     cloning = bc(observation_space, action_space, BCConfig(), facts)
     return replace(cloning, on_policy=OnPolicy(length=4, num_sequences=2))
 """
@@ -577,5 +579,5 @@ def test_train_offline_refuses_them(tmp_path, monkeypatch, line_world, name):
     monkeypatch.syspath_prepend(tmp_path)
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("line").append(line_world())
-    with pytest.raises(ConfigInvalid, match=f"algorithm {name}: found a log to learn from"):
+    with pytest.raises(ConfigInvalidError, match=f"algorithm {name}: found a log to learn from"):
         train(lake, ["line"], TrainConfig(algorithm=name), policy_name="p")

@@ -10,12 +10,12 @@ import pytest
 
 import replaylake as rl
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.package import check_package, load_policy
 from replaylake.offline.algorithms.catalog import (
-    algorithms_named,
     check_algorithm,
     check_options,
+    find_algorithms,
     make_learner,
 )
 from replaylake.offline.algorithms.description import needs, options
@@ -104,18 +104,18 @@ def test_a_run_of_it_is_resumed_to_the_same_bits(documented, lake):
 
 
 def test_its_options_are_listed_and_checked(documented):
-    (info,) = algorithms_named(NAME)
+    (info,) = find_algorithms(NAME)
     listed = {one.name: (one.type, one.default) for one in options(info)}
     assert listed["margin"] == ("float", 0.0)
     assert listed["hidden_sizes"] == ("list of int", [256, 256])
     assert needs(info) == ("what it asks for",)
     check_options(NAME, Discrete(2), {"margin": 1.0})
-    with pytest.raises(ConfigInvalid, match="found option 'margn', expected margin"):
+    with pytest.raises(ConfigInvalidError, match="found option 'margn', expected margin"):
         check_options(NAME, Discrete(2), {"margn": 1.0})
 
 
 def test_it_may_refuse_spaces_by_name(documented):
-    with pytest.raises(SpaceUnsupported, match=r"filtered_cloning: found action space Box"):
+    with pytest.raises(SpaceUnsupportedError, match=r"filtered_cloning: found action space Box"):
         make_learner(NAME, Box((2,)), Box((1,)), options={}, seed=0)
 
 
@@ -130,7 +130,7 @@ def test_it_may_refuse_spaces_by_name(documented):
     ],
 )
 def test_what_is_not_there_is_named(documented, name, message):
-    with pytest.raises(NotFound, match=message):
+    with pytest.raises(NotFoundError, match=message):
         check_algorithm(name, Discrete(2))
 
 
@@ -168,11 +168,11 @@ class Demanding:
 )
 def test_a_function_that_makes_no_algorithm_is_refused(module, signature, message):
     module(HEADER + signature)
-    with pytest.raises(ConfigInvalid, match=message):
+    with pytest.raises(ConfigInvalidError, match=message):
         check_algorithm("my_algorithms:f", Discrete(2))
 
 
 def test_what_it_returns_is_checked(module):
     module(HEADER + "def f(o, a, config: Config, facts) -> Algorithm: return 3")
-    with pytest.raises(ConfigInvalid, match="my_algorithms:f: found that it returned int"):
+    with pytest.raises(ConfigInvalidError, match="my_algorithms:f: found that it returned int"):
         make_learner("my_algorithms:f", Box((2,)), Discrete(2), options={}, seed=0)

@@ -7,8 +7,8 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
-from replaylake.offline.d3rlpy.table import TABLE
-from replaylake.offline.networks.actors import NO_FACTS
+from replaylake.offline.d3rlpy.table import D3RLPY_ALGORITHMS
+from replaylake.offline.networks.actors import NO_STATISTICS
 
 OBSERVATION = Box((4,))
 DISCRETE = Discrete(3)
@@ -49,7 +49,9 @@ def view(tmp_path_factory):
 @pytest.fixture
 def row_of():
     """A function that finds a row of the table."""
-    return lambda name, actions: next(r for r in TABLE if (r.name, r.actions) == (name, actions))
+    return lambda name, actions: next(
+        r for r in D3RLPY_ALGORITHMS if (r.name, r.actions) == (name, actions)
+    )
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def options_of():
 def make(view, options_of):
     """A function that makes a row's learner, ready for its first update."""
 
-    def made(row, seed=0, space=None, discount=0.99, facts=NO_FACTS, **options):
+    def made(row, seed=0, space=None, discount=0.99, facts=NO_STATISTICS, **options):
         learner = D3rlpyLearner(
             row,
             OBSERVATION,

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Discrete
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.offline.d3rlpy.batches import D3rlpyBatches
-from replaylake.offline.facts import DatasetFacts, RewardScaling
+from replaylake.offline.facts import DatasetStatistics, RewardScaling
 
 DQN = ("dqn", "discrete")
 CLONING = ("bc", "discrete")
@@ -21,27 +21,27 @@ def test_masks_are_refused_unless_all_true(name, which, row_of, make, batch):
     learner = make(row_of(*name))
     learner.update(batch(**{which: masks.copy()}))
     masks[5, 1] = False
-    with pytest.raises(SpaceUnsupported, match=r"masks that are not all true.*such as bc"):
+    with pytest.raises(SpaceUnsupportedError, match=r"masks that are not all true.*such as bc"):
         learner.update(batch(**{which: masks}))
 
 
 @pytest.mark.parametrize("convert", [lambda made: made, to_torch])
 def test_importance_weights_are_refused(convert, row_of, make, batch):
     weights = np.array([7] + [1] * 31, np.float32)
-    with pytest.raises(ConfigInvalid, match="importance weights of 1 to 7"):
+    with pytest.raises(ConfigInvalidError, match="importance weights of 1 to 7"):
         make(row_of(*DQN)).update(convert(batch(weights=weights)))
 
 
 def test_steps_without_a_successor_are_refused_where_it_bootstraps(row_of, make, batch):
     known = np.array([False] + [True] * 31)
-    with pytest.raises(ConfigInvalid, match="without a next observation"):
+    with pytest.raises(ConfigInvalidError, match="without a next observation"):
         make(row_of(*DQN)).update(batch(bootstrappable=known))
     make(row_of(*CLONING)).update(batch(bootstrappable=known))
 
 
 def test_discounts_are_gamma_or_zero(row_of, make, batch):
     half = np.full(32, 0.5, np.float32)
-    with pytest.raises(ConfigInvalid, match=r"a discount of 0\.5 .*expected 0 .*or 0\.99"):
+    with pytest.raises(ConfigInvalidError, match=r"a discount of 0\.5 .*expected 0 .*or 0\.99"):
         make(row_of(*DQN)).update(batch(discounts=half))
     # Cloning looks at no discount.
     make(row_of(*CLONING)).update(batch(discounts=half))
@@ -84,17 +84,17 @@ def test_discrete_actions_are_given_from_zero(row_of, make, batch):
 
 
 def test_rewards_and_returns_are_scaled_before_a_batch_is_built(row_of, make, batch):
-    scaled = DatasetFacts(rewards=RewardScaling(scale=4.0))
+    scaled = DatasetStatistics(rewards=RewardScaling(scale=4.0))
     values = np.array([2.0, -4.0, 8.0], np.float32)
     learner = make(row_of("cal_ql", "continuous"), facts=scaled)
     made = learner._batches.converted(batch("box", size=3, rewards=values, returns=2 * values))
     assert made.rewards.tolist() == [[0.5], [-1.0], [2.0]]
     assert made.returns_to_go.tolist() == [[1.0], [-2.0], [4.0]]
     assert learner.normalisation["rewards"] == {"shift": 0.0, "scale": 4.0}
-    shifted = DatasetFacts(rewards=RewardScaling(shift=2.0, scale=4.0))
+    shifted = DatasetStatistics(rewards=RewardScaling(shift=2.0, scale=4.0))
     made = make(row_of(*DQN), facts=shifted)._batches.converted(batch(size=3, rewards=values))
     assert made.rewards.tolist() == [[0.0], [-1.5], [1.5]]
-    with pytest.raises(ConfigInvalid, match=r"cal_ql: found rewards shifted by 2"):
+    with pytest.raises(ConfigInvalidError, match=r"cal_ql: found rewards shifted by 2"):
         make(row_of("cal_ql", "continuous"), facts=shifted)
 
 

@@ -3,10 +3,10 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.offline.d3rlpy.features import Frames
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
-from replaylake.offline.facts import DatasetFacts, Moments
+from replaylake.offline.facts import DatasetStatistics, Moments
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.networks.graph import TorchPolicy
 
@@ -63,19 +63,23 @@ def test_images_train_act_and_export(name, actions, row_of, batch):
 
 def test_images_that_it_cannot_take_are_refused(row_of):
     continuous = Box((2,), "float32", -2, 2)
-    with pytest.raises(SpaceUnsupported, match=r"prdc: .*\(an image\).*that take it: awac, bc,"):
+    with pytest.raises(
+        SpaceUnsupportedError, match=r"prdc: .*\(an image\).*that take it: awac, bc,"
+    ):
         D3rlpyLearner(row_of("prdc", "continuous"), IMAGE, continuous, options={}, seed=0)
     row = row_of("dqn", "discrete")
     for space in (
         Dict({"camera": IMAGE, "speed": Box((2,))}),
         Box((2, 4, 8, 8), "uint8", 0, 255),
     ):
-        with pytest.raises(SpaceUnsupported, match=r"dqn: found image .*one image of 2 or 3 dims"):
+        with pytest.raises(
+            SpaceUnsupportedError, match=r"dqn: found image .*one image of 2 or 3 dims"
+        ):
             D3rlpyLearner(row, space, Discrete(3), options={}, seed=0)
-    with pytest.raises(ConfigInvalid, match="hidden_sizes with image observations"):
+    with pytest.raises(ConfigInvalidError, match="hidden_sizes with image observations"):
         D3rlpyLearner(row, IMAGE, Discrete(3), options={"hidden_sizes": [8]}, seed=0)
     # 12 pixels are too few for the default filters.
-    with pytest.raises(ConfigInvalid, match=r"d3rlpy refuses .*\[2, 12, 12\].*[Kk]ernel size"):
+    with pytest.raises(ConfigInvalidError, match=r"d3rlpy refuses .*\[2, 12, 12\].*[Kk]ernel size"):
         D3rlpyLearner(row, IMAGE, Discrete(3), options={}, seed=0)
 
 
@@ -83,7 +87,7 @@ def test_images_that_it_cannot_take_are_refused(row_of):
 def test_observations_are_normalised_in_training_and_in_the_graph(name, row_of, make, batch_for):
     moments = Moments(np.array([1, 2, 3, 4], np.float32), np.array([2, 1, 4, 0.5], np.float32))
     row = row_of(name, "continuous")
-    learner = make(row, facts=DatasetFacts(observations={"": moments}))
+    learner = make(row, facts=DatasetStatistics(observations={"": moments}))
     plain = make(row)
     batch = batch_for(row)
     made, raw = (one._batches.converted(batch) for one in (learner, plain))

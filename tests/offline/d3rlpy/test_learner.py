@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, PackageInvalid, SpaceUnsupported
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    PackageInvalidError,
+    SpaceUnsupportedError,
+)
 from replaylake.datastore.lake.policies.heads import act_from_head
 from replaylake.datastore.lake.policies.package import (
     GraphSession,
@@ -19,16 +23,18 @@ from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.d3rlpy.table import TABLE
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.d3rlpy.table import D3RLPY_ALGORITHMS
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 
 NUM_ROWS = 1000
-each_row = pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.name}-{row.actions}")
+each_row = pytest.mark.parametrize(
+    "row", D3RLPY_ALGORITHMS, ids=lambda row: f"{row.name}-{row.actions}"
+)
 
 
 def test_the_table_has_every_class_that_learns_from_transitions():
-    made = {row.config_class for row in TABLE}
+    made = {row.config_class for row in D3RLPY_ALGORITHMS}
     there = {name for name in dir(load_d3rlpy().algos) if name.endswith("Config")}
     assert there - made == {
         "RandomPolicyConfig",
@@ -120,7 +126,9 @@ def test_each_continues_bit_for_bit_from_its_packaged_state(row, make, run, tmp_
 
 @each_row
 def test_each_refuses_an_unknown_option_with_the_near_ones(row, make):
-    with pytest.raises(ConfigInvalid, match=f"d3rlpy:{row.name}: .*'compile_grap'.*compile_graph"):
+    with pytest.raises(
+        ConfigInvalidError, match=f"d3rlpy:{row.name}: .*'compile_grap'.*compile_graph"
+    ):
         make(row, compile_grap=True)
 
 
@@ -207,7 +215,7 @@ def test_prdc_learns_only_after_it_saw_the_data_and_keeps_it_to_itself(
         options={"hidden_sizes": [16]},
         seed=0,
     )
-    with pytest.raises(ConfigInvalid, match=r"before the data was indexed.*learner\.prepare"):
+    with pytest.raises(ConfigInvalidError, match=r"before the data was indexed.*learner\.prepare"):
         fresh.update(batch_for(row))
 
 
@@ -223,7 +231,7 @@ def test_what_a_row_needs_of_its_batches_is_what_the_view_gives(name, field, row
         batch = sampler.sample()
         learner.update(batch)
         if field is not None:
-            with pytest.raises(ConfigInvalid, match=f"a batch without {field}"):
+            with pytest.raises(ConfigInvalidError, match=f"a batch without {field}"):
                 learner.update(dataclasses.replace(batch, **{field: None}))
 
 
@@ -262,9 +270,9 @@ def test_cloning_alone_needs_no_next_observation(row_of, make):
 def test_an_open_box_takes_the_logged_range_as_the_bounds_of_a_squashed_head(row_of):
     row, space = row_of("sac", "continuous"), Box((1,))
     small = {"hidden_sizes": [8]}
-    with pytest.raises(SpaceUnsupported, match="finite bounds"):
+    with pytest.raises(SpaceUnsupportedError, match="finite bounds"):
         D3rlpyLearner(row, Box((4,)), space, options=small, seed=0)
-    facts = DatasetFacts(action_range=(np.array([-3.0]), np.array([5.0])))
+    facts = DatasetStatistics(action_range=(np.array([-3.0]), np.array([5.0])))
     learner = D3rlpyLearner(row, Box((4,)), space, options=small, seed=0, facts=facts)
     assert learner.policy().spec.action_space == Box((1,), "float32", -3.0, 5.0)
 
@@ -298,7 +306,9 @@ def test_the_state_of_other_networks_is_refused():
         return make_learner(name, Box((4,)), Discrete(2), options=options, seed=0)
 
     learner = of_size("d3rlpy:dqn", 8)
-    with pytest.raises(PackageInvalid, match=r"d3rlpy:dqn: found size mismatch.*expected what"):
+    with pytest.raises(
+        PackageInvalidError, match=r"d3rlpy:dqn: found size mismatch.*expected what"
+    ):
         learner.load_state_dict(of_size("d3rlpy:dqn", 16).state_dict())
-    with pytest.raises(PackageInvalid, match="d3rlpy:dqn: found"):
+    with pytest.raises(PackageInvalidError, match="d3rlpy:dqn: found"):
         learner.load_state_dict(of_size("d3rlpy:bc", 8).state_dict())

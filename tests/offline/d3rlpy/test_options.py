@@ -1,6 +1,6 @@
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.offline.learning.export import export_onnx
 
 
@@ -37,10 +37,10 @@ def test_options_are_d3rlpys_own_by_key(row_of, make):
     ],
 )
 def test_options_it_does_not_have_are_refused_by_name(options, message, row_of, make):
-    with pytest.raises(ConfigInvalid, match=message):
+    with pytest.raises(ConfigInvalidError, match=message):
         make(row_of("cql", "discrete"), **options)
 
 
 def test_a_value_that_d3rlpy_refuses_is_named(row_of, make):
-    with pytest.raises(ConfigInvalid, match=r"policy_type.*magic"):
+    with pytest.raises(ConfigInvalidError, match=r"policy_type.*magic"):
         make(row_of("bc", "continuous"), policy_type="magic")

@@ -19,10 +19,10 @@ from replaylake.offline.environments.frame_grid import (
     RANDOM_RETURN,
     best_action,
     frame,
-    moved,
+    move_cell,
 )
 from replaylake.offline.environments.ids import make, spaces_of
-from replaylake.offline.environments.pictures import make_rendering, rendered
+from replaylake.offline.environments.pictures import make_rendering, render_frame
 from replaylake.offline.environments.recorder import record
 from replaylake.offline.running.train import TrainConfig, train
 
@@ -51,7 +51,7 @@ def exact_return(policy: Chances) -> Fraction:
 def outcome(
     cell: tuple[int, int], action: int, goal: tuple[int, int], values: dict[Any, Fraction]
 ) -> Fraction:
-    to = moved(cell, action)
+    to = move_cell(cell, action)
     return Fraction(1) if to == goal else Fraction(-1, 10) + values[to]
 
 
@@ -117,7 +117,7 @@ def test_an_episode_ends_at_the_goal_or_after_ten_steps() -> None:
 def test_it_draws_itself() -> None:
     env = make_rendering(ENV)
     observation, _ = env.reset(seed=0)
-    found = rendered(env)
+    found = render_frame(env)
     assert found.shape == (84, 84, 3)
     assert (found == observation[:, :, None]).all()
 

@@ -7,7 +7,7 @@ import gymnasium
 import pytest
 
 from replaylake.datastore.episodes.spaces import Discrete
-from replaylake.datastore.errors import ConfigInvalid, ExtraMissing, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError, NotFoundError
 from replaylake.offline.environments.games import SimultaneousGame, TurnBasedGame
 from replaylake.offline.environments.ids import make, make_any, spaces_of
 
@@ -62,12 +62,12 @@ def test_spaces_of_cartpole():
 
 @pytest.mark.parametrize("env_id", ["CartPol-v1", "CartPole-v9", "nowhere:Thing-v0", "a/B-v0"])
 def test_an_unknown_environment_is_not_found(env_id):
-    with pytest.raises(NotFound, match=f"'{env_id}'"):
+    with pytest.raises(NotFoundError, match=f"'{env_id}'"):
         make(env_id)
 
 
 def test_a_misspelt_environment_gets_the_near_match():
-    with pytest.raises(NotFound, match="Expected CartPole-v1"):
+    with pytest.raises(NotFoundError, match="Expected CartPole-v1"):
         make("CartPol-v1")
 
 
@@ -106,7 +106,7 @@ def test_what_the_module_imports_later_is_found_too(here):
 def test_an_installed_module_comes_before_one_in_the_current_folder(here):
     for name in ("fractions", "colorsys"):
         (here / f"{name}.py").write_text("def make_it(): raise AssertionError")
-    with pytest.raises(NotFound, match=r"module fractions .* has no 'make_it'"):
+    with pytest.raises(NotFoundError, match=r"module fractions .* has no 'make_it'"):
         make("fractions:make_it")
     # Later ones too.
     sys.modules.pop("colorsys", None)
@@ -117,13 +117,21 @@ def test_an_installed_module_comes_before_one_in_the_current_folder(here):
 @pytest.mark.parametrize(
     ("env_id", "kind", "message"),
     [
-        ("nowhere:make_it", NotFound, "found no module 'nowhere', expected module:function"),
-        ("my_environments:make_corridr", NotFound, "has no .*, expected make_corridor"),
-        (":make_it", NotFound, "found no name of a module before the colon"),
-        ("my_environments:LENGTH", ConfigInvalid, "found int, expected a function or class"),
-        ("my_environments:make_nothing", ConfigInvalid, "it returned dict, expected a gymnasium"),
-        ("my_environments:make_trouble", ConfigInvalid, "no arguments it raised FileNotFoundErr"),
-        ("my_environments:Corridor-v4", NotFound, "Environment version `v4`"),
+        ("nowhere:make_it", NotFoundError, "found no module 'nowhere', expected module:function"),
+        ("my_environments:make_corridr", NotFoundError, "has no .*, expected make_corridor"),
+        (":make_it", NotFoundError, "found no name of a module before the colon"),
+        ("my_environments:LENGTH", ConfigInvalidError, "found int, expected a function or class"),
+        (
+            "my_environments:make_nothing",
+            ConfigInvalidError,
+            "it returned dict, expected a gymnasium",
+        ),
+        (
+            "my_environments:make_trouble",
+            ConfigInvalidError,
+            "no arguments it raised FileNotFoundErr",
+        ),
+        ("my_environments:Corridor-v4", NotFoundError, "Environment version `v4`"),
     ],
 )
 def test_what_makes_no_environment_is_named(here, env_id, kind, message):
@@ -133,19 +141,21 @@ def test_what_makes_no_environment_is_named(here, env_id, kind, message):
 
 @pytest.mark.parametrize("env_id", ["my_environments:make_corridor", "CartPole-v1"])
 def test_an_argument_that_it_does_not_take_is_named(here, env_id):
-    with pytest.raises(ConfigInvalid, match=r"made with speed=2 it raised TypeError.*--env-arg"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"made with speed=2 it raised TypeError.*--env-arg"
+    ):
         make(env_id, speed=2)
 
 
 def test_a_module_with_a_mistake_is_the_users(here):
     (here / "my_mistake.py").write_text("def make_it(:\n")
-    with pytest.raises(ConfigInvalid, match="it raised SyntaxError"):
+    with pytest.raises(ConfigInvalidError, match="it raised SyntaxError"):
         make("my_mistake:make_it")
 
 
 def test_a_library_that_the_module_lacks_is_named(here):
     (here / "my_robot.py").write_text("import my_simulator")
-    with pytest.raises(ExtraMissing, match=r"found no my_simulator.*Install my_simulator"):
+    with pytest.raises(ExtraMissingError, match=r"found no my_simulator.*Install my_simulator"):
         make("my_robot:make_it")
 
 
@@ -159,7 +169,7 @@ def test_several_agents_are_a_game():
 
 
 def test_one_agent_is_expected_where_one_acts(here):
-    with pytest.raises(ConfigInvalid, match=r"several agents \(player_1, player_2\)"):
+    with pytest.raises(ConfigInvalidError, match=r"several agents \(player_1, player_2\)"):
         make("my_environments:make_noughts")
 
 
@@ -170,9 +180,13 @@ def test_pettingzoos_older_modules_are_named_as_they_are():
 @pytest.mark.parametrize(
     ("env_id", "kind", "message"),
     [
-        ("pettingzoo:classic/tictacto-v3", NotFound, "Expected pettingzoo:classic/tictactoe-v3"),
-        ("pettingzoo:nowhere/x-v0", NotFound, "not registered with PettingZoo"),
-        ("pettingzoo:classic/chess-v6", ExtraMissing, "chess"),
+        (
+            "pettingzoo:classic/tictacto-v3",
+            NotFoundError,
+            "Expected pettingzoo:classic/tictactoe-v3",
+        ),
+        ("pettingzoo:nowhere/x-v0", NotFoundError, "not registered with PettingZoo"),
+        ("pettingzoo:classic/chess-v6", ExtraMissingError, "chess"),
     ],
 )
 def test_a_game_that_is_not_there_is_named(env_id, kind, message):
@@ -184,10 +198,10 @@ def test_without_pettingzoo_its_extra_is_named(here):
     code = (
         "import sys; sys.modules['pettingzoo'] = None\n"
         "from replaylake.offline.environments.ids import make_any\n"
-        "from replaylake.datastore.errors import ExtraMissing\n"
+        "from replaylake.datastore.errors import ExtraMissingError\n"
         "for name in ('pettingzoo:classic/rps-v2', 'my_environments:make_noughts'):\n"
         "    try: make_any(name)\n"
-        "    except ExtraMissing as error: print(error)\n"
+        "    except ExtraMissingError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.count("Install replaylake[multiagent].") == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.environments.ids import make
 from replaylake.offline.environments.recorder import record
@@ -191,7 +191,7 @@ def test_nested_observations_are_recorded(lake):
 
 def test_a_vector_environment_is_refused(lake):
     vector = gymnasium.vector.SyncVectorEnv([Counter, Counter])
-    with pytest.raises(ConfigInvalid, match="vector environment of 2"):
+    with pytest.raises(ConfigInvalidError, match="vector environment of 2"):
         record(vector, lake.dataset("log"))
     vector.close()
 
@@ -210,7 +210,7 @@ def test_recorders_may_be_vectorised(lake):
 
 @pytest.mark.parametrize("policy", ["mine:x", "mine:", "a:b:c"])
 def test_a_malformed_policy_is_refused(lake, policy):
-    with pytest.raises(ConfigInvalid, match=policy):
+    with pytest.raises(ConfigInvalidError, match=policy):
         record(Counter(), lake.dataset("log"), policy=policy)
 
 
@@ -220,7 +220,7 @@ def test_a_dataset_of_other_spaces_is_refused(lake):
     env.reset()
     env.step(0)
     env.step(0)
-    with pytest.raises((EpisodeInvalid, SchemaMismatch), match="observation"):
+    with pytest.raises((EpisodeInvalidError, SchemaMismatchError), match="observation"):
         env.step(0)
 
 
@@ -248,10 +248,10 @@ class Faulty(Counter):
 
 def test_a_refused_episode_is_dropped_whole_and_the_next_is_recorded(lake):
     env = record(Faulty(), lake.dataset("log"))
-    with pytest.raises(EpisodeInvalid, match=r"reward at step 0: found inf"):
+    with pytest.raises(EpisodeInvalidError, match=r"reward at step 0: found inf"):
         play(env, 1)
     assert not lake.dataset("log").exists()
-    with pytest.raises(EpisodeInvalid, match="expected reset first"):
+    with pytest.raises(EpisodeInvalidError, match="expected reset first"):
         env.step(1)
     play(env, 1)
     env.close()
@@ -264,9 +264,9 @@ def test_an_episode_refused_at_reset_or_close_leaves_the_others(lake):
     env = record(Faulty(), lake.dataset("log"))
     env.reset()
     env.step(1)
-    with pytest.raises(EpisodeInvalid, match="found inf"):
+    with pytest.raises(EpisodeInvalidError, match="found inf"):
         env.reset()
-    with pytest.raises(EpisodeInvalid, match="expected reset first"):
+    with pytest.raises(EpisodeInvalidError, match="expected reset first"):
         env.step(1)
     play(env, 2)
     env.close()
@@ -279,7 +279,7 @@ def test_an_episode_refused_at_reset_or_close_leaves_the_others(lake):
     env.reset()
     last._resets = 1
     env.step(1)
-    with pytest.raises(EpisodeInvalid, match="found inf"):
+    with pytest.raises(EpisodeInvalidError, match="found inf"):
         env.close()
     assert lake.sql("select num_steps from log.episodes").to_pylist() == [{"num_steps": 3}] * 3
 
@@ -304,7 +304,7 @@ class Uneven(Counter):
 @pytest.mark.parametrize("what", ["reward", "observation"])
 def test_a_change_of_shape_is_refused_by_name_and_leaves_nothing(lake, what):
     env = record(Uneven(what), lake.dataset("log"))
-    with pytest.raises(EpisodeInvalid, match=f"{what}: found the shapes .* in one episode"):
+    with pytest.raises(EpisodeInvalidError, match=f"{what}: found the shapes .* in one episode"):
         play(env, 1)
     play(env, 1)
     env.close()
@@ -318,7 +318,7 @@ def test_a_reward_of_two_numbers_at_every_step_is_refused(lake):
             return observation, [1.0, 2.0], *rest
 
     env = record(Pair(), lake.dataset("log"))
-    with pytest.raises(EpisodeInvalid, match=r"reward: found shape \[2\]"):
+    with pytest.raises(EpisodeInvalidError, match=r"reward: found shape \[2\]"):
         play(env, 1)
     env.close()
     assert not lake.dataset("log").exists()
@@ -328,7 +328,7 @@ def test_a_mask_of_another_size_does_not_keep_others_from_being_committed(lake):
     env = record(Faulty(mask_sizes=(9, 2, 3, 2)), lake.dataset("log"))
     env.unwrapped._resets = 1
     play(env, 1)
-    with pytest.raises(SchemaMismatch, match=r"masks of 3 actions, expected 2"):
+    with pytest.raises(SchemaMismatchError, match=r"masks of 3 actions, expected 2"):
         play(env, 1)
     play(env, 1)
     env.close()
@@ -337,7 +337,7 @@ def test_a_mask_of_another_size_does_not_keep_others_from_being_committed(lake):
 
 def test_a_step_before_reset_is_refused(lake):
     env = record(Counter(), lake.dataset("log"))
-    with pytest.raises(EpisodeInvalid, match="reset"):
+    with pytest.raises(EpisodeInvalidError, match="reset"):
         env.step(0)
 
 

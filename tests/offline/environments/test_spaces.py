@@ -10,7 +10,7 @@ from replaylake.datastore.episodes.spaces import (
     Text,
     Tuple,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.offline.environments.spaces import from_gymnasium, to_gymnasium
 
 SPACES = [
@@ -31,5 +31,5 @@ def test_spaces_go_there_and_back(space):
 
 def test_a_space_without_a_column_is_refused():
     sequence = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(2))
-    with pytest.raises(SpaceUnsupported, match="Sequence"):
+    with pytest.raises(SpaceUnsupportedError, match="Sequence"):
         from_gymnasium(sequence)

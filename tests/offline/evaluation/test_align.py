@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import NotFound
-from replaylake.datastore.interchange.ingest.alignment import Alignment, Windows
+from replaylake.datastore.errors import NotFoundError
+from replaylake.datastore.interchange.ingest.alignment import Alignment, SampledWindows
 from replaylake.offline.environments.ids import make
 from replaylake.offline.evaluation.align import check_alignment
 
@@ -184,7 +184,7 @@ def test_where_nothing_can_be_checked_there_is_no_answer() -> None:
     one = Episode("a", np.zeros((1, 4)), np.zeros(1, np.int64), np.zeros(1), terminated=True)
     assert check_alignment("CartPole-v1", [one]) is None  # no next observation
     assert check_alignment("Blackjack-v1", _play("CartPole-v1", 10)) is None  # no way to set it
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         check_alignment("Nowhere-v0", [one])
 
 
@@ -228,7 +228,7 @@ def test_windows_are_a_fixed_sample_of_the_whole_source() -> None:
     ]
     samples = []
     for size in (1_000, 7):
-        windows = Windows()
+        windows = SampledWindows()
         for start in range(0, len(episodes), size):
             windows.add(episodes[start : start + size])
         samples.append(windows.episodes())

@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.evaluation.comparison import compare
@@ -79,5 +79,5 @@ def test_progress_counts_all_episodes(env_id):
 
 
 def test_a_lone_policy_is_no_comparison(env_id):
-    with pytest.raises(ConfigInvalid, match="found 1 policies, expected two"):
+    with pytest.raises(ConfigInvalidError, match="found 1 policies, expected two"):
         compare({"zero": Always(env_id, 0)}, env_id)

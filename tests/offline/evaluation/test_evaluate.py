@@ -8,11 +8,11 @@ from torch import nn
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EpisodeInvalid,
-    ExtraMissing,
-    NotFound,
-    SchemaMismatch,
+    ConfigInvalidError,
+    EpisodeInvalidError,
+    ExtraMissingError,
+    NotFoundError,
+    SchemaMismatchError,
 )
 from replaylake.datastore.lake.policies.heads import act_from_head
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
@@ -185,20 +185,20 @@ def test_progress_counts_episodes():
 
 
 def test_an_environment_of_other_spaces_is_refused():
-    with pytest.raises(SchemaMismatch, match=r"Pendulum-v1: its observation .* float32\[3\]"):
+    with pytest.raises(SchemaMismatchError, match=r"Pendulum-v1: its observation .* float32\[3\]"):
         evaluate(Rule(), "Pendulum-v1", episodes=1)
     wrong = UniformPolicy(Box((4,)), Discrete(3))
-    with pytest.raises(SchemaMismatch, match=r"Discrete\(2\), expected Discrete\(3\)"):
+    with pytest.raises(SchemaMismatchError, match=r"Discrete\(2\), expected Discrete\(3\)"):
         evaluate(wrong, "CartPole-v1", episodes=1)
 
 
 def test_an_unknown_environment_is_not_found():
-    with pytest.raises(NotFound, match="CartPole-v1"):
+    with pytest.raises(NotFoundError, match="CartPole-v1"):
         evaluate(Rule(), "CartPole-v7", episodes=1)
 
 
 def test_no_episodes_are_refused():
-    with pytest.raises(ConfigInvalid, match="0 episodes"):
+    with pytest.raises(ConfigInvalidError, match="0 episodes"):
         evaluate(Rule(), "CartPole-v1", episodes=0)
 
 
@@ -211,7 +211,7 @@ def test_a_policy_that_answers_with_nan_is_not_measured():
             logits = np.full((len(observations), 2), np.nan, np.float32)
             return act_from_head(spec, {"logits": logits}, rng)
 
-    with pytest.raises(EpisodeInvalid, match="logits that are not finite for observation 0"):
+    with pytest.raises(EpisodeInvalidError, match="logits that are not finite for observation 0"):
         evaluate(Broken(observation_space, action_space), "CartPole-v1", episodes=1)
 
 
@@ -306,15 +306,17 @@ def test_what_is_filmed_is_what_is_measured(drawing):
 
 def test_an_environment_that_cannot_draw_is_refused(drawing):
     policy = UniformPolicy(*spaces_of(drawing["Blind"]))
-    with pytest.raises(ConfigInvalid, match=r"found render modes \['human'\], expected rgb_array"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"found render modes \['human'\], expected rgb_array"
+    ):
         evaluate(policy, drawing["Blind"], on_frame=lambda *_: None)
-    with pytest.raises(ConfigInvalid, match=r"its picture is <U9 \[\], expected uint8"):
+    with pytest.raises(ConfigInvalidError, match=r"its picture is <U9 \[\], expected uint8"):
         evaluate(policy, drawing["Odd"], on_frame=lambda *_: None)
 
 
 def test_the_library_that_draws_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
-    with pytest.raises(ExtraMissing, match="pygame"):
+    with pytest.raises(ExtraMissingError, match="pygame"):
         evaluate(Rule(), "CartPole-v1", episodes=1, on_frame=lambda *_: None)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.environments.ids import spaces_of
@@ -62,9 +62,9 @@ def test_agents_at_once_share_the_clock():
 
 def test_what_does_not_go_together_is_refused():
     policy = UniformPolicy(Box((4,)), Discrete(9))
-    with pytest.raises(SchemaMismatch, match="observation space"):
+    with pytest.raises(SchemaMismatchError, match="observation space"):
         evaluate(policy, NOUGHTS, episodes=1)
-    with pytest.raises(ConfigInvalid, match="several agents"):
+    with pytest.raises(ConfigInvalidError, match="several agents"):
         evaluate(FirstFree(), NOUGHTS, episodes=1, on_frame=lambda *_: None)
 
 
@@ -88,5 +88,5 @@ def test_policies_play_for_the_agents_that_they_are_named_for():
     ],
 )
 def test_policies_of_other_agents_are_refused(env_id, names, text):
-    with pytest.raises(ConfigInvalid, match=text):
+    with pytest.raises(ConfigInvalidError, match=text):
         evaluate(dict.fromkeys(names, FirstFree()), env_id, episodes=1)

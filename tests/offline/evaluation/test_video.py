@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, ExtraMissing
+from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError
 from replaylake.offline.evaluation.video import Video
 
 # So different that no frame is taken for its neighbour: red, green, blue, grey, white.
@@ -98,12 +98,12 @@ def test_frames_are_kept_compressed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["v.avi", "v", "v.webm"])
 def test_other_kinds_of_files_are_refused_at_once(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigInvalid, match=r"expected \.gif, \.png, \.mp4"):
+    with pytest.raises(ConfigInvalidError, match=r"expected \.gif, \.png, \.mp4"):
         Video(tmp_path / name, 30.0)
 
 
 def test_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigInvalid, match="no folder"):
+    with pytest.raises(ConfigInvalidError, match="no folder"):
         Video(tmp_path / "nowhere" / "v.gif", 30.0)
 
 
@@ -111,14 +111,14 @@ def test_frames_of_two_sizes_are_no_video(tmp_path: Path) -> None:
     video = Video(tmp_path / "v.gif", 30.0)
     video.add(0, frame(COLOURS[0]))
     video.add(0, frame(COLOURS[0], 200, 200))
-    with pytest.raises(ConfigInvalid, match="expected one size"):
+    with pytest.raises(ConfigInvalidError, match="expected one size"):
         video.save()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_pyav_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ExtraMissing, match=r"replaylake\[video\], or name a \.gif"):
+    with pytest.raises(ExtraMissingError, match=r"replaylake\[video\], or name a \.gif"):
         Video(tmp_path / "v.mp4", 30.0)
 
 

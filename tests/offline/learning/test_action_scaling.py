@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.offline.learning.action_scaling import ScaledToEnvironment, action_scaling
+from replaylake.datastore.errors import SpaceUnsupportedError
+from replaylake.offline.learning.action_scaling import ActionUnscaler, action_scaling
 
 
 def test_bounds_map_to_minus_one_and_one():
@@ -14,7 +14,7 @@ def test_bounds_map_to_minus_one_and_one():
     actions = torch.tensor([[-2.0, 0.0], [0.0, 5.0], [2.0, 10.0]])
     normalised = torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]])
     torch.testing.assert_close(scaling.normalise(actions), normalised)
-    scaled = ScaledToEnvironment(scaling)
+    scaled = ActionUnscaler(scaling)
     torch.testing.assert_close(scaled(normalised), actions)
     # A standard deviation of 1 becomes the half range.
     torch.testing.assert_close(
@@ -47,11 +47,11 @@ def test_an_action_that_never_varies_is_only_centred():
 
 
 def test_an_open_box_without_a_log_is_refused():
-    with pytest.raises(SpaceUnsupported, match="without finite bounds"):
+    with pytest.raises(SpaceUnsupportedError, match="without finite bounds"):
         action_scaling(Box((1,)), None)
 
 
 @pytest.mark.parametrize("space", [Discrete(2), Box((1,), "int64", 0, 3)])
 def test_other_spaces_are_refused(space):
-    with pytest.raises(SpaceUnsupported, match="float Box"):
+    with pytest.raises(SpaceUnsupportedError, match="float Box"):
         action_scaling(space, None)

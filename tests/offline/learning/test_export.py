@@ -13,7 +13,7 @@ from replaylake.datastore.episodes.spaces import (
     MultiDiscrete,
     Tuple,
 )
-from replaylake.datastore.errors import PackageInvalid
+from replaylake.datastore.errors import PackageInvalidError
 from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.learning.algorithm import PolicyModule
@@ -76,7 +76,7 @@ def test_a_parameter_that_is_not_finite_is_found():
     graph = graph_for(Box((4,)))
     with torch.no_grad():
         next(graph.module.parameters()).fill_(float("nan"))
-    with pytest.raises(PackageInvalid, match=r"logits.*differs"):
+    with pytest.raises(PackageInvalidError, match=r"logits.*differs"):
         export_onnx(graph)
 
 
@@ -94,7 +94,7 @@ class Drifting(nn.Module):
 
 def test_an_export_that_differs_is_refused():
     spec = PolicySpec(Box((4,)), Discrete(3), "categorical")
-    with pytest.raises(PackageInvalid, match=r"logits \[64, 3\] differs"):
+    with pytest.raises(PackageInvalidError, match=r"logits \[64, 3\] differs"):
         export_onnx(PolicyGraph(Drifting(), spec))
 
 
@@ -107,5 +107,5 @@ class Complex(nn.Module):
 
 def test_an_operation_that_does_not_export_is_named():
     spec = PolicySpec(Box((4,)), Discrete(2), "categorical")
-    with pytest.raises(PackageInvalid, match="cannot export"):
+    with pytest.raises(PackageInvalidError, match="cannot export"):
         export_onnx(PolicyGraph(Complex(), spec))

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from replaylake.offline.learning.flat import FlatGroup, flattened
+from replaylake.offline.learning.flat import FlatGroup, flatten_parameters
 from replaylake.offline.networks.mlp import MLP
 
 
@@ -29,7 +29,7 @@ def test_gradients_lie_side_by_side_in_the_order_of_the_parameters():
         torch.zeros_like(p) if g is None else g
         for p, g in zip(module.parameters(), expected, strict=True)
     ]
-    groups, memory = flattened({"first": nn.Linear(2, 2), "mixed": module})
+    groups, memory = flatten_parameters({"first": nn.Linear(2, 2), "mixed": module})
     memory.fill_(9.0)
     groups["mixed"].differentiate(module(features).square().sum(), retain_graph=False)
     assert (memory[:6] == 9).all()

@@ -4,12 +4,12 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
-from replaylake.datastore.errors import PackageInvalid
+from replaylake.datastore.errors import PackageInvalidError
 from replaylake.datastore.lake.policies.package import graph_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.catalog import make_learner
-from replaylake.offline.algorithms.table import OURS
-from replaylake.offline.facts import DatasetFacts, Moments
+from replaylake.offline.algorithms.table import BUILTIN
+from replaylake.offline.facts import DatasetStatistics, Moments
 from replaylake.offline.learning.algorithm import PolicyModule
 from replaylake.offline.learning.export import export_onnx, random_inputs
 from replaylake.offline.learning.graph_writer import GraphWriter
@@ -22,7 +22,7 @@ ACTIONS = {
     "continuous": Box((2,), "float32", -2, 2),
     "multi_discrete": MultiDiscrete((2, 3)),
 }
-FACTS = DatasetFacts(
+FACTS = DatasetStatistics(
     observations={"": Moments(np.full(4, 0.5, np.float32), np.full(4, 2.0, np.float32))}
 )
 
@@ -42,7 +42,7 @@ def moved(graph):
             parameter.add_(0.1 * torch.randn(parameter.shape))
 
 
-@pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row.name}-{row.actions}")
+@pytest.mark.parametrize("row", BUILTIN, ids=lambda row: f"{row.name}-{row.actions}")
 def test_every_algorithms_graph_follows_the_weights(row):
     learner = make_learner(
         row.name, OBSERVATIONS, ACTIONS[row.actions], options={}, seed=0, facts=FACTS
@@ -170,7 +170,7 @@ def test_what_cannot_be_exported_says_so():
             return (torch.linalg.eigvals(observations.reshape(-1, 2, 2)).real,)
 
     writer = GraphWriter(graph_of(Complex(), 2))
-    with pytest.raises(PackageInvalid, match="cannot export"):
+    with pytest.raises(PackageInvalidError, match="cannot export"):
         writer.onnx()
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
+from replaylake.datastore.errors import ConfigInvalidError, PackageInvalidError
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.offline.facts import DatasetFacts, RewardScaling
+from replaylake.offline.facts import DatasetStatistics, RewardScaling
 from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, Target
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.actors import CategoricalNetwork
@@ -73,7 +73,7 @@ def test_a_loss_of_no_network_is_refused_by_name(batch):
     def losses(networks, targets, tensors, rng, due):
         return Losses({"actors": networks["actor"].value})
 
-    with pytest.raises(ConfigInvalid, match=r"'actors'.*\['actor', 'critic'\]"):
+    with pytest.raises(ConfigInvalidError, match=r"'actors'.*\['actor', 'critic'\]"):
         GradientLearner(two_constants(losses), seed=0).update(batch())
 
 
@@ -124,13 +124,13 @@ def test_each_group_has_its_own_target_and_its_own_pace(batch):
     [{"targets": {"actors": Target()}}, {"update_periods": {"actors": 2}}],
 )
 def test_targets_and_periods_of_no_network_are_refused(changes):
-    with pytest.raises(ConfigInvalid, match=r"'actors'.*\['actor', 'critic'\]"):
+    with pytest.raises(ConfigInvalidError, match=r"'actors'.*\['actor', 'critic'\]"):
         GradientLearner(two_constants(None, **changes), seed=0)
 
 
 @pytest.mark.parametrize("wrong", [{"tau": 0.0}, {"tau": 1.5}, {"period": 0}])
 def test_a_target_out_of_range_is_refused(wrong):
-    with pytest.raises(ConfigInvalid, match=next(iter(wrong))):
+    with pytest.raises(ConfigInvalidError, match=next(iter(wrong))):
         Target(**wrong)
 
 
@@ -223,7 +223,7 @@ def test_rewards_arrive_scaled_and_returns_by_the_same_unit(batch):
         seen.append((tensors.rewards, tensors.returns))
         return Losses({"actor": networks["actor"].value})
 
-    facts = DatasetFacts(rewards=RewardScaling(0.0, 4.0))
+    facts = DatasetStatistics(rewards=RewardScaling(0.0, 4.0))
     learner = GradientLearner(two_constants(losses), seed=0, facts=facts)
     given = batch()
     learner.update(replace(given, returns=given.rewards * 2))
@@ -234,8 +234,8 @@ def test_rewards_arrive_scaled_and_returns_by_the_same_unit(batch):
 
 @pytest.mark.parametrize("sums", [{"needs_returns": True}, {"n_step": 3}])
 def test_a_shift_of_rewards_is_refused_where_they_are_summed_up(sums):
-    facts = DatasetFacts(rewards=RewardScaling(1.0, 2.0))
-    with pytest.raises(ConfigInvalid, match="a shift of 1, expected none"):
+    facts = DatasetStatistics(rewards=RewardScaling(1.0, 2.0))
+    with pytest.raises(ConfigInvalidError, match="a shift of 1, expected none"):
         GradientLearner(two_constants(lambda *_: Losses({}), **sums), seed=0, facts=facts)
 
 
@@ -290,9 +290,11 @@ def test_the_state_of_other_networks_is_refused_and_nothing_is_changed():
     learner = of_size(8)
     before = learner.state_dict()
     wider = r"networks\.policy\.body\.layers\.0\.weight: found \[16, 4\], expected \[8, 4\]"
-    with pytest.raises(PackageInvalid, match=wider):
+    with pytest.raises(PackageInvalidError, match=wider):
         learner.load_state_dict(of_size(16).state_dict())
-    with pytest.raises(PackageInvalid, match=r"targets\.policy.*: found \[8, 4\], expected none"):
+    with pytest.raises(
+        PackageInvalidError, match=r"targets\.policy.*: found \[8, 4\], expected none"
+    ):
         learner.load_state_dict(of_size(8, {"policy": Target()}).state_dict())
     for name, array in learner.state_dict().items():
         np.testing.assert_array_equal(array, before[name])
@@ -302,14 +304,14 @@ def test_a_parameter_of_two_groups_is_refused_by_name():
     shared = nn.Linear(2, 2)
     networks = {"actor": nn.Sequential(shared), "critic": nn.Sequential(shared, nn.Linear(2, 1))}
     algorithm = replace(two_constants(lambda *_: Losses({})), networks=lambda: Networks(networks))
-    with pytest.raises(ConfigInvalid, match=r"critic\.0\.weight in group 'actor' too"):
+    with pytest.raises(ConfigInvalidError, match=r"critic\.0\.weight in group 'actor' too"):
         GradientLearner(algorithm, seed=0)
 
 
 def test_parameters_that_are_not_float32_are_refused_by_name():
     networks = {"actor": nn.Linear(2, 2).double()}
     algorithm = replace(two_constants(lambda *_: Losses({})), networks=lambda: Networks(networks))
-    with pytest.raises(ConfigInvalid, match=r"actor\.weight of torch\.float64"):
+    with pytest.raises(ConfigInvalidError, match=r"actor\.weight of torch\.float64"):
         GradientLearner(algorithm, seed=0)
 
 

@@ -3,7 +3,7 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.offline.learning.minibatches import minibatches, taken_rows
+from replaylake.offline.learning.minibatches import minibatches, take_rows
 
 
 def rng(seed=0):
@@ -59,7 +59,7 @@ def test_a_mask_takes_steps_of_sequences():
         weights=steps.float(),
         keys=np.arange(12).reshape(2, 3, 2),
     )
-    found = taken_rows(batch, torch.tensor([[True, False, False], [True, True, False]]))
+    found = take_rows(batch, torch.tensor([[True, False, False], [True, True, False]]))
     assert found.actions.tolist() == [0, 3, 4]
     assert found.observations["a"].tolist() == [[0], [3], [4]]
     assert found.keys.tolist() == [[0, 1], [6, 7], [8, 9]]

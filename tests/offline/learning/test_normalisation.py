@@ -9,11 +9,16 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinary, Tuple
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, QueryRefused, SchemaMismatch
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    EmptyReplayError,
+    QueryRefusedError,
+    SchemaMismatchError,
+)
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.offline.facts import DatasetFacts, RewardScaling
-from replaylake.offline.learning.normalisation import fit_facts
+from replaylake.offline.facts import DatasetStatistics, RewardScaling
+from replaylake.offline.learning.normalisation import fit_statistics
 
 Make = Callable[..., Episode]
 
@@ -38,21 +43,21 @@ def test_elements_are_measured_one_by_one(lake: Lake) -> None:
     dataset = lake.dataset("d")
     # The first element: 1, 3, 5, 7 has mean 4 and variance 5. The second is 2 throughout.
     dataset.append([episode("a", [[1, 2], [3, 2]]), episode("b", [[5, 2], [7, 2]])])
-    facts = fit_facts([dataset.snapshot()], observations=True)
+    facts = fit_statistics([dataset.snapshot()], observations=True)
     assert set(facts.observations) == {""}
     mean, std = facts.observations[""]
     assert mean.dtype == std.dtype == np.float32
     np.testing.assert_array_equal(mean, [4, 2])
     np.testing.assert_array_equal(std, np.float32([5**0.5, 1]))
     assert facts.rewards == RewardScaling()
-    assert fit_facts([dataset.snapshot()], actions=False) == DatasetFacts()
+    assert fit_statistics([dataset.snapshot()], actions=False) == DatasetStatistics()
 
 
 def test_only_what_is_learned_from_is_measured(lake: Lake) -> None:
     dataset = lake.dataset("d")
     first = episode("a", [[1], [3], [100]], [1, 1, 5], [[-1], [2], [50]])
     dataset.append([first, episode("b", [[1000]], [1000], [[1000]])])
-    facts = fit_facts(
+    facts = fit_statistics(
         [dataset.snapshot()],
         where="num_steps = 3",
         where_steps="observation[1] < 50",
@@ -78,7 +83,7 @@ def test_several_datasets_count_as_one(lake: Lake) -> None:
         some = slice(stop - size, stop)
         dataset.append([episode("e", rows[some], rewards[some], rows[some, :1])])
         datasets.append(dataset.snapshot())
-    facts = fit_facts(datasets, observations=True, rewards="mean_std")
+    facts = fit_statistics(datasets, observations=True, rewards="mean_std")
     exact = rows.astype(np.float64)
     np.testing.assert_allclose(facts.observations[""].mean, exact.mean(axis=0), rtol=1e-6)
     np.testing.assert_allclose(facts.observations[""].std, exact.std(axis=0), rtol=1e-6)
@@ -86,7 +91,7 @@ def test_several_datasets_count_as_one(lake: Lake) -> None:
     assert facts.action_range is not None
     np.testing.assert_array_equal(facts.action_range[0], rows[:, 0].min())
     np.testing.assert_array_equal(facts.action_range[1], rows[:, 0].max())
-    again = fit_facts(datasets, observations=True, rewards="mean_std")
+    again = fit_statistics(datasets, observations=True, rewards="mean_std")
     assert again.to_json() == facts.to_json()
 
 
@@ -123,7 +128,7 @@ def test_boxes_within_dicts_and_tuples_and_nothing_else(lake: Lake) -> None:
             )
         ]
     )
-    facts = fit_facts([dataset.snapshot()], observations=True)
+    facts = fit_statistics([dataset.snapshot()], observations=True)
     assert set(facts.observations) == {"arm._0", "height", "counts"}
     np.testing.assert_array_equal(facts.observations["arm._0"].mean, arm.mean(axis=0))
     np.testing.assert_array_equal(facts.observations["arm._0"].std, np.full((2, 2), 2))
@@ -139,19 +144,19 @@ def test_rewards(lake: Lake) -> None:
     # Returns 4 and 12; all rewards have mean 4 and variance (9 + 1 + 1 + 9) / 4 = 5.
     dataset.append([episode("a", [[0], [0]], [1, 3]), episode("b", [[0], [0]], [5, 7])])
     snapshots = [dataset.snapshot()]
-    assert fit_facts(snapshots, rewards="std").rewards == pytest.approx((0, 5**0.5))
-    assert fit_facts(snapshots, rewards="mean_std").rewards == pytest.approx((4, 5**0.5))
-    assert fit_facts(snapshots, rewards="return_range").rewards == (0, 8 / 1000)
-    doubled = fit_facts(snapshots, reward="2 * reward", rewards="return_range")
+    assert fit_statistics(snapshots, rewards="std").rewards == pytest.approx((0, 5**0.5))
+    assert fit_statistics(snapshots, rewards="mean_std").rewards == pytest.approx((4, 5**0.5))
+    assert fit_statistics(snapshots, rewards="return_range").rewards == (0, 8 / 1000)
+    doubled = fit_statistics(snapshots, reward="2 * reward", rewards="return_range")
     assert doubled.rewards == (0, 16 / 1000)
-    one = fit_facts(snapshots, where='"return" > 5', rewards="return_range")
+    one = fit_statistics(snapshots, where='"return" > 5', rewards="return_range")
     assert one.rewards == RewardScaling(0, 1)
 
 
 def test_what_hardly_varies_is_not_blown_up(lake: Lake) -> None:
     dataset = lake.dataset("d")
     dataset.append([episode("a", [[1.0, 1e-5], [1.0, -1e-5]])])
-    _, std = fit_facts([dataset.snapshot()], observations=True).observations[""]
+    _, std = fit_statistics([dataset.snapshot()], observations=True).observations[""]
     np.testing.assert_array_equal(std, np.float32([1, 1e-3]))
 
 
@@ -160,7 +165,7 @@ def test_far_from_zero_the_spread_is_still_exact(lake: Lake) -> None:
     # A sum of squares in float64 would leave 0 of it, or less.
     values = 1e6 + np.array([0, 1, 2, 3])
     dataset.append([episode("a", values[:, None], values * 1e3)])
-    facts = fit_facts([dataset.snapshot()], observations=True, rewards="std")
+    facts = fit_statistics([dataset.snapshot()], observations=True, rewards="std")
     np.testing.assert_allclose(facts.observations[""].std, [1.25**0.5], rtol=1e-6)
     assert facts.rewards.scale == pytest.approx(1000 * 1.25**0.5, rel=1e-9)
 
@@ -174,13 +179,15 @@ def dataset(lake: Lake) -> Dataset:
 
 def test_refusals(dataset: Dataset) -> None:
     snapshots = [dataset.snapshot()]
-    with pytest.raises(ConfigInvalid, match="found rewards 'minmax', expected one of none, std"):
-        fit_facts(snapshots, rewards="minmax")  # type: ignore[arg-type]
-    with pytest.raises(EmptyReplay, match=r"normalisation of d@1: found no observation"):
-        fit_facts(snapshots, where="num_steps > 9", observations=True)
-    with pytest.raises(EmptyReplay, match=r"found no return"):
-        fit_facts(snapshots, where="num_steps > 9", rewards="return_range", actions=False)
-    with pytest.raises(QueryRefused, match=r"reward: .*random"):
-        fit_facts(snapshots, reward="random()", rewards="std")
-    with pytest.raises(SchemaMismatch, match="found a reward that is not finite"):
-        fit_facts(snapshots, reward="'inf'::double", rewards="std")
+    with pytest.raises(
+        ConfigInvalidError, match="found rewards 'minmax', expected one of none, std"
+    ):
+        fit_statistics(snapshots, rewards="minmax")  # type: ignore[arg-type]
+    with pytest.raises(EmptyReplayError, match=r"normalisation of d@1: found no observation"):
+        fit_statistics(snapshots, where="num_steps > 9", observations=True)
+    with pytest.raises(EmptyReplayError, match=r"found no return"):
+        fit_statistics(snapshots, where="num_steps > 9", rewards="return_range", actions=False)
+    with pytest.raises(QueryRefusedError, match=r"reward: .*random"):
+        fit_statistics(snapshots, reward="random()", rewards="std")
+    with pytest.raises(SchemaMismatchError, match="found a reward that is not finite"):
+        fit_statistics(snapshots, reward="'inf'::double", rewards="std")

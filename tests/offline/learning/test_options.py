@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.offline.learning.options import from_options, to_options
 
 
@@ -30,12 +30,14 @@ def test_none_is_kept_where_it_is_allowed():
 
 
 def test_an_unknown_key_gets_the_near_match():
-    with pytest.raises(ConfigInvalid, match=r"test: found option 'learnin_rate'.*learning_rate"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"test: found option 'learnin_rate'.*learning_rate"
+    ):
         from_options(Config, {"learnin_rate": 1.0}, "test")
 
 
 def test_an_unlike_key_gets_all_of_them():
-    with pytest.raises(ConfigInvalid, match="one of clip, head, "):
+    with pytest.raises(ConfigInvalidError, match="one of clip, head, "):
         from_options(Config, {"zzz": 1.0}, "test")
 
 
@@ -54,7 +56,7 @@ def test_an_unlike_key_gets_all_of_them():
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(options):
-    with pytest.raises(ConfigInvalid, match=next(iter(options))):
+    with pytest.raises(ConfigInvalidError, match=next(iter(options))):
         from_options(Config, options, "test")
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaylake.datastore.errors import PackageInvalid
+from replaylake.datastore.errors import PackageInvalidError
 from replaylake.offline.learning.state import pack_state, unpack_state
 
 
@@ -41,12 +41,12 @@ def test_packing_copies():
 
 @pytest.mark.parametrize("arrays", [{}, {"structure": np.frombuffer(b"{", np.uint8)}])
 def test_arrays_that_no_learner_saved_are_refused(arrays):
-    with pytest.raises(PackageInvalid, match="learner state"):
+    with pytest.raises(PackageInvalidError, match="learner state"):
         unpack_state(arrays)
 
 
 def test_a_missing_array_is_refused():
     arrays = pack_state({"weights": torch.zeros(1)})
     del arrays["state.weights"]
-    with pytest.raises(PackageInvalid, match=r"state\.weights"):
+    with pytest.raises(PackageInvalidError, match=r"state\.weights"):
         unpack_state(arrays)

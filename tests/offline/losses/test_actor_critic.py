@@ -7,13 +7,13 @@ from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from replaylake.offline.losses.actor_critic import (
     advantage_weights,
-    behaviour_regularised_value,
+    behavior_regularized_value,
     clipped_double_target,
     conservative_gap,
     expectile_loss,
-    normalised_advantage_weights,
-    smoothed_actions,
-    squashed_sample,
+    normalized_advantage_weights,
+    sample_squashed,
+    smooth_actions,
     temperature_loss,
 )
 
@@ -39,14 +39,14 @@ def test_smoothed_actions_clip_the_noise_then_the_action():
     noise = torch.tensor([[1.0, 10.0, 2.0, -1.0]])
     given = noise.clone()
     # 0.2 x noise is 0.2, 2, 0.4, -0.2; at most 0.3 of each is taken.
-    close(smoothed_actions(actions, noise, 0.2, 0.3)[0], 0.2, 0.3, 1.0, -1.0)
+    close(smooth_actions(actions, noise, 0.2, 0.3)[0], 0.2, 0.3, 1.0, -1.0)
     torch.testing.assert_close(noise, given)
 
 
 def test_behaviour_regularised_value_scales_by_the_mean_magnitude():
     q = torch.tensor([1.0, -3.0], requires_grad=True)
     # mean |q| = 2, alpha / 2 = 1.25
-    loss = behaviour_regularised_value(q, 2.5)
+    loss = behavior_regularized_value(q, 2.5)
     close(loss, -1.25, 3.75)
     loss.sum().backward()
     close(q.grad, -1.25, -1.25)  # lambda is held constant
@@ -75,14 +75,14 @@ def test_advantage_weights_are_exponential_and_clipped():
 def test_normalised_advantage_weights_have_mean_one():
     a = torch.tensor([math.log(1), math.log(3)])
     # softmax is 1/4, 3/4; at lambda 1/2 the ratio is 9: 1/10, 9/10.
-    close(normalised_advantage_weights(a, 1.0), 0.5, 1.5)
-    close(normalised_advantage_weights(a, 0.5), 0.2, 1.8)
+    close(normalized_advantage_weights(a, 1.0), 0.5, 1.5)
+    close(normalized_advantage_weights(a, 0.5), 0.2, 1.8)
 
 
 def test_squashed_sample_of_the_mode_by_hand():
     # u = 0.5: the density is 1 / (std sqrt(2 pi)) / (1 - tanh(0.5)^2).
     mean, log_std = torch.tensor([[0.5]]), torch.tensor([[math.log(0.1)]])
-    actions, log_probs = squashed_sample(mean, log_std, torch.zeros(1, 1))
+    actions, log_probs = sample_squashed(mean, log_std, torch.zeros(1, 1))
     tanh = math.tanh(0.5)
     expected = -math.log(0.1 * math.sqrt(2 * math.pi)) - math.log(1 - tanh**2)
     close(actions, [tanh])
@@ -93,7 +93,7 @@ def test_squashed_sample_is_torchs_transformed_normal():
     generator = torch.Generator().manual_seed(0)
     means, log_stds, noise = torch.randn(3, 50, 2, generator=generator)
     means, log_stds = means.requires_grad_(), (0.3 * log_stds).requires_grad_()
-    actions, log_probs = squashed_sample(means, log_stds, noise)
+    actions, log_probs = sample_squashed(means, log_stds, noise)
     law = TransformedDistribution(Normal(means, log_stds.exp()), TanhTransform(cache_size=1))
     drawn = law.transforms[0](means + log_stds.exp() * noise)
     torch.testing.assert_close(actions, drawn)
@@ -105,7 +105,7 @@ def test_squashed_sample_is_torchs_transformed_normal():
 
 
 def test_squashed_sample_far_out_stays_finite():
-    _, log_probs = squashed_sample(torch.tensor([[40.0]]), torch.zeros(1, 1), torch.zeros(1, 1))
+    _, log_probs = sample_squashed(torch.tensor([[40.0]]), torch.zeros(1, 1), torch.zeros(1, 1))
     # 1 - tanh(40)^2 is 4 exp(-80) to all digits: ln of it is ln 4 - 80.
     close(log_probs, -0.5 * math.log(2 * math.pi) + 80 - math.log(4))
 

@@ -6,7 +6,7 @@ from replaylake.offline.losses.bandit import (
     doubly_robust_values,
     importance_weights,
     ips_value,
-    self_normalised_value,
+    self_normalized_value,
 )
 
 
@@ -16,7 +16,7 @@ def test_values_by_hand():
     assert weights.tolist() == pytest.approx([2.0, 0.2])
     r = torch.tensor([1.0, 10.0])
     assert float(ips_value(r, weights)) == pytest.approx(2.0)
-    assert float(self_normalised_value(r, weights)) == pytest.approx(4 / 2.2)
+    assert float(self_normalized_value(r, weights)) == pytest.approx(4 / 2.2)
     q_taken, v_pi = torch.tensor([0.5, 8.0]), torch.tensor([0.7, 3.0])
     # 0.7 + 2 * 0.5; 3 + 0.2 * 2
     values = doubly_robust_values(r, weights, q_taken, v_pi)
@@ -25,7 +25,7 @@ def test_values_by_hand():
 
 def test_a_constant_added_to_all_rewards_moves_the_self_normalised_value_by_it():
     weights, r = torch.tensor([2.0, 0.2, 0.7]), torch.tensor([1.0, 10.0, 0.0])
-    before, after = (float(self_normalised_value(x, weights)) for x in (r, r + 5))
+    before, after = (float(self_normalized_value(x, weights)) for x in (r, r + 5))
     assert after - before == pytest.approx(5.0)
 
 

@@ -5,10 +5,10 @@ import torch
 
 from replaylake.offline.losses.q_learning import (
     conservative_gap,
+    gather_values,
     greedy_values,
     huber,
     quantile_regression,
-    taken_values,
     td_errors,
 )
 
@@ -41,7 +41,7 @@ def test_td_errors_by_hand_move_only_the_taken_value():
     q_tm1 = Q.clone().requires_grad_()
     v_t = torch.tensor([10.0, 4.0], requires_grad=True)
     a_tm1 = torch.tensor([2, 0])
-    assert taken_values(Q, a_tm1).tolist() == [3.0, 2.0]
+    assert gather_values(Q, a_tm1).tolist() == [3.0, 2.0]
     errors = td_errors(q_tm1, a_tm1, torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.0]), v_t)
     # 1 + 0.5 * 10 - 3; -1 + 0 * 4 - 2
     assert errors.tolist() == [3.0, -3.0]

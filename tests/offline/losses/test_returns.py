@@ -5,7 +5,7 @@ import torch
 
 from replaylake.offline.losses.returns import (
     discounted_returns,
-    generalised_advantages,
+    generalized_advantages,
     lambda_returns,
     n_step_returns,
     retrace,
@@ -51,7 +51,7 @@ def test_two_steps_by_hand():
 def test_advantages_are_lambda_returns_less_the_value(sequence):
     r_t, discount_t, v_tm1, v_t = sequence
     values = torch.cat([v_tm1, v_t[:, -1:]], dim=1)
-    found = generalised_advantages(r_t, discount_t, values, 0.7)
+    found = generalized_advantages(r_t, discount_t, values, 0.7)
     torch.testing.assert_close(found, lambda_returns(r_t, discount_t, v_t, 0.7) - v_tm1)
 
 

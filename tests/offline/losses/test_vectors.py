@@ -9,12 +9,12 @@ import torch
 from replaylake.offline.losses.bandit import (
     importance_weights,
     ips_value,
-    self_normalised_value,
+    self_normalized_value,
 )
 from replaylake.offline.losses.q_learning import greedy_values, quantile_regression, td_errors
 from replaylake.offline.losses.returns import (
     discounted_returns,
-    generalised_advantages,
+    generalized_advantages,
     lambda_returns,
     n_step_returns,
     v_trace,
@@ -91,7 +91,7 @@ def constant_bandit(cases):
         log_pi, log_mu = (torch.tensor(float(case[key])).log() for key in ("p_pred", "p_log"))
         weights = importance_weights(log_pi, log_mu).expand_as(rewards)
         found["ips"].append(ips_value(rewards, weights))
-        found["snips"].append(self_normalised_value(rewards, weights))
+        found["snips"].append(self_normalized_value(rewards, weights))
     return {name: torch.stack(values) for name, values in found.items()}
 
 
@@ -102,8 +102,8 @@ OURS = {
     "n_step_bootstrapped_returns_n5": n_step_returns,
     "n_step_bootstrapped_returns_n7": n_step_returns,
     "n_step_transitions_n3": n_step_transitions,
-    "truncated_gae_lambda1.0": generalised_advantages,
-    "truncated_gae_lambda0.7": generalised_advantages,
+    "truncated_gae_lambda1.0": generalized_advantages,
+    "truncated_gae_lambda0.7": generalized_advantages,
     "vtrace_td_error_and_advantage": rlax_v_trace,
     "vtrace_from_importance_weights_B1": impala_v_trace,
     "q_learning_td": q_learning,

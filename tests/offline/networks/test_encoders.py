@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Space
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.graph_policy import graph_inputs
 from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.facts import DatasetFacts, Moments
+from replaylake.offline.facts import DatasetStatistics, Moments
 from replaylake.offline.learning.algorithm import PolicyModule
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.networks.actors import CategoricalNetwork
@@ -56,7 +56,9 @@ def test_channels_come_first_and_numbers_are_shares_of_255(shape: tuple[int, ...
     "space", [image(2, 2, 2, 2, 2), image(4, 0), Box((8, 8)), image(8)], ids=str
 )
 def test_what_is_no_frame_is_refused(space: Box) -> None:
-    with pytest.raises(SpaceUnsupported, match=r"observation\.camera: found Box .* frames of 2 or"):
+    with pytest.raises(
+        SpaceUnsupportedError, match=r"observation\.camera: found Box .* frames of 2 or"
+    ):
         Frames(space, "observation.camera")
 
 
@@ -109,7 +111,7 @@ SPACES: list[Space] = [
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_onnx_takes_bytes(space: Space) -> None:
     spec = PolicySpec(space, Discrete(3), "categorical")
-    network = CategoricalNetwork(space, 3, (16,), DatasetFacts())
+    network = CategoricalNetwork(space, 3, (16,), DatasetStatistics())
     graph = PolicyGraph(PolicyModule(network, spec), spec)
     onnx = export_onnx(graph)
     inputs = graph_inputs(spec, _random(space, 7))

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Box, Discrete, Text
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import graph_policy, load_policy, save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
@@ -16,7 +16,7 @@ from replaylake.offline.learning.algorithm import PolicyModule
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.graph_writer import GraphWriter
 from replaylake.offline.networks.actors import CategoricalNetwork
-from replaylake.offline.networks.frame_stack import on_single_frames, stacked_space
+from replaylake.offline.networks.frame_stack import stack_space, wrap_frame_stack
 from replaylake.offline.networks.graph import PolicyGraph, TorchPolicy
 
 ENV = "ReplayLake/FrameGrid-v0"
@@ -38,12 +38,12 @@ class Counting(nn.Module):
 
 def seen(module, num_logits, state_size=0, dtype="float32"):
     spec = PolicySpec(
-        stacked_space(Box((2,), dtype, 0, 9), 3),
+        stack_space(Box((2,), dtype, 0, 9), 3),
         Discrete(num_logits),
         "q_values",
         state_size=state_size,
     )
-    return on_single_frames(PolicyGraph(module, spec), 3)
+    return wrap_frame_stack(PolicyGraph(module, spec), 3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "int16"])
@@ -95,11 +95,11 @@ def frames(tmp_path_factory):
 def test_on_single_frames_it_acts_as_it_learned_on_stacked_ones(frames, tmp_path):
     torch.manual_seed(0)
     observation_space, action_space = spaces_of(ENV)
-    space = stacked_space(observation_space, 3)
+    space = stack_space(observation_space, 3)
     assert space == Box((3, 84, 84), "uint8", 0, 255)
     spec = PolicySpec(space, action_space, "categorical")
     learned = PolicyGraph(PolicyModule(CategoricalNetwork(space, 4, (8,)), spec), spec)
-    graph = on_single_frames(learned, 3)
+    graph = wrap_frame_stack(learned, 3)
     assert graph.spec.observation_space == observation_space
     writer = GraphWriter(graph)
     assert writer.is_fast
@@ -127,19 +127,19 @@ def test_on_single_frames_it_acts_as_it_learned_on_stacked_ones(frames, tmp_path
 
 def test_what_float32_does_not_hold_is_refused():
     for space in (Box((2,), "int32", 0, 9), Text()):
-        with pytest.raises(SpaceUnsupported, match="frame stack: found observations"):
-            stacked_space(space, 2)
+        with pytest.raises(SpaceUnsupportedError, match="frame stack: found observations"):
+            stack_space(space, 2)
 
 
 def test_a_policy_of_other_stacks_is_refused():
     spec = PolicySpec(Box((4, 2)), Discrete(2), "categorical")
-    with pytest.raises(SpaceUnsupported, match="expected a Box of 3 observations"):
-        on_single_frames(PolicyGraph(Seen(), spec), 3)
+    with pytest.raises(SpaceUnsupportedError, match="expected a Box of 3 observations"):
+        wrap_frame_stack(PolicyGraph(Seen(), spec), 3)
 
 
 def test_bounds_of_each_element_are_kept():
     space = Box((2,), "float32", [0, 1], [2, 3])
-    stacked = stacked_space(space, 2)
+    stacked = stack_space(space, 2)
     assert stacked == Box((2, 2), "float32", [[0, 1], [0, 1]], [[2, 3], [2, 3]])
     graph = PolicyGraph(Seen(), PolicySpec(stacked, Discrete(4), "q_values"))
-    assert on_single_frames(graph, 2).spec.observation_space == space
+    assert wrap_frame_stack(graph, 2).spec.observation_space == space

@@ -114,7 +114,7 @@ def test_gradients_of_all_members_at_once_take_nothing_from_what_was_there():
     features = torch.randn(8, 5)
     views = network.sink.views = [torch.full_like(p, torch.nan) for p in network.sunk()]
     network.sink.open()
-    outputs = mlp._Stacked.apply(network.sink, features, *network.sunk())
+    outputs = mlp._BatchedMLP.apply(network.sink, features, *network.sunk())
     outputs.sum().backward()
     assert network.sink.close()
     expected = torch.autograd.grad(network(features).sum(), network.sunk())
@@ -128,7 +128,7 @@ def test_products_of_all_members_at_once_are_those_of_each():
     features = torch.randn(8, 5, requires_grad=True)
     wanted = [features, *network.sunk()]
     one_by_one = network(features)
-    together = mlp._Stacked.apply(network.sink, features, *network.sunk())
+    together = mlp._BatchedMLP.apply(network.sink, features, *network.sunk())
     torch.testing.assert_close(together, one_by_one)
     weight = torch.randn_like(together)
     for found, expected in zip(

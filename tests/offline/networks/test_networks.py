@@ -10,7 +10,7 @@ from replaylake.datastore.episodes.spaces import (
     Text,
     Tuple,
 )
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.offline.networks.actors import GaussianNetwork
 from replaylake.offline.networks.features import ObservationFeatures
 
@@ -49,7 +49,9 @@ def test_leaves_of_a_dict_are_joined_in_order():
 
 @pytest.mark.parametrize(("space", "name"), [(Text(), "n"), (Dict({"t": Text()}), "n.t")])
 def test_text_is_refused_by_name(space, name):
-    with pytest.raises(SpaceUnsupported, match=rf"observatio{name}: found Text, expected a Box"):
+    with pytest.raises(
+        SpaceUnsupportedError, match=rf"observatio{name}: found Text, expected a Box"
+    ):
         ObservationFeatures(space)
 
 

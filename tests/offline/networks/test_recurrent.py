@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid
+from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError
 from replaylake.datastore.lake.policies.package import graph_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.learning.export import export_onnx
@@ -151,10 +151,10 @@ def test_the_writer_puts_a_cores_weights_into_the_file_as_they_are():
 @pytest.mark.parametrize("state", [None, np.zeros((3, 5), np.float32), np.zeros((2, 5))])
 def test_without_its_state_it_does_not_act(state):
     policy = TorchPolicy(graph_of("gru"))
-    with pytest.raises(EpisodeInvalid, match=r"found state .*expected float32 \[2, 5\]"):
+    with pytest.raises(EpisodeInvalidError, match=r"found state .*expected float32 \[2, 5\]"):
         policy.act(np.zeros((2, 3), np.float32), state)
 
 
 def test_another_kind_is_refused():
-    with pytest.raises(ConfigInvalid, match="found 'rnn', expected one of gru, lstm"):
+    with pytest.raises(ConfigInvalidError, match="found 'rnn', expected one of gru, lstm"):
         make_core("rnn", 1, 1)

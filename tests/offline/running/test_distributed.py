@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
+from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import read_curves
-from replaylake.offline.running.local_ray import import_ray, quiet_at_exit
+from replaylake.offline.running.local_ray import import_ray, silence_exit_output
 from replaylake.offline.running.train import TrainConfig, resume, train
 from replaylake.offline.running.training.interruption import RunInterrupted
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
 @pytest.fixture(scope="module")
 def ray():
     """One Ray for all tests of the file: it takes seconds to start."""
-    quiet_at_exit()
+    silence_exit_output()
     ray = import_ray("tests")
     ray.init(
         address="local",
@@ -81,14 +81,16 @@ def learner_pids(lake, run_id):
 
 
 def test_a_batch_has_to_be_divisible():
-    with pytest.raises(ConfigInvalid, match=r"batch_size: found 16, expected a multiple of .* 3"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"batch_size: found 16, expected a multiple of .* 3"
+    ):
         quick(learners=3)
-    with pytest.raises(ConfigInvalid, match="learners: found 0"):
+    with pytest.raises(ConfigInvalidError, match="learners: found 0"):
         quick(learners=0)
 
 
 def test_an_algorithm_that_hides_its_gradients_is_refused_before_any_process(lake):
-    with pytest.raises(ConfigInvalid, match="algorithm d3rlpy:bc: found d3rlpy's"):
+    with pytest.raises(ConfigInvalidError, match="algorithm d3rlpy:bc: found d3rlpy's"):
         train(lake, ["line"], quick(algorithm="d3rlpy:bc", learners=2), policy_name="p")
     assert lake.registry.runs() == []
 
@@ -134,7 +136,9 @@ def test_two_learners_have_the_weights_of_one(ray, lake, dataset, config):
 
 @pytest.mark.slow
 def test_more_learners_than_ray_has_cpus_are_refused_at_once(ray, lake):
-    with pytest.raises(ConfigInvalid, match=r"learners: found 2 CPUs .* for each of 4 learners"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"learners: found 2 CPUs .* for each of 4 learners"
+    ):
         train(lake, ["line"], quick(algorithm="dqn", learners=4), policy_name="p")
 
 
@@ -178,7 +182,7 @@ def test_all_stop_early_together(ray, lake):
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_said_by_one(ray, lake):
     config = quick(learners=2, updates=300, options={"learning_rate": 1e38, "hidden_sizes": [8]})
-    with pytest.raises(TrainingFailed, match="policy_loss is nan at update") as found:
+    with pytest.raises(TrainingError, match="policy_loss is nan at update") as found:
         train(lake, ["line"], config, policy_name="p")
     run = the_run(lake)
     assert run["status"] == "failed"
@@ -202,7 +206,7 @@ def test_a_learner_that_is_killed_fails_the_run_and_it_can_go_on(ray, lake, kill
         os.kill(killed_pids[0], signal.SIGKILL)
 
     rank = 0 if killed == "leader" else 1
-    with pytest.raises(TrainingFailed, match=f"learner {rank} of 2: its process is gone") as found:
+    with pytest.raises(TrainingError, match=f"learner {rank} of 2: its process is gone") as found:
         train(lake, ["line"], config, policy_name="p", on_start=started.append, on_metrics=kill)
     assert "\n" not in str(found.value)
     run = the_run(lake)

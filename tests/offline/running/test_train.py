@@ -7,14 +7,14 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EmptyReplay,
-    NameRefused,
-    NotFound,
-    QueryRefused,
-    SchemaMismatch,
-    SpaceUnsupported,
-    TrainingFailed,
+    ConfigInvalidError,
+    EmptyReplayError,
+    InvalidNameError,
+    NotFoundError,
+    QueryRefusedError,
+    SchemaMismatchError,
+    SpaceUnsupportedError,
+    TrainingError,
 )
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import (
@@ -25,7 +25,7 @@ from replaylake.datastore.lake.policies.package import (
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.offline.environments.ids import make
 from replaylake.offline.evaluation.evaluate import evaluate
-from replaylake.offline.facts import DatasetFacts
+from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.train import TrainConfig, train
 
@@ -101,9 +101,9 @@ def test_steps_are_chosen_and_weighted_by_sql(lake):
         "weight": "(step + num_steps)",
         "correct": False,
     }
-    with pytest.raises(EmptyReplay, match="step > 99"):
+    with pytest.raises(EmptyReplayError, match="step > 99"):
         train(lake, ["line@1"], quick(), policy_name="p", where_steps="step > 99")
-    with pytest.raises(QueryRefused, match="random"):
+    with pytest.raises(QueryRefusedError, match="random"):
         train(lake, ["line@1"], quick(), policy_name="p", weight="random()")
     assert registered(lake) == [("p", 1)]
 
@@ -154,7 +154,7 @@ def test_the_package_acts_as_the_learner_that_was_trained(
         spec.action_space,
         options=SMALL,
         seed=99,
-        facts=DatasetFacts(action_range=(np.full(1, -3.0), np.full(1, 3.0))),
+        facts=DatasetStatistics(action_range=(np.full(1, -3.0), np.full(1, 3.0))),
     )
     learner.load_state_dict(load_learner_weights(result.policy.path))
     observations = np.random.default_rng(1).standard_normal((1000, 2)).astype(np.float32)
@@ -185,7 +185,8 @@ def test_several_datasets_train_together(lake, line_world):
 def test_datasets_of_other_spaces_do_not(lake, line_world):
     lake.dataset("other").append(line_world(action_space="continuous"))
     with pytest.raises(
-        SchemaMismatch, match=r"line and other: the action space is Discrete\(2\) and Box float32"
+        SchemaMismatchError,
+        match=r"line and other: the action space is Discrete\(2\) and Box float32",
     ):
         train(lake, ["line", "other"], quick(), policy_name="p")
 
@@ -211,7 +212,9 @@ def test_masked_actions_are_refused_by_what_ignores_masks(lake, line_world):
     ]
     lake.dataset("masked").append(episodes)
     for algorithm in ("d3rlpy:dqn", "d3rlpy:bc"):
-        with pytest.raises(SpaceUnsupported, match=r"masks that are not all true.*honour .*\bbc\b"):
+        with pytest.raises(
+            SpaceUnsupportedError, match=r"masks that are not all true.*honour .*\bbc\b"
+        ):
             train(lake, ["masked"], quick(algorithm=algorithm), policy_name="p")
     assert lake.registry.runs() == []
     train(lake, ["masked"], quick(algorithm="bc"), policy_name="p")
@@ -262,7 +265,7 @@ def test_reading_counts_the_shards_of_all_datasets(lake, line_world):
 )
 def test_an_unknown_option_is_refused_with_what_is_near(lake, algorithm, option, near):
     config = quick(algorithm=algorithm, options={option: 1})
-    with pytest.raises(ConfigInvalid, match=rf"^algorithm .*'{option}', expected .*{near}"):
+    with pytest.raises(ConfigInvalidError, match=rf"^algorithm .*'{option}', expected .*{near}"):
         train(lake, ["line"], config, policy_name="p")
 
 
@@ -277,7 +280,7 @@ def test_progress_ends_with_the_last_update(lake):
 def test_a_loss_that_is_not_finite_stops_the_run_and_registers_nothing(lake):
     config = quick(updates=200, options={**SMALL, "learning_rate": 1e30})
     message = r"policy_loss is (inf|nan) at update [2-9]\b.*first keys [0-9a-f]{32}"
-    with pytest.raises(TrainingFailed, match=message):
+    with pytest.raises(TrainingError, match=message):
         train(lake, ["line"], config, policy_name="p")
     assert registered(lake) == []
     (run,) = lake.registry.runs()
@@ -296,25 +299,25 @@ def test_cloning_learns_from_steps_that_cannot_be_bootstrapped(tmp_path):
     ]
     lake.dataset("ends").append(episodes)
     assert train(lake, ["ends"], quick(updates=2), policy_name="p").num_steps == 3
-    with pytest.raises(EmptyReplay):
+    with pytest.raises(EmptyReplayError):
         train(lake, ["ends"], quick(algorithm="dqn", updates=2), policy_name="p")
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"datasets": ["nowhere"]}, NotFound, "nowhere"),
-        ({"datasets": ["line@7"]}, NotFound, "7"),
-        ({"datasets": ["line@best"]}, NotFound, "best"),
-        ({"datasets": []}, ConfigInvalid, "no dataset"),
-        ({"policy_name": "run"}, NameRefused, "run"),
-        ({"where": '"return" > 1e9'}, EmptyReplay, "line@1"),
-        ({"config": quick(algorithm="cqk")}, NotFound, "cql"),
-        ({"config": quick(algorithm="iql")}, SpaceUnsupported, "iql"),
-        ({"config": quick(options={"learning_rte": 1})}, ConfigInvalid, "learning_rate"),
-        ({"config": quick(algorithm="dqn", options={"lr": 1})}, ConfigInvalid, "'lr'"),
-        ({"env_id": "CartPole-v1"}, SchemaMismatch, "CartPole-v1"),
-        ({"env_id": "CartPool-v1"}, NotFound, "CartPole-v1"),
+        ({"datasets": ["nowhere"]}, NotFoundError, "nowhere"),
+        ({"datasets": ["line@7"]}, NotFoundError, "7"),
+        ({"datasets": ["line@best"]}, NotFoundError, "best"),
+        ({"datasets": []}, ConfigInvalidError, "no dataset"),
+        ({"policy_name": "run"}, InvalidNameError, "run"),
+        ({"where": '"return" > 1e9'}, EmptyReplayError, "line@1"),
+        ({"config": quick(algorithm="cqk")}, NotFoundError, "cql"),
+        ({"config": quick(algorithm="iql")}, SpaceUnsupportedError, "iql"),
+        ({"config": quick(options={"learning_rte": 1})}, ConfigInvalidError, "learning_rate"),
+        ({"config": quick(algorithm="dqn", options={"lr": 1})}, ConfigInvalidError, "'lr'"),
+        ({"env_id": "CartPole-v1"}, SchemaMismatchError, "CartPole-v1"),
+        ({"env_id": "CartPool-v1"}, NotFoundError, "CartPole-v1"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_and_registers_nothing(lake, arguments, error, message):
@@ -328,7 +331,7 @@ def test_what_cannot_be_trained_is_refused_and_registers_nothing(lake, arguments
     "options", [{"updates": 0}, {"batch_size": 0}, {"discount": 1.5}, {"seed": -1}]
 )
 def test_a_config_out_of_range_is_refused(options):
-    with pytest.raises(ConfigInvalid, match=next(iter(options))):
+    with pytest.raises(ConfigInvalidError, match=next(iter(options))):
         TrainConfig(**options)
 
 

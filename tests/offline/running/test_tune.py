@@ -10,19 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-from replaylake.datastore.errors import CommitConflict, ConfigInvalid, NotFound, TrainingFailed
+from replaylake.datastore.errors import (
+    CommitConflictError,
+    ConfigInvalidError,
+    NotFoundError,
+    TrainingError,
+)
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_learner_weights
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.evaluation.intervals import student_t_interval
-from replaylake.offline.running.local_ray import import_ray, quiet_at_exit
+from replaylake.offline.running.local_ray import import_ray, silence_exit_output
 from replaylake.offline.running.train import resume, train
 from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.offline.running.tune import resume_sweep, tune
 from replaylake.offline.running.tuning.config import Sweep
-from replaylake.offline.running.tuning.ray_trials import comparable
-from replaylake.offline.running.tuning.trial import Ended, Measured, Trial, TrialWork
+from replaylake.offline.running.tuning.ray_trials import to_comparable
+from replaylake.offline.running.tuning.trial import Trial, TrialEnd, TrialMeasurement, TrialSpec
 
 # Ray 2.60 reads settings of its own that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
@@ -31,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
 @pytest.fixture(scope="module")
 def ray():
     """One Ray for all tests of the file: it takes seconds to start."""
-    quiet_at_exit()
+    silence_exit_output()
     ray = import_ray("tests")
     ray.init(
         address="local",
@@ -83,7 +88,7 @@ def work(lake, given, number=0, run_id=None):
     sweep = Sweep.from_options(given).pinned(lake)
     options = sweep.tune.combinations()[0]
     label = {"id": "s", "trial": number, "options": options}
-    return TrialWork(
+    return TrialSpec(
         lake.url, number, sweep.trial_request(options, 0), run_id, label, "selection/loss", "min"
     )
 
@@ -98,10 +103,10 @@ def test_a_trial_waits_at_each_measurement(lake):
     assert max(read_curves(lake.storage, run["run_id"]).get("policy_loss", _Empty).updates) <= 8
     points = [first, trial.next(), trial.next()]
     assert [point.update for point in points] == [8, 16, 20]
-    assert trial.next() == Ended()
+    assert trial.next() == TrialEnd()
     (run,) = lake.registry.runs()
     history = run["selection"]["history"]
-    assert points == [Measured(point["update"], point["value"]) for point in history]
+    assert points == [TrialMeasurement(point["update"], point["value"]) for point in history]
     trial.stop()
 
 
@@ -118,7 +123,7 @@ def test_a_trial_that_is_stopped_saves_and_can_go_on(lake):
     assert run["status"] == "interrupted"
     again = Trial(work(lake, asked(), run_id=run["run_id"]))
     assert again.next().update == 8
-    while isinstance(again.next(), Measured):
+    while isinstance(again.next(), TrialMeasurement):
         pass
     (run,) = [run for run in lake.registry.runs() if "sweep" in run]
     assert (run["status"], run["resumed"][0]["update"]) == ("done", 7)
@@ -136,23 +141,25 @@ def test_a_trial_that_fails_says_why(lake):
 
 
 def test_what_is_no_number_is_worse_than_all_others():
-    assert comparable(float("nan"), "max") < -1e299 < 1e299 < comparable(float("inf"), "min")
-    assert comparable(2.5, "max") == 2.5
+    assert to_comparable(float("nan"), "max") < -1e299 < 1e299 < to_comparable(float("inf"), "min")
+    assert to_comparable(2.5, "max") == 2.5
 
 
 @pytest.mark.slow
 def test_gpus_that_the_machine_does_not_have_are_refused_at_once(lake):
     given = asked()
     given["tune"]["gpus_per_trial"] = torch.cuda.device_count() + 1
-    with pytest.raises(ConfigInvalid, match=r"trials: found .* GPUs on 1 nodes of Ray's, expected"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"trials: found .* GPUs on 1 nodes of Ray's, expected"
+    ):
         tune(lake, given)
 
 
 def test_a_sweep_that_cannot_be_is_refused_before_it_is_recorded(lake):
-    with pytest.raises(ConfigInvalid, match="found option 'learning_rat'"):
+    with pytest.raises(ConfigInvalidError, match="found option 'learning_rat'"):
         tune(lake, asked(learning_rat=1))
     assert lake.registry.runs() == []
-    with pytest.raises(NotFound, match="tune '01x': not in this lake"):
+    with pytest.raises(NotFoundError, match="tune '01x': not in this lake"):
         resume_sweep(lake, "01x")
 
 
@@ -234,13 +241,15 @@ def test_failed_trials_are_told_of_and_tried_again(ray, lake):
     assert "policy_loss is nan" in result.trials[1].error
     assert result.best.options == {"learning_rate": 1e-3}
     assert sweep_record(lake)["num_failed"] == 2
-    with pytest.raises(TrainingFailed, match=r"no trial of 2 that came to its end \(.*policy_loss"):
+    with pytest.raises(TrainingError, match=r"no trial of 2 that came to its end \(.*policy_loss"):
         tune(lake, asked({"learning_rate": [1e38]}, updates=60))
 
 
 @pytest.mark.slow
 def test_a_measure_that_no_run_has(ray, lake):
-    with pytest.raises(ConfigInvalid, match=r"found no number of 'policy_los' in .* policy_loss"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"found no number of 'policy_los' in .* policy_loss"
+    ):
         tune(lake, asked(measure="policy_los", seeds=[0]))
 
 
@@ -328,7 +337,7 @@ def test_an_interrupt_saves_every_trial(lake, tmp_path):
 
     process, _ = driver(lake, tmp_path, enough)
     sweep_id = sweep_record(lake)["run_id"]
-    with pytest.raises(CommitConflict):
+    with pytest.raises(CommitConflictError):
         resume_sweep(lake, sweep_id)
     os.kill(process.pid, signal.SIGTERM)
     errors = process.communicate(timeout=60)[1]

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.online.collecting.draws import EpisodeDraws
+from replaylake.datastore.errors import SpaceUnsupportedError
+from replaylake.online.collecting.draws import EpisodeRandom
 
 
 def stream(seed, kind):
@@ -19,7 +19,7 @@ actions = st.lists(
 
 @given(actions, st.integers(1, 4))
 def test_each_row_is_drawn_from_its_own_stream(calls, num):
-    draws = EpisodeDraws()
+    draws = EpisodeRandom()
     seeds = list(range(num))
     draws.restart(seeds)
     streams = {seed: (stream(seed, 1), stream(seed, 2)) for seed in seeds}
@@ -37,7 +37,7 @@ def test_each_row_is_drawn_from_its_own_stream(calls, num):
 
 
 def test_rows_that_stay_go_on():
-    draws = EpisodeDraws()
+    draws = EpisodeRandom()
     draws.restart([5, 6, 7])
     first = draws.random((3, 1)), draws.standard_normal(3)
     draws.keep([0, 2])
@@ -49,14 +49,14 @@ def test_rows_that_stay_go_on():
 
 
 def test_uniform_is_scaled():
-    draws = EpisodeDraws()
+    draws = EpisodeRandom()
     draws.restart([1])
     expected = 3 + 2 * stream(1, 1).random(500)
     assert draws.uniform(3, 5, (1, 500))[0] == pytest.approx(expected)
 
 
 def test_a_draw_that_is_not_one_row_an_episode_is_refused():
-    draws = EpisodeDraws()
+    draws = EpisodeRandom()
     draws.restart([1, 2])
-    with pytest.raises(SpaceUnsupported, match=r"shape \[3\], expected 2 rows"):
+    with pytest.raises(SpaceUnsupportedError, match=r"shape \[3\], expected 2 rows"):
         draws.random(3)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, RolloutFailed, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, RolloutError, SchemaMismatchError
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
-from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.acting import BehaviorPolicy
 from replaylake.online.collecting.multi_agent import MultiAgentWorker
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 from replaylake.online.collecting.workers import make_worker
@@ -34,7 +34,7 @@ class Scripted:
 
 
 def scripted(script, name="scripted", **options):
-    return Acting(name, 3, source=Scripted(script, **options))
+    return BehaviorPolicy(name, 3, source=Scripted(script, **options))
 
 
 def made(env_id, acting, *, episodes=1, num_envs=1, **env_args):
@@ -116,7 +116,7 @@ def test_one_that_is_gone_without_a_word_was_cut_off(games):
 
 
 def test_masks_beside_the_observation_are_honoured_and_kept_apart(games):
-    worker, found = collected(f"{games}:Ping", Acting(), episodes=20, masked=True)
+    worker, found = collected(f"{games}:Ping", BehaviorPolicy(), episodes=20, masked=True)
     assert len(found) == 40
     for episode in found.values():
         assert np.asarray(episode.observations).shape == (len(episode), 3)
@@ -124,9 +124,9 @@ def test_masks_beside_the_observation_are_honoured_and_kept_apart(games):
         assert episode.action_masks.tolist() == [[not is_odd, True] for is_odd in odd]
         assert (episode.actions[odd] == 1).all()
         np.testing.assert_allclose(np.exp(episode.behavior_log_probs), np.where(odd, 1, 0.5))
-    assert made(f"{games}:Ping", Acting(), masked=True).mask_size == 2
+    assert made(f"{games}:Ping", BehaviorPolicy(), masked=True).mask_size == 2
     assert worker.mask_size is None
-    assert made(f"{games}:Ping", Acting()).mask_size is None
+    assert made(f"{games}:Ping", BehaviorPolicy()).mask_size is None
 
 
 def test_a_policy_an_agent(games):
@@ -141,35 +141,35 @@ def test_a_policy_an_agent(games):
 
 @pytest.mark.parametrize("agents", [("ann",), ("ann", "bob", "zoe"), ("zoe",)])
 def test_policies_for_other_agents_are_refused(games, agents):
-    with pytest.raises(ConfigInvalid, match="expected one for each of ann, bob"):
-        made(f"{games}:Ping", {agent: Acting() for agent in agents})
+    with pytest.raises(ConfigInvalidError, match="expected one for each of ann, bob"):
+        made(f"{games}:Ping", {agent: BehaviorPolicy() for agent in agents})
 
 
 def test_policies_by_agent_are_refused_where_one_acts():
-    with pytest.raises(ConfigInvalid, match="policies for ann, expected one policy"):
-        made("CartPole-v1", {"ann": Acting()})
-    worker = made("CartPole-v1", Acting())
+    with pytest.raises(ConfigInvalidError, match="policies for ann, expected one policy"):
+        made("CartPole-v1", {"ann": BehaviorPolicy()})
+    worker = made("CartPole-v1", BehaviorPolicy())
     assert isinstance(worker, RolloutWorker)
-    with pytest.raises(ConfigInvalid, match="policies for ann"):
-        worker.set_acting({"ann": Acting()})
+    with pytest.raises(ConfigInvalidError, match="policies for ann"):
+        worker.set_acting({"ann": BehaviorPolicy()})
     worker.close()
 
 
 def test_a_policy_of_other_spaces_is_refused(games):
-    other = Acting("other", 1, source=UniformPolicy(Box((4,)), Discrete(2)))
-    with pytest.raises(SchemaMismatch, match="observation space"):
+    other = BehaviorPolicy("other", 1, source=UniformPolicy(Box((4,)), Discrete(2)))
+    with pytest.raises(SchemaMismatchError, match="observation space"):
         made(f"{games}:Ping", other)
 
 
 def test_agents_with_different_spaces_are_refused_by_name(games):
-    with pytest.raises(SchemaMismatch, match=r"agent 'bob' has the observation space .*'ann'"):
-        made(f"{games}:Race", Acting(), wide="bob")
+    with pytest.raises(SchemaMismatchError, match=r"agent 'bob' has the observation space .*'ann'"):
+        made(f"{games}:Race", BehaviorPolicy(), wide="bob")
 
 
 def test_games_do_not_depend_on_how_many_are_played_side_by_side(games):
     def numbers(num_envs):
         worker, found = collected(
-            "pettingzoo:classic/tictactoe-v3", Acting(), episodes=12, num_envs=num_envs
+            "pettingzoo:classic/tictactoe-v3", BehaviorPolicy(), episodes=12, num_envs=num_envs
         )
         return sorted(
             (int(e.extras["seed"][0]), e.agent_id, e.actions.tolist(), e.rewards.tolist())
@@ -180,7 +180,7 @@ def test_games_do_not_depend_on_how_many_are_played_side_by_side(games):
 
 
 def test_agents_draw_from_streams_of_their_own(games):
-    _, found = collected(f"{games}:Race", Acting(), episodes=40)
+    _, found = collected(f"{games}:Race", BehaviorPolicy(), episodes=40)
     firsts = {}
     for episode in found.values():
         firsts.setdefault(episode.episode_id, {})[episode.agent_id] = episode.actions[:2].tolist()
@@ -253,14 +253,14 @@ def test_another_policy_acts_from_the_next_step_on(games):
 def test_a_game_that_raises_is_named_with_its_seed(games):
     worker = made(f"{games}:Ping", scripted([0] * 5), broken_at=3)
     with pytest.raises(
-        RolloutFailed, match=r"worker 2: step of .*:Ping raised ValueError: .* at tick 3 .* seed 5;"
+        RolloutError, match=r"worker 2: step of .*:Ping raised ValueError: .* at tick 3 .* seed 5;"
     ):
         worker.advance(100, 60)
 
 
 def test_an_agent_that_comes_back_is_refused(games):
     worker = made(f"{games}:Race", scripted([0] * 4), revives=True)
-    with pytest.raises(RolloutFailed, match="agent 'bob' was out and is back at tick 3"):
+    with pytest.raises(RolloutError, match="agent 'bob' was out and is back at tick 3"):
         worker.advance(100, 60)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.environments.ids import spaces_of
-from replaylake.online.collecting.acting import Acting
-from replaylake.online.collecting.shipment import Endless, Order, ShippingWorker
+from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.shipment import EpisodeNumbers, RecordingWorker, WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.pools.local_pool import LocalPool
 
@@ -25,16 +25,16 @@ def test_a_worker_finds_the_package_where_the_drivers_copy_is_not(
     lake = open_lake(url, create=True)
     lake.registry.register("die", loaded_die, run_id="test", lineage={})
     shutil.rmtree(loaded_die)
-    elsewhere = Acting("die", 1, tmp_path / "on another machine")
-    order = Order(lake.url, "d", "p", 0, range(2), elsewhere, RolloutConfig(f"{toys}:any"))
-    acting = ShippingWorker(order)._present(elsewhere)
+    elsewhere = BehaviorPolicy("die", 1, tmp_path / "on another machine")
+    order = WorkerSpec(lake.url, "d", "p", 0, range(2), elsewhere, RolloutConfig(f"{toys}:any"))
+    acting = RecordingWorker(order)._present(elsewhere)
     assert (acting.load(None).spec.head, acting.version) == ("categorical", 1)
 
 
 def _order(lake, toys, name="Countdown", *, records=True, **config):
     lake.dataset("toys").create(*spaces_of(f"{toys}:{name}-v0"))
     given = RolloutConfig(f"{toys}:{name}-v0", **config)
-    return Order(lake.url, "toys", "p", 0, range(6), Acting(), given, records=records)
+    return WorkerSpec(lake.url, "toys", "p", 0, range(6), BehaviorPolicy(), given, records=records)
 
 
 _STEPS = "select seed, step, action, terminated or truncated as ended from toys.steps order by 1, 2"
@@ -46,7 +46,7 @@ def _in_lake(lake):
 
 def test_pieces_of_open_episodes_come_to_be_whole_in_the_lake(lake, toys):
     order = _order(lake, toys, num_envs=2, seed=4)
-    worker = ShippingWorker(order)
+    worker = RecordingWorker(order)
     dataset, num, open_ = lake.dataset("toys"), 0, []
     while True:
         shipment = worker.ship(2, math.inf, with_open=True)
@@ -67,7 +67,7 @@ def test_pieces_of_open_episodes_come_to_be_whole_in_the_lake(lake, toys):
 
 
 def test_what_is_not_recorded_is_handed_over(lake, toys):
-    worker = ShippingWorker(_order(lake, toys, records=False, seed=4))
+    worker = RecordingWorker(_order(lake, toys, records=False, seed=4))
     shipment = worker.ship(100, math.inf)
     assert shipment.written is None
     assert shipment.exhausted
@@ -82,7 +82,7 @@ def _shards(lake):
 
 
 def test_every_kind_of_observation_reaches_the_lake(lake, toys):
-    worker = ShippingWorker(_order(lake, toys, "Museum", num_envs=2, seed=298))
+    worker = RecordingWorker(_order(lake, toys, "Museum", num_envs=2, seed=298))
     shipment = worker.ship(100, math.inf)
     lake.dataset("toys").commit([shipment.written], producer="p", sequence=0)
     rows = lake.sql(
@@ -99,7 +99,7 @@ def test_every_kind_of_observation_reaches_the_lake(lake, toys):
 
 
 def test_a_full_disk_keeps_the_steps_in_the_worker(lake, toys, nearly_full_disk):
-    worker = ShippingWorker(_order(lake, toys, num_envs=2, seed=4))
+    worker = RecordingWorker(_order(lake, toys, num_envs=2, seed=4))
     with nearly_full_disk(100):
         refused = [worker.ship(100, math.inf), worker.ship(100, math.inf)]
     for shipment in refused:
@@ -117,11 +117,13 @@ def test_a_full_disk_keeps_the_steps_in_the_worker(lake, toys, nearly_full_disk)
 
 def test_a_pool_in_process_answers_in_the_order_of_asking(lake, toys):
     order = _order(lake, toys, num_envs=1, seed=4)
-    orders = [replace(order, worker=i, episodes=Endless(i, 2), records=False) for i in range(2)]
+    orders = [
+        replace(order, worker=i, episodes=EpisodeNumbers(i, 2), records=False) for i in range(2)
+    ]
     with closing(LocalPool(orders, interval_s=math.inf)) as pool:
         assert (pool.size, pool.receive(0)) == (2, None)
         pool.ask(1, 5)
-        pool.broadcast(Acting("other", 7))
+        pool.broadcast(BehaviorPolicy("other", 7))
         pool.ask(0, 1)
         first, second = pool.receive(0), pool.receive(0)
         assert pool.receive(0) is None

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EpisodeInvalid,
-    NotFound,
-    RolloutFailed,
-    SpaceUnsupported,
+    ConfigInvalidError,
+    EpisodeInvalidError,
+    NotFoundError,
+    RolloutError,
+    SpaceUnsupportedError,
 )
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
-from replaylake.online.collecting.acting import Acting
+from replaylake.online.collecting.acting import BehaviorPolicy
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 
-_RANDOM = Acting()
+_RANDOM = BehaviorPolicy()
 
 
 def _collect(config, episodes, acting=_RANDOM, **kwargs):
@@ -81,7 +81,7 @@ def test_masks_are_honoured_and_kept(toys):
 
 
 def test_a_packaged_policy_is_sampled_with_its_log_probs(toys, loaded_die):
-    acting = Acting("die", 4, loaded_die)
+    acting = BehaviorPolicy("die", 4, loaded_die)
     episodes = _collect(RolloutConfig(f"{toys}:Countdown-v0"), range(600), acting)
     actions = np.concatenate([episode.actions for episode in episodes])
     log_probs = np.concatenate([episode.behavior_log_probs for episode in episodes])
@@ -93,7 +93,7 @@ def test_a_packaged_policy_is_sampled_with_its_log_probs(toys, loaded_die):
 
 
 def test_epsilon_greedy_log_probs(toys, loaded_die):
-    acting = Acting("die", 1, loaded_die, temperature=0, epsilon=0.3)
+    acting = BehaviorPolicy("die", 1, loaded_die, temperature=0, epsilon=0.3)
     episodes = _collect(RolloutConfig(f"{toys}:Countdown-v0"), range(60), acting)
     actions = np.concatenate([episode.actions for episode in episodes])
     log_probs = np.concatenate([episode.behavior_log_probs for episode in episodes])
@@ -103,11 +103,11 @@ def test_epsilon_greedy_log_probs(toys, loaded_die):
 
 def test_every_step_is_stamped_with_the_policy_that_acted(toys, loaded_die):
     config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=1, seed=5)
-    worker = RolloutWorker(config, iter([0]), Acting(), producer="test")
+    worker = RolloutWorker(config, iter([0]), BehaviorPolicy(), producer="test")
     assert worker.advance(1, math.inf) == 1
-    worker.set_acting(Acting("die", 1, loaded_die))
+    worker.set_acting(BehaviorPolicy("die", 1, loaded_die))
     assert worker.advance(1, math.inf) == 1
-    worker.set_acting(Acting("die", 2, loaded_die))
+    worker.set_acting(BehaviorPolicy("die", 2, loaded_die))
     assert worker.advance(1, math.inf) == 1
     (episode,) = worker.taken(with_open=False)
     assert episode.policies.tolist() == ["random", "die", "die"]
@@ -117,7 +117,7 @@ def test_every_step_is_stamped_with_the_policy_that_acted(toys, loaded_die):
 
 def test_advance_stops_in_the_middle_and_goes_on(toys):
     config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=1, seed=2)
-    worker = RolloutWorker(config, itertools.count(), Acting(), producer="test")
+    worker = RolloutWorker(config, itertools.count(), BehaviorPolicy(), producer="test")
     lengths = []
     for _ in range(3):
         assert worker.advance(2, math.inf) == 2
@@ -131,16 +131,16 @@ def test_advance_stops_in_the_middle_and_goes_on(toys):
 
 def test_an_environment_that_raises_names_the_episode(toys):
     config = RolloutConfig(f"{toys}:Broken-v0", num_envs=3)
-    worker = RolloutWorker(config, iter(range(20)), Acting(), producer="test", worker=2)
+    worker = RolloutWorker(config, iter(range(20)), BehaviorPolicy(), producer="test", worker=2)
     with pytest.raises(
-        RolloutFailed, match=r"worker 2: step of .*Broken-v0 raised ValueError: "
+        RolloutError, match=r"worker 2: step of .*Broken-v0 raised ValueError: "
     ) as e:
         worker.advance(10**9, math.inf)
     assert "at step 0 of the episode reset with seed 7" in str(e.value)
 
 
 def test_an_unknown_environment_is_refused_with_its_near_match():
-    with pytest.raises(NotFound, match="CartPole-v1"):
+    with pytest.raises(NotFoundError, match="CartPole-v1"):
         _collect(RolloutConfig("CartPol-v1"), [0])
 
 
@@ -149,7 +149,7 @@ def test_an_unknown_environment_is_refused_with_its_near_match():
     [{"num_envs": 0}, {"seed": -1}, {"flush_steps": 0}, {"flush_interval_s": 0}],
 )
 def test_a_config_out_of_range_is_refused(fields):
-    with pytest.raises(ConfigInvalid, match=next(iter(fields))):
+    with pytest.raises(ConfigInvalidError, match=next(iter(fields))):
         RolloutConfig("CartPole-v1", **fields)
 
 
@@ -172,7 +172,7 @@ class Remembering:
 
 def test_what_a_policy_remembers_begins_anew_and_is_kept_as_it_was_before_each_step(toys):
     config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=3, seed=4)
-    episodes = _collect(config, range(5), Acting("rnn", 1, Remembering()))
+    episodes = _collect(config, range(5), BehaviorPolicy("rnn", 1, Remembering()))
     for episode in episodes:
         paid = np.concatenate([[0], episode.rewards.cumsum()[:-1]])
         expected = np.stack([np.arange(len(episode)), paid], axis=1)
@@ -183,11 +183,13 @@ def test_what_a_policy_remembers_begins_anew_and_is_kept_as_it_was_before_each_s
 
 def test_a_policy_that_remembers_may_follow_one_that_does_not(toys):
     config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=1, seed=5)
-    worker = RolloutWorker(config, iter([0]), Acting(), producer="test")
+    worker = RolloutWorker(config, iter([0]), BehaviorPolicy(), producer="test")
     worker.advance(1, math.inf)
-    worker.set_acting(Acting("rnn", 1, Remembering()))
+    worker.set_acting(BehaviorPolicy("rnn", 1, Remembering()))
     worker.advance(1, math.inf)
-    worker.set_acting(Acting("rnn", 2, Remembering()))  # which goes on with what was remembered
+    worker.set_acting(
+        BehaviorPolicy("rnn", 2, Remembering())
+    )  # which goes on with what was remembered
     worker.advance(1, math.inf)
     (episode,) = worker.taken(with_open=False)
     assert episode.extras["policy_state"][:, 0].tolist() == [0, 0, 1]
@@ -207,7 +209,7 @@ class Resting:
 
 
 def test_noise_is_in_halves_of_the_range_and_has_no_density(toys):
-    acting = Acting("rest", 1, Resting(), noise=0.1)
+    acting = BehaviorPolicy("rest", 1, Resting(), noise=0.1)
     episodes = _collect(RolloutConfig(f"{toys}:Arm-v0", num_envs=3), range(400), acting)
     actions = np.concatenate([episode.actions for episode in episodes])
     assert (actions.dtype, actions.shape) == (np.float32, (2000, 2))
@@ -223,8 +225,8 @@ def test_noise_is_in_halves_of_the_range_and_has_no_density(toys):
 
 
 def test_noise_on_other_actions_is_refused(toys):
-    with pytest.raises(SpaceUnsupported, match=r"Discrete\(3\).*Explore with epsilon"):
-        _collect(RolloutConfig(f"{toys}:Countdown-v0"), [0], Acting(noise=0.1))
+    with pytest.raises(SpaceUnsupportedError, match=r"Discrete\(3\).*Explore with epsilon"):
+        _collect(RolloutConfig(f"{toys}:Countdown-v0"), [0], BehaviorPolicy(noise=0.1))
 
 
 @settings(max_examples=25, deadline=None)
@@ -235,7 +237,7 @@ def test_noise_on_other_actions_is_refused(toys):
 def test_pieces_make_up_the_episodes(toys_imported, num_envs, calls):
     config = RolloutConfig(f"{toys_imported}:Masked-v0", num_envs=num_envs, seed=3)
     whole = _collect(config, range(9))
-    worker = RolloutWorker(config, iter(range(9)), Acting(), producer="test")
+    worker = RolloutWorker(config, iter(range(9)), BehaviorPolicy(), producer="test")
     pieces, ends, open_before = [], [], set()
     for num_steps, with_open in [*calls, (10**9, False)]:
         made = worker.advance(num_steps, math.inf)
@@ -314,7 +316,7 @@ def test_every_kind_of_observation(toys):
 )
 def test_an_observation_that_its_space_does_not_hold_is_refused(toys, strange, message):
     config = RolloutConfig(f"{toys}:Museum-v0", env_args={"strange": strange})
-    with pytest.raises(EpisodeInvalid, match=f"rollout worker 0: .*Museum-v0: {message}"):
+    with pytest.raises(EpisodeInvalidError, match=f"rollout worker 0: .*Museum-v0: {message}"):
         _collect(config, range(2))
 
 
@@ -328,7 +330,7 @@ def test_a_mask_in_some_steps_alone_is_refused(toys, monkeypatch):
         "_info",
         lambda env: missing.get(int(env._observation.sum()), given(env)),
     )
-    with pytest.raises(RolloutFailed, match="in the info of some steps"):
+    with pytest.raises(RolloutError, match="in the info of some steps"):
         _collect(RolloutConfig(f"{toys}:Masked-v0", num_envs=1), [2])
 
 
@@ -342,7 +344,9 @@ def test_more_steps_than_a_block_holds():
 
 
 def test_time_is_measured(toys):
-    worker = RolloutWorker(RolloutConfig("CartPole-v1"), itertools.count(), Acting(), producer="t")
+    worker = RolloutWorker(
+        RolloutConfig("CartPole-v1"), itertools.count(), BehaviorPolicy(), producer="t"
+    )
     assert worker.first_step_at is None
     started = time.time()
     made = worker.advance(10**9, 0.2)

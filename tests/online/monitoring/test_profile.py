@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.errors import NotFound
-from replaylake.datastore.lake.runs.metrics import Logged
-from replaylake.online.monitoring.profile import LinkUse, profile_of
+from replaylake.datastore.errors import NotFoundError
+from replaylake.datastore.lake.runs.metrics import LoggedMetrics
+from replaylake.online.monitoring.profile import LinkUse, build_run_profile
 from replaylake.online.monitoring.timings import Timings
 
 RECORD: dict[str, Any] = {
@@ -19,12 +19,12 @@ RECORD: dict[str, Any] = {
 }
 
 
-def logged(update: int, at_s: float, /, **seconds: float) -> Logged:
+def logged(update: int, at_s: float, /, **seconds: float) -> LoggedMetrics:
     """Totals of 1,000 items and 2 MB for each second of a link."""
     timings = Timings()
     for link, one in seconds.items():
         timings.add(link, one, round(1000 * one), round(2e6 * one))  # type: ignore[arg-type]
-    return Logged(update, at_s, timings.to_metrics())
+    return LoggedMetrics(update, at_s, timings.to_metrics())
 
 
 def by_link(links: tuple[LinkUse, ...]) -> dict[tuple[str, str], LinkUse]:
@@ -36,7 +36,7 @@ def test_the_whole_run() -> None:
         logged(10, 1004.0, env_step=2, update=1),
         logged(30, 1010.0, env_step=12, worker_wait=3, update=8, learner_wait=0.5),
     ]
-    found = profile_of(RECORD, history)
+    found = build_run_profile(RECORD, history)
     assert (found.wall_s, found.num_workers, found.num_processes) == (10.0, 2, 3)
     assert found.until_update == 30
     links = by_link(found.links)
@@ -67,7 +67,7 @@ def test_the_last_interval() -> None:
         logged(10, 1004.0, env_step=2, update=1),
         logged(30, 1010.0, env_step=12, update=8, decode=1),
     ]
-    found = profile_of(RECORD, history, only_last=True)
+    found = build_run_profile(RECORD, history, only_last=True)
     links = by_link(found.links)
     assert found.wall_s == 6.0
     assert links["workers", "env_step"].seconds == 10.0
@@ -75,7 +75,7 @@ def test_the_last_interval() -> None:
     # Of which there was nothing before.
     assert links["trainer", "decode"].seconds == 1.0
     # With one entry alone it is the time since the beginning.
-    assert profile_of(RECORD, history[:1], only_last=True).wall_s == 4.0
+    assert build_run_profile(RECORD, history[:1], only_last=True).wall_s == 4.0
 
 
 def test_time_in_which_nobody_was_at_work_does_not_count() -> None:
@@ -87,25 +87,27 @@ def test_time_in_which_nobody_was_at_work_does_not_count() -> None:
         logged(30, 1116.0, env_step=11, update=2),
         logged(40, 1118.0, env_step=12, update=3),
     ]
-    found = profile_of(record, history)
+    found = build_run_profile(record, history)
     assert found.wall_s == pytest.approx(10 + 8)
     links = by_link(found.links)
     assert links["workers", "env_step"].seconds == pytest.approx(22)
     assert links["trainer", "update"].seconds == pytest.approx(7)
-    second = profile_of(record, history[:2], only_last=True)
+    second = build_run_profile(record, history[:2], only_last=True)
     assert second.wall_s == pytest.approx(6)
     assert by_link(second.links)["workers", "env_step"].seconds == pytest.approx(11)
 
 
 def test_totals_that_fall_are_counted_anew() -> None:
     """As where the clock of the machine that went on is behind, so that it seems not to have."""
-    found = profile_of(RECORD, [logged(20, 1010.0, env_step=10), logged(30, 1012.0, env_step=3)])
+    found = build_run_profile(
+        RECORD, [logged(20, 1010.0, env_step=10), logged(30, 1012.0, env_step=3)]
+    )
     assert by_link(found.links)["workers", "env_step"].seconds == pytest.approx(13)
 
 
 def test_a_run_in_one_process() -> None:
     record = {**RECORD, "config": {"workers": 2, "env_runner": "local"}}
-    found = profile_of(record, [logged(1, 1010.0, env_step=2, update=5, commit=4)])
+    found = build_run_profile(record, [logged(1, 1010.0, env_step=2, update=5, commit=4)])
     assert (found.num_workers, found.num_processes) == (0, 1)
     links = by_link(found.links)
     assert {place for place, _ in links} == {"trainer"}
@@ -116,7 +118,7 @@ def test_a_run_in_one_process() -> None:
 
 
 def test_a_clock_that_was_set_back_divides_by_nothing() -> None:
-    found = profile_of(RECORD, [logged(1, 990.0, env_step=2)])
+    found = build_run_profile(RECORD, [logged(1, 990.0, env_step=2)])
     assert found.links[0].seconds == 2.0
 
 
@@ -128,12 +130,12 @@ def test_a_clock_that_was_set_back_divides_by_nothing() -> None:
     ],
 )
 def test_runs_without_links(record: dict[str, Any], said: str) -> None:
-    with pytest.raises(NotFound, match=said):
-        profile_of(record, [])
+    with pytest.raises(NotFoundError, match=said):
+        build_run_profile(record, [])
 
 
 def test_as_json() -> None:
-    body = profile_of(RECORD, [logged(7, 1010.0, env_step=2, update=5)]).to_json()
+    body = build_run_profile(RECORD, [logged(7, 1010.0, env_step=2, update=5)]).to_json()
     assert (body["workers"], body["processes"], body["wall_s"]) == (2, 3, 10.0)
     assert body["links"][0] == {
         "link": "env_step",

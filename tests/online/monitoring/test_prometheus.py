@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.online.monitoring.prometheus import MetricsServer
 from replaylake.online.monitoring.timings import LINKS, Timings
 
@@ -122,13 +122,17 @@ def test_names_that_prometheus_would_not_take_are_labels() -> None:
 
 
 def test_a_port_in_use_is_refused_at_once(server: MetricsServer) -> None:
-    with pytest.raises(ConfigInvalid, match=f"127.0.0.1:{server.port}: Address already in use"):
+    with pytest.raises(
+        ConfigInvalidError, match=f"127.0.0.1:{server.port}: Address already in use"
+    ):
         MetricsServer(server.port)
 
 
 @pytest.mark.parametrize(("port", "host"), [(70_000, "127.0.0.1"), (0, "192.0.2.1")])
 def test_an_address_that_is_not_here(port: int, host: str) -> None:
-    with pytest.raises(ConfigInvalid, match="expected a free port of an address of this machine"):
+    with pytest.raises(
+        ConfigInvalidError, match="expected a free port of an address of this machine"
+    ):
         MetricsServer(port, host)
 
 

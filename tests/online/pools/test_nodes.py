@@ -22,7 +22,7 @@ import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.online.pools.nodes import _look, _nonce_path
+from replaylake.online.pools.nodes import _check_lake_visible, _nonce_path
 
 _NONCE = b"0123456789abcdef"
 _FOLDER = "_lake/nodes/run"
@@ -41,7 +41,7 @@ def shared(request, tmp_path):
 
 
 def look(lake, version=0):
-    return _look(lake, "toys", _FOLDER, _NONCE, version, "here").missing
+    return _check_lake_visible(lake, "toys", _FOLDER, _NONCE, version, "here").missing
 
 
 def test_a_node_that_sees_the_lake_answers_in_it(shared):
@@ -69,22 +69,22 @@ import json, os, signal, sys, time
 from contextlib import suppress
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.online.collecting.acting import Acting
-from replaylake.online.pools.nodes import here, on
+from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.pools.nodes import current_node, pin_to_node
 from replaylake.online.pools.pool import WorkerLost
 from replaylake.online.pools.ray_pool import RayPool
-from replaylake.online.collecting.shipment import Order
+from replaylake.online.collecting.shipment import WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
 
 place, address, package, second = sys.argv[1:]
 lake = open_lake(place)
 config = RolloutConfig("my_env:make", num_envs=2, env_args={"goal": 1})
 orders = [
-    Order(lake.url, "toys", "p", worker, range(worker, 120, 2), Acting(), config)
+    WorkerSpec(lake.url, "toys", "p", worker, range(worker, 120, 2), BehaviorPolicy(), config)
     for worker in (0, 1)
 ]
 pool = RayPool(orders, interval_s=5.0, address=address)
-pool.broadcast(Acting("die", 2, __import__("pathlib").Path(package)))
+pool.broadcast(BehaviorPolicy("die", 2, __import__("pathlib").Path(package)))
 def of_machine(pid):
     """All processes in the mount namespace of one: those that Ray started there, too."""
     for other in filter(str.isdigit, os.listdir("/proc")):
@@ -95,7 +95,7 @@ def of_machine(pid):
                 yield int(other)
 
 def node_of(seat):
-    return pool._ray.get(seat.actor.__ray_call__.remote(lambda self: here()))
+    return pool._ray.get(seat.actor.__ray_call__.remote(lambda self: current_node()))
 
 (blind,) = pool._cluster.nodes.blind
 (far,) = [worker for worker, seat in enumerate(pool._seats) if node_of(seat) == blind]
@@ -121,7 +121,7 @@ while working:
         pool._ray.kill(pool._writer)
     if num_far == 6 and there is None:
         task = pool._ray.remote(num_cpus=0)(lambda folder: os.listdir(folder))
-        there = pool._ray.get(task.options(scheduling_strategy=on(blind)).remote(place))
+        there = pool._ray.get(task.options(scheduling_strategy=pin_to_node(blind)).remote(place))
         for pid in list(of_machine(int(second))):
             os.kill(pid, signal.SIGKILL)
     pool.ask(answer.worker, 10)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, ExtraMissing, RolloutFailed
+from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError, RolloutError
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.offline.running.local_ray import running_ray
-from replaylake.online.collecting.acting import Acting
-from replaylake.online.collecting.shipment import Endless, Order, Shipment
+from replaylake.offline.running.local_ray import open_ray
+from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.shipment import EpisodeNumbers, RolloutBatch, WorkerSpec
 from replaylake.online.collecting.worker import EpisodeEnd, RolloutConfig
 from replaylake.online.pools.pool import WorkerLost
-from replaylake.online.pools.ray_pool import RayPool, Seat, reason_of
+from replaylake.online.pools.ray_pool import RayPool, WorkerState, death_reason
 
 # Ray 2.60 reads settings of its own that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
@@ -36,7 +36,9 @@ include: (1) the process was killed by the OOM killer."""
 
 
 def order(lake="lake", worker=0, episodes=range(4), env="any", **config):
-    return Order(str(lake), "toys", "p", worker, episodes, Acting(), RolloutConfig(env, **config))
+    return WorkerSpec(
+        str(lake), "toys", "p", worker, episodes, BehaviorPolicy(), RolloutConfig(env, **config)
+    )
 
 
 def ends(*numbers):
@@ -44,42 +46,42 @@ def ends(*numbers):
 
 
 def test_a_replacement_does_again_what_has_not_ended():
-    seat = Seat(order(episodes=range(1, 12, 2)))
-    seat.note(Shipment(0, ends=ends(1, 5)))
-    seat.note(Shipment(0, ends=ends(3)))
+    seat = WorkerState(order(episodes=range(1, 12, 2)))
+    seat.note(RolloutBatch(0, ends=ends(1, 5)))
+    seat.note(RolloutBatch(0, ends=ends(3)))
     assert list(seat.remaining().episodes) == [7, 9, 11]
 
 
 def test_a_replacement_goes_on_with_numbers_that_nobody_has_begun():
-    seat = Seat(order(episodes=Endless(1, 2), num_envs=3))
-    seat.note(Shipment(0, ends=ends(1, 5, 3, 9), open_episodes=["p/a"]))
+    seat = WorkerState(order(episodes=EpisodeNumbers(1, 2), num_envs=3))
+    seat.note(RolloutBatch(0, ends=ends(1, 5, 3, 9), open_episodes=["p/a"]))
     assert seat.open_episodes == ("p/a",)
     seat.owed = 10
     # 4 ended, at most 10 in the steps that were not handed over, 3 + 3 open then and now: 0 .. 19.
-    assert seat.remaining().episodes == Endless(41, 2)
+    assert seat.remaining().episodes == EpisodeNumbers(41, 2)
 
 
 def test_a_death_is_said_in_a_line():
-    found = reason_of(RuntimeError(_DEATH))
+    found = death_reason(RuntimeError(_DEATH))
     assert found == (
         "pid 17268 ip 127.0.0.1: its worker process has died. Worker exit type: SYSTEM_ERROR "
         "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
     )
     gone = "The actor 554f is unavailable: The actor is temporarily unavailable: RpcError: RPC e.."
-    assert reason_of(RuntimeError(gone)) == "The actor is temporarily unavailable"
-    assert reason_of(RuntimeError("one\ntwo")) == "one"
-    assert reason_of(RuntimeError()) == "RuntimeError"
+    assert death_reason(RuntimeError(gone)) == "The actor is temporarily unavailable"
+    assert death_reason(RuntimeError("one\ntwo")) == "one"
+    assert death_reason(RuntimeError()) == "RuntimeError"
 
 
 @pytest.mark.parametrize("cpus", [0, -1, 1.5, float("nan")])
 def test_cpus_that_ray_does_not_give(cpus):
-    with pytest.raises(ConfigInvalid, match="--worker-cpus"):
+    with pytest.raises(ConfigInvalidError, match="--worker-cpus"):
         RayPool([order()], interval_s=1.0, cpus_per_worker=cpus)
 
 
 def test_without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ExtraMissing, match=r"replaylake\[online\]"):
+    with pytest.raises(ExtraMissingError, match=r"replaylake\[online\]"):
         RayPool([order()], interval_s=1.0)
 
 
@@ -88,7 +90,7 @@ def ray():
     """One Ray for the tests of the file: it takes seconds to start."""
     environments = str(Path(__file__).parents[1] / "environments")
     os.environ["PYTHONPATH"], before = environments, os.environ.get("PYTHONPATH")
-    with running_ray("tests", 2) as ray:
+    with open_ray("tests", 2) as ray:
         yield ray
     del os.environ["PYTHONPATH"]
     if before is not None:
@@ -128,7 +130,7 @@ def collect(pool, num_steps, on_answer=lambda answer: None):
         if (answer := pool.receive(1.0)) is None:
             continue
         answers.append(answer)
-        if isinstance(answer, Shipment) and answer.exhausted:
+        if isinstance(answer, RolloutBatch) and answer.exhausted:
             working.discard(answer.worker)
         else:
             pool.ask(answer.worker, num_steps)
@@ -137,14 +139,14 @@ def collect(pool, num_steps, on_answer=lambda answer: None):
 
 
 def commit(lake, answers):
-    written = [a.written for a in answers if isinstance(a, Shipment) and a.written is not None]
+    written = [a.written for a in answers if isinstance(a, RolloutBatch) and a.written is not None]
     lake.dataset("toys").commit(written, producer="p", sequence=0)
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost_or_doubled(toys_lake, ray, capfd):
     def kill_one(answer):
-        if len(pids) == 1 and isinstance(answer, Shipment) and answer.worker == 1:
+        if len(pids) == 1 and isinstance(answer, RolloutBatch) and answer.worker == 1:
             os.kill(pids[0], signal.SIGKILL)
             pids.append(pid_of(pool, 0))
 
@@ -157,7 +159,7 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost_or_doubled(toys
     assert lost.worker == 1
     assert f"pid {pids[0]}" in lost.reason
     assert lost.open_episodes == ()
-    numbers = [end.number for a in answers if isinstance(a, Shipment) for end in a.ends]
+    numbers = [end.number for a in answers if isinstance(a, RolloutBatch) for end in a.ends]
     assert sorted(numbers) == list(range(200))
     commit(toys_lake, answers)
     query = "select count(*) as n, count(distinct seed) as seeds from toys.steps where step = 0"
@@ -168,7 +170,7 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost_or_doubled(toys
 
 @pytest.mark.slow
 def test_an_endless_worker_that_is_killed_leaves_open_episodes_and_begins_others(toys_lake, ray):
-    (first,) = toy_orders(toys_lake, [Endless(5, 10)])
+    (first,) = toy_orders(toys_lake, [EpisodeNumbers(5, 10)])
     with closing(RayPool([first], interval_s=60.0, with_open=True)) as pool:
         numbers, open_episodes = [], ()
         for _ in range(6):
@@ -197,7 +199,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(toys_lake, ray):
     (deadly,) = toy_orders(toys_lake, [range(7, 8)], "Deadly-v0")
     with (
         closing(RayPool([deadly], interval_s=5.0)) as pool,
-        pytest.raises(RolloutFailed) as caught,
+        pytest.raises(RolloutError) as caught,
     ):
         collect(pool, 100)
     assert re.search(r"worker 0: its process died 4 times in a row.*pid \d+", str(caught.value))
@@ -208,18 +210,18 @@ def test_a_workers_own_error_arrives_whole(toys_lake, ray):
     (broken,) = toy_orders(toys_lake, [range(7, 8)], "Broken-v0")
     with closing(RayPool([broken], interval_s=5.0)) as pool:
         pool.ask(0, 10)
-        with pytest.raises(RolloutFailed, match=r"^rollout worker 0: step of .* ValueError: the g"):
+        with pytest.raises(RolloutError, match=r"^rollout worker 0: step of .* ValueError: the g"):
             pool.receive(60.0)
 
 
 @pytest.mark.slow
 def test_a_policy_is_stored_once_and_acts_in_what_is_asked_later(toys_lake, ray, loaded_die):
-    orders = toy_orders(toys_lake, [Endless(0, 2), Endless(1, 2)])
+    orders = toy_orders(toys_lake, [EpisodeNumbers(0, 2), EpisodeNumbers(1, 2)])
     with closing(RayPool(orders, interval_s=60.0, cpus_per_worker=0.5)) as pool:
         answers = []
         for version in (0, 3, 4):
             if version:
-                pool.broadcast(Acting("die", version, loaded_die))
+                pool.broadcast(BehaviorPolicy("die", version, loaded_die))
             for _ in range(2):
                 for worker in (0, 1):
                     pool.ask(worker, 12)
@@ -235,14 +237,14 @@ def test_a_policy_is_stored_once_and_acts_in_what_is_asked_later(toys_lake, ray,
 @pytest.mark.slow
 def test_more_cpus_than_there_are(toys_lake, ray):
     orders = toy_orders(toys_lake, [range(1)] * 3)
-    with pytest.raises(ConfigInvalid, match="found 2 CPUs, expected 3 for 3 workers"):
+    with pytest.raises(ConfigInvalidError, match="found 2 CPUs, expected 3 for 3 workers"):
         RayPool(orders, interval_s=1.0)
 
 
 _OWN_RAY = """
 import json, os, sys
 from pathlib import Path
-from replaylake.offline.running.local_ray import running_ray
+from replaylake.offline.running.local_ray import open_ray
 
 def family():
     parents = {}
@@ -270,7 +272,7 @@ def listening():
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
                 yield fields[1].split(":")[0]
 
-with running_ray("a test", 1) as ray:
+with open_ray("a test", 1) as ray:
     print(json.dumps({
         "addresses": sorted(listening()),
         "mode": os.environ["RAY_AUTH_MODE"],
@@ -300,20 +302,20 @@ def test_a_ray_of_our_own_listens_on_loopback_alone_and_asks_for_a_token(tmp_pat
     [
         (
             "ray://127.0.0.1:1",
-            ConfigInvalid,
+            ConfigInvalidError,
             r"--address: found ray://.*expected HOST:PORT or auto",
         ),
-        ("127.0.0.1:1", RolloutFailed, r"Ray at 127.0.0.1:1: found .*refused"),
-        ("127.0.0.1:port", RolloutFailed, r"found invalid literal .*expected a cluster"),
+        ("127.0.0.1:1", RolloutError, r"Ray at 127.0.0.1:1: found .*refused"),
+        ("127.0.0.1:port", RolloutError, r"found invalid literal .*expected a cluster"),
     ],
 )
 def test_an_address_at_which_there_is_no_cluster(address, kind, found):
     program = f"""
 from replaylake.datastore.errors import {kind.__name__}
-from replaylake.offline.running.local_ray import running_ray
-from replaylake.datastore.errors import RolloutFailed
+from replaylake.offline.running.local_ray import open_ray
+from replaylake.datastore.errors import RolloutError
 try:
-    with running_ray("a test", 1, address={address!r}, failure=RolloutFailed):
+    with open_ray("a test", 1, address={address!r}, failure=RolloutError):
         pass
 except {kind.__name__} as error:
     print(error)

@@ -3,9 +3,9 @@ import zipfile
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, StorageFailed
+from replaylake.datastore.errors import ConfigInvalidError, StorageError
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.online.pools.cluster import IGNORE_FILE, packed
+from replaylake.online.pools.cluster import IGNORE_FILE, pack_code
 
 
 def write(folder, files):
@@ -35,7 +35,7 @@ def test_code_travels_and_nothing_else(tmp_path):
     write(tmp_path, {"_lake/runs/a.json": 9, "toys/_delta_log/0.json": 9, "toys/b.py": 9})
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling").symlink_to("nowhere")
-    with packed(tmp_path) as archive:
+    with pack_code(tmp_path) as archive:
         with zipfile.ZipFile(archive) as found:
             sizes = {info.filename: info.file_size for info in found.infolist()}
         assert sizes == code
@@ -46,14 +46,14 @@ def test_code_travels_and_nothing_else(tmp_path):
 def test_too_much_is_refused_with_what_is_largest(tmp_path):
     write(tmp_path, {"a.py": 50, "maps/b.bin": 700, "c.bin": 300, "d.txt": 1})
     with (
-        pytest.raises(ConfigInvalid, match=r"largest are c.bin .*a.py.*\.rayignore"),
-        packed(tmp_path, most_bytes=349),
+        pytest.raises(ConfigInvalidError, match=r"largest are c.bin .*a.py.*\.rayignore"),
+        pack_code(tmp_path, most_bytes=349),
     ):
         pass
-    with packed(tmp_path, most_bytes=1051) as archive:
+    with pack_code(tmp_path, most_bytes=1051) as archive:
         assert archive.stat().st_size < 1000
 
 
 def test_a_folder_that_is_gone(tmp_path):
-    with pytest.raises(StorageFailed, match="No such file"), packed(tmp_path / "gone"):
+    with pytest.raises(StorageError, match="No such file"), pack_code(tmp_path / "gone"):
         pass

@@ -3,9 +3,9 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.online.collecting.shipment import Shipment
-from replaylake.online.recording.feed import Arrived, DirectFeed, LakeFeed
-from replaylake.online.recording.recorder import Recorder
+from replaylake.online.collecting.shipment import RolloutBatch
+from replaylake.online.recording.feed import ArrivedSteps, DirectFeed, LakeFeed
+from replaylake.online.recording.recorder import EpisodeCommitter
 
 
 def episode(number, num_steps=4):
@@ -26,12 +26,12 @@ def dataset(lake):
 
 
 def test_steps_arrive_once_they_are_committed_and_in_the_view(dataset):
-    with dataset.follow() as view, Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with dataset.follow() as view, EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         feed = LakeFeed(view, recorder)
         for number in range(3):
-            feed.add(Shipment(0, written=dataset.write([episode(number)]), num_steps=4))
+            feed.add(RolloutBatch(0, written=dataset.write([episode(number)]), num_steps=4))
         assert feed.settle(10)
-        assert feed.arrived() == [Arrived(4, None)] * 3
+        assert feed.arrived() == [ArrivedSteps(4, None)] * 3
         assert feed.arrived() == []
         assert view.num_steps == 12
 
@@ -39,15 +39,15 @@ def test_steps_arrive_once_they_are_committed_and_in_the_view(dataset):
 def test_what_was_put_has_arrived_at_once(dataset):
     with dataset.follow(without_producers=["run"]) as view:
         feed = DirectFeed(view, None)
-        feed.add(Shipment(0, pieces=[episode(0)], num_steps=4))
-        assert (feed.arrived(), view.num_steps) == ([Arrived(4, None)], 4)
+        feed.add(RolloutBatch(0, pieces=[episode(0)], num_steps=4))
+        assert (feed.arrived(), view.num_steps) == ([ArrivedSteps(4, None)], 4)
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_steps_whose_rewards_are_not_known_yet_keep_nobody_waiting(dataset, is_direct):
     """As of a game that is slow: a worker's time is over after a step of one of two agents."""
-    with dataset.follow() as view, Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with dataset.follow() as view, EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         feed = DirectFeed(view, recorder) if is_direct else LakeFeed(view, recorder)
-        feed.add(Shipment(0, num_steps=2))
+        feed.add(RolloutBatch(0, num_steps=2))
         assert feed.settle(10)
-        assert feed.arrived() == [Arrived(2, None)]
+        assert feed.arrived() == [ArrivedSteps(2, None)]

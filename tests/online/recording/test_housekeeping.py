@@ -17,7 +17,7 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.online.recording import housekeeping
-from replaylake.online.recording.housekeeping import Housekeeper, keep
+from replaylake.online.recording.housekeeping import BackgroundCompactor, compact_and_vacuum
 
 
 def piece(number: int, first: int = 0, *, ends: bool = True) -> Episode:
@@ -65,7 +65,7 @@ def test_shards_become_fewer_while_others_come(lake: Lake, dataset: Dataset) -> 
     dataset.append([piece(1000, ends=False)], producer="open", sequence=0)
     with (
         dataset.follow() as view,
-        Housekeeper(lake.url, dataset, new_shards=20, look_s=0.05) as keeper,
+        BackgroundCompactor(lake.url, dataset, new_shards=20, look_s=0.05) as keeper,
     ):
         for number in range(30):
             dataset.append([piece(number)])
@@ -94,7 +94,7 @@ def test_trouble_is_a_remark(
     path = lake.path / "d" / dataset.snapshot().files[3].path
     path.write_bytes(b"no shard")
     remarks: list[str] = []
-    with Housekeeper(
+    with BackgroundCompactor(
         lake.url, dataset, new_shards=5, look_s=0.05, on_remark=remarks.append
     ) as keeper:
         assert until(lambda: bool(remarks))
@@ -103,12 +103,12 @@ def test_trouble_is_a_remark(
         assert len(keeper.rounds) == len(remarks) == 1
         assert remarks[0].startswith("housekeeping of 'd': QueryFailed: ")
         path.unlink()
-        monkeypatch.setattr(housekeeping, "_start", lambda *_: child("raise SystemExit(1)"))
+        monkeypatch.setattr(housekeeping, "_start_process", lambda *_: child("raise SystemExit(1)"))
         for number in range(10, 20):
             dataset.append([piece(number)])
         assert until(lambda: len(remarks) == 2)
         assert "its process ended with 1, expected it to say what it did" in remarks[1]
-    assert keep(str(tmp_path / "none"), "d").trouble is not None
+    assert compact_and_vacuum(str(tmp_path / "none"), "d").trouble is not None
 
 
 def test_a_round_ends_with_the_run(
@@ -116,9 +116,11 @@ def test_a_round_ends_with_the_run(
 ) -> None:
     for number in range(6):
         dataset.append([piece(number)])
-    monkeypatch.setattr(housekeeping, "_start", lambda *_: child("import time; time.sleep(60)"))
+    monkeypatch.setattr(
+        housekeeping, "_start_process", lambda *_: child("import time; time.sleep(60)")
+    )
     started = time.monotonic()
-    keeper = Housekeeper(lake.url, dataset, new_shards=5, look_s=0.01)
+    keeper = BackgroundCompactor(lake.url, dataset, new_shards=5, look_s=0.01)
     time.sleep(0.5)
     keeper.close()
     assert time.monotonic() - started < 10

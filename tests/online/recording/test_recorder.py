@@ -5,8 +5,8 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import FailedInPassing, SchemaMismatch, StorageFailed
-from replaylake.online.recording.recorder import Recorder
+from replaylake.datastore.errors import SchemaMismatchError, StorageError, TransientStorageError
+from replaylake.online.recording.recorder import EpisodeCommitter
 
 
 def episode(number, num_steps=2, **given):
@@ -34,7 +34,7 @@ def ids(lake):
 
 
 def test_a_group_is_committed_after_the_interval(lake, dataset):
-    with Recorder(dataset, "run", interval_s=0.2) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=0.2) as recorder:
         recorder.add(dataset.write([episode(0)]))  # the first group is due at once
         assert recorder.flush(5)
         recorder.add(dataset.write([episode(1), episode(2, num_steps=5)]))
@@ -52,7 +52,7 @@ def test_a_group_is_committed_after_the_interval(lake, dataset):
 
 
 def test_closing_commits_what_is_left(lake, dataset):
-    with Recorder(dataset, "run", interval_s=3600) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=3600) as recorder:
         recorder.add([episode(0)])
         assert recorder.flush(5)
         recorder.add([episode(1)])
@@ -60,7 +60,7 @@ def test_closing_commits_what_is_left(lake, dataset):
 
 
 def test_what_was_handed_over_is_acknowledged_in_order(dataset):
-    with Recorder(dataset, "run", interval_s=3600) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=3600) as recorder:
         recorder.add([episode(0)])
         assert recorder.flush(5)
         recorder.add([episode(1)])
@@ -78,11 +78,11 @@ def test_a_store_that_refuses_is_asked_until_it_takes_it(lake, dataset, monkeypa
 
     def refusing(*args, **kwargs):
         if next(refusals, False):
-            raise FailedInPassing("toys: No space left on device")
+            raise TransientStorageError("toys: No space left on device")
         return commit(*args, **kwargs)
 
     monkeypatch.setattr(dataset, "commit", refusing)
-    with Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0)])
         while recorder.trouble is None:
             time.sleep(0.001)
@@ -96,7 +96,7 @@ def test_a_store_that_refuses_is_asked_until_it_takes_it(lake, dataset, monkeypa
 
 
 def test_what_is_refused_for_good_is_raised(dataset):
-    with Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0, actions=np.zeros(2, np.float32) + 0.5)])
         with pytest.raises(Exception, match="test/0"):
             recorder.flush(5)
@@ -105,7 +105,7 @@ def test_what_is_refused_for_good_is_raised(dataset):
 
 
 def test_episodes_that_will_not_go_on_are_named_in_a_commit(dataset):
-    with Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.abandon(["test/7"])
         recorder.add([episode(0)])
         assert recorder.flush(5)
@@ -116,7 +116,7 @@ def test_episodes_that_will_not_go_on_are_named_in_a_commit(dataset):
 
 
 def test_names_alone_are_committed_before_flush_returns(dataset):
-    with Recorder(dataset, "run", interval_s=3600) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=3600) as recorder:
         recorder.abandon(["test/7"])
         assert recorder.flush(5)
         assert [c.get("abandoned_episodes") for c in dataset.history()[1:]] == [["test/7"]]
@@ -125,7 +125,7 @@ def test_names_alone_are_committed_before_flush_returns(dataset):
 
 def test_a_producer_goes_on_after_its_last_commit(lake, dataset):
     for number in range(2):
-        with Recorder(dataset, "run", interval_s=0.01) as recorder:
+        with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
             recorder.add([episode(number)])
     assert ids(lake) == ["test/0", "test/1"]
     assert [c["sequence"] for c in dataset.history()[1:]] == [0, 1]
@@ -133,10 +133,10 @@ def test_a_producer_goes_on_after_its_last_commit(lake, dataset):
 
 def test_closing_does_not_wait_for_a_store_that_refuses(lake, dataset, monkeypatch):
     def refusing(*args, **kwargs):
-        raise FailedInPassing("toys: No space left on device")
+        raise TransientStorageError("toys: No space left on device")
 
     monkeypatch.setattr(dataset, "commit", refusing)
-    recorder = Recorder(dataset, "run", interval_s=0.01)
+    recorder = EpisodeCommitter(dataset, "run", interval_s=0.01)
     recorder.add([episode(0)])
     assert not recorder.flush(0.3)
     recorder.close()
@@ -145,32 +145,32 @@ def test_closing_does_not_wait_for_a_store_that_refuses(lake, dataset, monkeypat
 
 def test_a_store_that_refuses_for_good_ends_it(dataset, monkeypatch):
     def refusing(*args, **kwargs):
-        raise StorageFailed("toys: Read-only file system")
+        raise StorageError("toys: Read-only file system")
 
     monkeypatch.setattr(dataset, "commit", refusing)
-    with Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0)])
-        with pytest.raises(StorageFailed, match="Read-only"):
+        with pytest.raises(StorageError, match="Read-only"):
             recorder.flush(5)
         assert recorder.trouble is None
 
 
 def test_a_mismatch_of_schemas_is_not_a_full_disk(dataset):
-    with Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0, action_masks=np.ones((2, 2), bool))])
-        with pytest.raises(SchemaMismatch):
+        with pytest.raises(SchemaMismatchError):
             recorder.flush(5)
         assert recorder.trouble is None
 
 
 def test_nothing_to_commit_makes_no_version(dataset):
-    with Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         assert recorder.flush(5)
     assert dataset.snapshot().version == 0
 
 
 def test_workers_may_each_bring_the_same_new_columns(lake, dataset):
-    with Recorder(dataset, "run", interval_s=3600) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=3600) as recorder:
         for number in range(3):
             extras = {"worker": np.full(2, number, np.int32), "seed": np.zeros(2, np.int64)}
             recorder.add(dataset.write([episode(number, extras=extras)]))
@@ -181,28 +181,28 @@ def test_workers_may_each_bring_the_same_new_columns(lake, dataset):
 def test_trouble_that_turns_out_to_be_for_good_is_raised_and_waited_for_no_longer(
     dataset, monkeypatch
 ):
-    errors = iter([FailedInPassing("toys: No space left"), StorageFailed("toys: Read-only")])
+    errors = iter([TransientStorageError("toys: No space left"), StorageError("toys: Read-only")])
 
     def refusing(*args, **kwargs):
         raise next(errors)
 
     monkeypatch.setattr(dataset, "commit", refusing)
-    with Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0)])
         for waits in (True, False):
             while (recorder.trouble is None) is waits:
                 time.sleep(0.001)
-        with pytest.raises(StorageFailed, match="Read-only"):
+        with pytest.raises(StorageError, match="Read-only"):
             recorder.acknowledged()
 
 
 def test_what_was_committed_before_a_failure_is_told(dataset):
-    with Recorder(dataset, "run", interval_s=0.01) as recorder:
+    with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0)])
         assert recorder.flush(5)
         recorder.add([episode(1, action_masks=np.ones((2, 2), bool))])
-        with pytest.raises(SchemaMismatch):
+        with pytest.raises(SchemaMismatchError):
             recorder.flush(5)
         assert [one.commit.num_episodes for one in recorder.acknowledged()] == [1]
-        with pytest.raises(SchemaMismatch):
+        with pytest.raises(SchemaMismatchError):
             recorder.acknowledged()

@@ -1,10 +1,10 @@
 import pytest
 
-from replaylake.datastore.errors import FailedInPassing, StorageFailed
-from replaylake.online.recording.refusals import Refusals
+from replaylake.datastore.errors import StorageError, TransientStorageError
+from replaylake.online.recording.refusals import StorageRetry
 
 
-def refusing(times, error=FailedInPassing):
+def refusing(times, error=TransientStorageError):
     left = iter(range(times))
 
     def call():
@@ -17,7 +17,7 @@ def refusing(times, error=FailedInPassing):
 
 def test_what_is_refused_in_passing_is_tried_again_and_told_once():
     told = []
-    refusals = Refusals(told.append)
+    refusals = StorageRetry(told.append)
     assert refusals.until_taken("checkpoint", refusing(2)) == "made"
     assert told == [
         "the run waits, and goes on by itself. shard: No space left on device",
@@ -28,7 +28,7 @@ def test_what_is_refused_in_passing_is_tried_again_and_told_once():
 
 def test_several_that_are_refused_are_one_wait():
     told = []
-    refusals = Refusals(told.append)
+    refusals = StorageRetry(told.append)
     refusals.note("worker 0", "no room")
     refusals.note("commit", "no room for this either")
     refusals.note("worker 0", None)
@@ -39,13 +39,13 @@ def test_several_that_are_refused_are_one_wait():
 
 
 def test_a_run_that_is_asked_to_end_waits_for_nothing():
-    refusals = Refusals(lambda text: None, lambda: True)
-    with pytest.raises(FailedInPassing):
+    refusals = StorageRetry(lambda text: None, lambda: True)
+    with pytest.raises(TransientStorageError):
         refusals.until_taken("checkpoint", refusing(10**6))
 
 
 def test_what_is_refused_for_good_is_raised():
     told = []
-    with pytest.raises(StorageFailed, match="No space"):
-        Refusals(told.append).until_taken("checkpoint", refusing(1, StorageFailed))
+    with pytest.raises(StorageError, match="No space"):
+        StorageRetry(told.append).until_taken("checkpoint", refusing(1, StorageError))
     assert told == []

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, NameRefused
+from replaylake.datastore.errors import ConfigInvalidError, InvalidNameError
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.evaluation.evaluate import evaluate
 from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online
-from replaylake.online.training.agent_packages import register
-from replaylake.online.training.agents import own_steps, policy_names
+from replaylake.online.training.agent_packages import register_packages
+from replaylake.online.training.agents import agent_steps_condition, policy_names
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
 OPPOSITES = "replaylake_crowds:Opposites"
@@ -173,7 +173,7 @@ def test_a_policy_that_is_registered_already_is_not_again(lake, tmp_path):
         def done(self, found):
             return {**self.body, **found}
 
-    ref, done = register(lake.registry, Ended(), packages, {})
+    ref, done = register_packages(lake.registry, Ended(), packages, {})
     assert str(ref) == "learned_bob:2"
     assert done["policies"] == {"ann": "learned_ann:1", "bob": None}
 
@@ -189,19 +189,23 @@ def test_a_policy_that_is_registered_already_is_not_again(lake, tmp_path):
 def test_each_is_refused_where_it_cannot_be(lake, env_id, changes, text):
     if "mix" in changes:
         train_online(lake, replace(request(steps=300, evaluate_steps=None), dataset="other"))
-    with pytest.raises(ConfigInvalid, match=text):
+    with pytest.raises(ConfigInvalidError, match=text):
         train_online(lake, request(env_id, agents="each", **changes))
     assert "live" not in lake.datasets()
 
 
 def test_agents_whose_names_no_policy_can_have_are_refused(lake):
     names = {"names": ["ann", "Bob 2"]}
-    with pytest.raises(NameRefused, match=r"agent 'Bob 2', .* 'learned_Bob 2'.*--agents shared"):
+    with pytest.raises(
+        InvalidNameError, match=r"agent 'Bob 2', .* 'learned_Bob 2'.*--agents shared"
+    ):
         train_online(lake, request(agents="each", env_args=names))
     assert policy_names("p", ["a_1", "b"]) == {"a_1": "p_a_1", "b": "p_b"}
-    assert own_steps("o'neil") == "agent_id = 'o''neil'"
+    assert agent_steps_condition("o'neil") == "agent_id = 'o''neil'"
 
 
 def test_the_config_knows_two_ways():
-    with pytest.raises(ConfigInvalid, match="agents: found 'both', expected one of shared, each"):
+    with pytest.raises(
+        ConfigInvalidError, match="agents: found 'both', expected one of shared, each"
+    ):
         replace(DQN, agents="both")

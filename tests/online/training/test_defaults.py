@@ -3,7 +3,7 @@ import pytest
 from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.offline.algorithms.catalog import check_algorithm
 from replaylake.online.training.config import OnlineConfig
-from replaylake.online.training.job import resolved
+from replaylake.online.training.job import resolve_config
 
 
 @pytest.mark.parametrize(
@@ -12,4 +12,4 @@ from replaylake.online.training.job import resolved
 )
 def test_a_gpu_that_is_asked_for_is_learned_on(learner_gpus, device, expected):
     config = OnlineConfig("dqn", learner_gpus=learner_gpus, device=device)
-    assert resolved(config, check_algorithm("dqn", Discrete(2)), None).device == expected
+    assert resolve_config(config, check_algorithm("dqn", Discrete(2)), None).device == expected

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.online.training.limiter import RateLimiter, Ratio, min_size, sample_to_insert_ratio
 
 
@@ -49,7 +49,7 @@ def test_reverbs_scenarios(shared_data):
 
 def test_reverbs_invalid_configs(shared_data):
     for config in vector(shared_data)["invalid_configs"]:
-        with pytest.raises(ConfigInvalid, match="rate limiter: found"):
+        with pytest.raises(ConfigInvalidError, match="rate limiter: found"):
             ratio({"min_size_to_sample": 1, **config})
 
 
@@ -76,7 +76,7 @@ def test_a_ratio_counts_from_the_first_items_on():
 
 
 def test_a_buffer_that_blocks_both_is_refused():
-    with pytest.raises(ConfigInvalid, match="error buffer of 0 below and 32 above"):
+    with pytest.raises(ConfigInvalidError, match="error buffer of 0 below and 32 above"):
         sample_to_insert_ratio(32, 1000, (0, 32))
 
 

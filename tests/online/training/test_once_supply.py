@@ -9,7 +9,7 @@ from replaylake.datastore.maintenance.compact import compact
 from replaylake.offline.algorithms.catalog import make_learner
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig
-from replaylake.online.training.once_supply import OnceSupply
+from replaylake.online.training.once_supply import OnPolicyBatches
 
 SPACES = (Box((3,)), Discrete(2))
 
@@ -39,7 +39,7 @@ def view(lake):
 def supply(view, **given):
     options = {"hidden_sizes": [4], "num_sequences": 2, "length": 8, "minibatches": 1}
     learner = make_learner("ppo", *SPACES, options=options, seed=0)
-    return OnceSupply(view, learner, OnlineConfig("ppo", min_size=1, **given), Timings())
+    return OnPolicyBatches(view, learner, OnlineConfig("ppo", min_size=1, **given), Timings())
 
 
 def numbers(batch):

@@ -17,8 +17,8 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.serving import Limits, Serving
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.serving import Limits, ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 MSGPACK = {"content-type": "application/msgpack"}
@@ -27,8 +27,8 @@ NPY = {"content-type": "application/x-npy"}
 
 def serving(policy, *, log=None, exploration=None, limits=None, signer=None, **more):
     signer = signer or DecisionSigner(b"k" * 32, "d")
-    return Serving(
-        Router(Served("p", 2, policy, "p@champion", {"algorithm": "by_hand"})),
+    return ServingState(
+        Router(ServedPolicy("p", 2, policy, "p@champion", {"algorithm": "by_hand"})),
         signer,
         log,
         exploration or Exploration(),
@@ -440,14 +440,14 @@ def test_a_canary_takes_its_rows_of_a_batch(app_client, kit, policy, tmp_path):
     other = load_policy(
         kit.save_policy(tmp_path / "q", graph=kit.linear_graph(-kit.WEIGHTS, "logits", 4))
     )
-    main = Served("p", 2, policy, "p@champion")
-    router = Router(main, [(Served("p", 3, other, "p@challenger"), 0.5)])
+    main = ServedPolicy("p", 2, policy, "p@champion")
+    router = Router(main, [(ServedPolicy("p", 3, other, "p@challenger"), 0.5)])
     lake = open_lake(tmp_path / "lake", create=True)
     signer = DecisionSigner(lake.signing_key(), "d")
     log = DecisionLog(lake.dataset("d"), policy.spec, signer.worker)
     rows = np.random.default_rng(0).standard_normal((40, 4)).astype(np.float32)
     episodes = [f"e{i}" for i in range(40)]
-    with app_client(create_app(lambda: Serving(router, signer, log))) as client:
+    with app_client(create_app(lambda: ServingState(router, signer, log))) as client:
         body = {"observations": rows.tolist(), "episode_ids": episodes}
         answer = client.post("/act", json=body).json()
         packed = post_msgpack(client, body, accept="application/msgpack").content

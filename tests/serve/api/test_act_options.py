@@ -13,17 +13,17 @@ from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 MSGPACK = {"content-type": "application/msgpack"}
 
 
 def serving(policy, exploration=None, **more):
-    router = Router(Served("p", 2, policy, "p@champion"))
+    router = Router(ServedPolicy("p", 2, policy, "p@champion"))
     signer = DecisionSigner(b"k" * 32, "d")
-    return Serving(router, signer, exploration=exploration or Exploration(), **more)
+    return ServingState(router, signer, exploration=exploration or Exploration(), **more)
 
 
 @pytest.fixture(scope="module")

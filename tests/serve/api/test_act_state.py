@@ -14,8 +14,8 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable, load_serving
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 from replaylake.serve.versions.state_tokens import StateSigner
 
 STATE = 3
@@ -67,11 +67,11 @@ def policies(folders):
 
 def app_of(router, key=KEY):
     signer = DecisionSigner(b"k" * 32, "d")
-    return create_app(lambda: Serving(router, signer, states=StateSigner(key)))
+    return create_app(lambda: ServingState(router, signer, states=StateSigner(key)))
 
 
 def router_of(policy, version=1):
-    return Router(Served("p", version, policy, "p@champion"))
+    return Router(ServedPolicy("p", version, policy, "p@champion"))
 
 
 def acted(policy, observations):
@@ -139,7 +139,7 @@ def test_a_state_goes_on_with_the_version_that_made_it(app_client, policies):
     observation = [1.0, 2.0, 3.0, 4.0]
     with app_client(app_of(router)) as client:
         first = client.post("/act", json={"observation": observation}).json()
-        router.replace(0, Served("p", 2, policies[1], "p@champion"))
+        router.replace(0, ServedPolicy("p", 2, policies[1], "p@champion"))
         old = client.post("/act", json={"observation": observation, "state": first["state"]}).json()
         new = client.post("/act", json={"observation": observation}).json()
         assert (old["version"], new["version"]) == (1, 2)

@@ -18,8 +18,8 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.act_request import ActReader
 from replaylake.serve.api.bodies import parse_msgpack, read_fields
-from replaylake.serve.api.values import encoded, read_values
-from replaylake.serve.exchange import Request, RequestRefused
+from replaylake.serve.api.values import encode_observations, read_values
+from replaylake.serve.exchange import Request, RequestRefusedError
 
 SPEC = PolicySpec(Box((4,)), Discrete(2), "categorical")
 READER = ActReader(SPEC)
@@ -28,7 +28,7 @@ READER = ActReader(SPEC)
 def read(body, kind, query=b""):
     """Do all that /act does before it acts."""
     asked = READER.read(Request("/act", "POST", "/act", query, body, kind), 4096)
-    raw = encoded(SPEC.encoding, asked.raw, asked.field, asked.is_batch)
+    raw = encode_observations(SPEC.encoding, asked.raw, asked.field, asked.is_batch)
     return read_values(SPEC.observation_space, raw, asked.field, asked.is_batch)
 
 
@@ -186,13 +186,13 @@ def test_a_hostile_body_is_refused_at_once(kind, name):
     body = KINDS[kind][name]
     gc.freeze()  # a server has not the objects of all these tests to look through
     began = time.thread_time()  # other processes may have the machine
-    with pytest.raises(RequestRefused):
+    with pytest.raises(RequestRefusedError):
         read(body, f"application/{kind}")
     seconds = time.thread_time() - began
     gc.unfreeze()
     tracemalloc.start()
     try:
-        with pytest.raises(RequestRefused) as caught:
+        with pytest.raises(RequestRefusedError) as caught:
             read(body, f"application/{kind}")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -208,7 +208,7 @@ def test_a_hostile_body_is_refused_at_once(kind, name):
 @hypothesis.settings(deadline=None, max_examples=300)
 @hypothesis.given(st.binary(max_size=300), st.sampled_from(["json", "msgpack", "x-npy"]))
 def test_no_bytes_are_beyond_us(body, kind):
-    with pytest.raises(RequestRefused):
+    with pytest.raises(RequestRefusedError):
         read(body, f"application/{kind}")
 
 
@@ -229,7 +229,7 @@ def test_no_damage_is_beyond_us(data):
         damaged[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     try:
         values = read(bytes(damaged), f"application/{kind}")
-    except RequestRefused as refused:
+    except RequestRefusedError as refused:
         values, status = None, refused.status
     if values is None:
         assert status in (413, 422)
@@ -259,7 +259,7 @@ def test_no_fields_are_beyond_us(fields, is_observed):
     if is_observed:
         fields = {**fields, "observation": [0.0, 1.0, 2.0, 3.0]}
         fields.pop("observations", None)
-    with contextlib.suppress(RequestRefused):  # any other error is the test's failure
+    with contextlib.suppress(RequestRefusedError):  # any other error is the test's failure
         read(msgpack.packb(fields), "application/msgpack")
 
 
@@ -273,7 +273,7 @@ def test_arrays_in_msgpack_are_made_anywhere():
 
 @pytest.mark.parametrize("body", [b"\x81\xc4\x01a\x01", b"\x81\xabobservation\x81\xc4\x01a\x01"])
 def test_keys_of_msgpack_are_texts(body):
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RequestRefusedError) as caught:
         parse_msgpack(body)
     assert (caught.value.status, caught.value.field) == (422, "body")
     assert caught.value.found == "a map with the key 1 bytes"
@@ -285,7 +285,7 @@ def test_of_a_key_that_is_there_twice_the_last_counts():
 
 def test_a_route_that_takes_no_array_says_so():
     request = Request("/feedback", "POST", "/feedback", b"", npy(np.zeros(4)), "application/x-npy")
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RequestRefusedError) as caught:
         read_fields(request)
     assert caught.value.status == 415
     assert "npy" not in caught.value.expected

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.spaces import Box, Dict, Text
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.feedback.journal import JournalConfig
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
@@ -23,8 +23,8 @@ from replaylake.serve.api.arrays import array_map
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.safety.limits import Limits
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 EPISODE = {
     "episode_id": "robot-1",
@@ -60,8 +60,8 @@ class Server:
             signer.worker,
             config=JournalConfig(flush_interval_s=0.02),
         )
-        served = Served("p", 2, self.policy, "p@champion", {})
-        serving = Serving(Router(served), signer, log, limits=limits or Limits())
+        served = ServedPolicy("p", 2, self.policy, "p@champion", {})
+        serving = ServingState(Router(served), signer, log, limits=limits or Limits())
         client = self._app_client(create_app(lambda: serving))
         client.serving = serving
         return client
@@ -73,7 +73,7 @@ class Server:
         while num_rows is not None and received.snapshot().num_rows < num_rows:
             assert time.monotonic() < until
             time.sleep(0.01)
-        return sessionise(self.lake, "d").received
+        return join_feedback(self.lake, "d").received
 
     def steps(self, columns="*"):
         return self.lake.sql(f"select {columns} from d.steps order by episode_id, step").to_pylist()
@@ -268,7 +268,9 @@ def test_limits(server):
 
 
 def test_without_a_log_there_is_nowhere_to_write(app_client, policy):
-    serving = Serving(Router(Served("p", 2, policy, "p", {})), DecisionSigner(b"k" * 32, "d"))
+    serving = ServingState(
+        Router(ServedPolicy("p", 2, policy, "p", {})), DecisionSigner(b"k" * 32, "d")
+    )
     with app_client(create_app(lambda: serving)) as client:
         refused(send(client, EPISODE), 404, "path")
 
@@ -278,7 +280,7 @@ def test_a_full_disk_is_a_503_and_nothing_is_held(server, client, monkeypatch):
     journal = client.serving.received._journal
 
     def full(records):
-        raise StorageFailed("no space left")
+        raise StorageError("no space left")
 
     with monkeypatch.context() as patch:
         patch.setattr(journal, "append", full)
@@ -288,7 +290,7 @@ def test_a_full_disk_is_a_503_and_nothing_is_held(server, client, monkeypatch):
 
 
 def test_a_worker_forgets_what_is_old(server, client, monkeypatch):
-    monkeypatch.setattr("replaylake.serve.recording.received_log._HELD_STEPS", 7)
+    monkeypatch.setattr("replaylake.serve.recording.received_log._MAX_REMEMBERED_STEPS", 7)
     for name in "abc":
         assert send(client, changed(episode_id=name)).status_code == 202
     assert client.serving.received._num_held == 6

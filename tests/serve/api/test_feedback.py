@@ -12,23 +12,23 @@ import pytest
 from hypothesis import strategies as st
 
 from replaylake.datastore.feedback.decision_id import DecisionSigner
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.recording.sessioniser import Sessioniser
-from replaylake.serve.serving import Limits, Serving
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.recording.sessioniser import FeedbackJoinProcess
+from replaylake.serve.serving import Limits, ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 
 
 def serving(policy, *, log=None, signer=None):
     signer = signer or DecisionSigner(b"k" * 32, "d")
-    router = Router(Served("p", 2, policy, "p@champion", {"algorithm": "by_hand"}))
-    return Serving(router, signer, log, Exploration(temperature=1.0), Limits(batch=16))
+    router = Router(ServedPolicy("p", 2, policy, "p@champion", {"algorithm": "by_hand"}))
+    return ServingState(router, signer, log, Exploration(temperature=1.0), Limits(batch=16))
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_one_episode_and_request_of_a_batch_name_each_row(logged):
     ending = {"decision_id": again[-1], "reward": 3, "terminated": True}
     assert logged.post("/feedback", json=ending).status_code == 200
     logged.log.rewards.flush()
-    receipt = sessionise(logged.lake, "d", now_s=time.time() + 1)
+    receipt = join_feedback(logged.lake, "d", now_s=time.time() + 1)
     assert (receipt.steps, receipt.repeated) == (3, 3)
     steps = logged.lake.sql("select decision_id, reward from d.steps order by step").to_pylist()
     assert [(row["decision_id"], row["reward"]) for row in steps] == [
@@ -314,12 +314,12 @@ def test_episodes_over_two_workers(workers):
     for worker in workers:
         worker.log.decisions.flush()
         worker.log.rewards.flush()
-    sessionise(workers[0].lake, "d", now_s=time.time() + 1)
+    join_feedback(workers[0].lake, "d", now_s=time.time() + 1)
     for part in owed:
         send(workers, dice, part)
     for worker in workers:
         worker.log.rewards.flush()
-    receipt = sessionise(workers[0].lake, "d", now_s=time.time() + 1)
+    receipt = join_feedback(workers[0].lake, "d", now_s=time.time() + 1)
     assert (receipt.waiting, receipt.orphaned, receipt.joined) == (0, 0, len(played))
     assert receipt.late == len(owed)
     rows = workers[0].lake.sql("select * from d.steps").to_pylist()
@@ -372,7 +372,10 @@ def test_a_process_beside_the_server_joins(logged, tmp_path):
         told.append(counts)
         heard.set()
 
-    both = [Sessioniser(logged.lake.dataset("d"), tmp_path / "lake", 0.2, 60.0) for _ in range(2)]
+    both = [
+        FeedbackJoinProcess(logged.lake.dataset("d"), tmp_path / "lake", 0.2, 60.0)
+        for _ in range(2)
+    ]
     for one in both:
         one.on_round = on_round
         one.start()

@@ -7,15 +7,15 @@ import pytest
 
 from replaylake.datastore.episodes.spaces import Box, MultiBinary, MultiDiscrete
 from replaylake.datastore.feedback.decision_id import DecisionSigner
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.serving import Limits, Serving
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.serving import Limits, ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 # Logits of the first element (2) and of the second (3): the observation's, and more of them.
 WEIGHTS = np.array([[1.0, 0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 2.0, 1.0, 0.0]], np.float32)
@@ -29,8 +29,8 @@ def policy(kit, tmp_path):
 
 
 def served(policy, signer, log=None, exploration=None):
-    named = Served("p", 2, policy, "p@champion", {"algorithm": "by_hand"})
-    return Serving(Router(named), signer, log, exploration or Exploration(), Limits())
+    named = ServedPolicy("p", 2, policy, "p@champion", {"algorithm": "by_hand"})
+    return ServingState(Router(named), signer, log, exploration or Exploration(), Limits())
 
 
 def test_an_action_is_a_list(app_client, policy):
@@ -73,7 +73,7 @@ def test_decisions_become_steps(app_client, policy, tmp_path):
             if observation == [0, 1]:
                 feedback["terminated"] = True
             assert client.post("/feedback", json=feedback).status_code == 200
-    sessionise(lake, "d")
+    join_feedback(lake, "d")
     steps = lake.sql("select action, reward, behavior_log_prob from d.steps order by step")
     assert steps.to_pylist() == [
         {"action": [0, 2], "reward": 1.0, "behavior_log_prob": 0.0},

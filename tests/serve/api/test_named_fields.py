@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.encoding import Encoding
-from replaylake.datastore.errors import SchemaMismatch
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.errors import SchemaMismatchError
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import open_lake
@@ -161,7 +161,7 @@ def test_served_decisions_hold_the_vector_and_train_beside_the_log(app_client, m
         wrong = {**feedback, "final_observation": {"user_age": 1}}
         error = client.post("/feedback", json=wrong).json()["error"]
         assert error["field"] == "final_observation.user_score"
-    sessionise(lake, "loop")
+    join_feedback(lake, "loop")
     steps = lake.sql("select observation, final_observation from loop.steps").to_pylist()
     vectors = _logged(lake)
     assert steps == [{"observation": vectors[4], "final_observation": vectors[5]}]
@@ -195,14 +195,14 @@ def test_datasets_of_other_encodings_are_not_trained_together(made, tmp_path):
     ingest(lake, [tmp_path / "same_width.csv"], "same_width", format="bandit",
            options=ReadOptions(mapping=other))  # fmt: skip
     config = TrainConfig(algorithm="bc", updates=1)
-    with pytest.raises(SchemaMismatch, match="observation space"):
+    with pytest.raises(SchemaMismatchError, match="observation space"):
         train(lake, ["shop", "small"], config, policy_name="none")
     # Three numbers, eight devices and the other ones: as many elements as in `shop`.
     assert lake.dataset("same_width").spec.encoding.width == 12
-    with pytest.raises(SchemaMismatch, match="encoded from differ"):
+    with pytest.raises(SchemaMismatchError, match="encoded from differ"):
         train(lake, ["shop", "same_width"], config, policy_name="none")
     serving = ServeConfig(
         package=trained.path, policy="clone", version=1, lake=lake.path, log_to="same_width"
     )
-    with pytest.raises(SchemaMismatch, match="encoded from differ"):
+    with pytest.raises(SchemaMismatchError, match="encoded from differ"):
         load_serving(serving)

@@ -26,8 +26,8 @@ from replaylake.serve.api.openapi import document
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.safety.tokens import Tokens
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 SPACES = [
     Box((4,)),
@@ -51,8 +51,10 @@ class _NoPolicy:
 
 
 def serving(policy, log=None, tokens=None):
-    served = Served("p", 2, policy, "p@champion", {})
-    return Serving(Router(served), DecisionSigner(b"k" * 32, "d"), log, tokens=tokens or Tokens())
+    served = ServedPolicy("p", 2, policy, "p@champion", {})
+    return ServingState(
+        Router(served), DecisionSigner(b"k" * 32, "d"), log, tokens=tokens or Tokens()
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from replaylake.serve.api.pace import Pace
+from replaylake.serve.api.pace import LatencyEstimate
 
 
 def spin(seconds):
@@ -24,12 +24,12 @@ def ran_on_loop(pace, num_bytes, seconds):
 
 
 def test_short_work_stays():
-    pace = Pace()
+    pace = LatencyEstimate()
     assert all(ran_on_loop(pace, 100, 0.0001) for _ in range(5))
 
 
 def test_long_work_leaves_once_it_is_known():
-    pace = Pace()
+    pace = LatencyEstimate()
     assert ran_on_loop(pace, 100, 0.03)
     assert not ran_on_loop(pace, 100, 0.03)
     # What is larger takes no less.
@@ -37,17 +37,17 @@ def test_long_work_leaves_once_it_is_known():
 
 
 def test_a_large_body_leaves_before_any_was_seen():
-    assert not ran_on_loop(Pace(), 1 << 20, 0.0)
+    assert not ran_on_loop(LatencyEstimate(), 1 << 20, 0.0)
 
 
 def test_work_that_became_short_comes_back():
-    pace = Pace()
+    pace = LatencyEstimate()
     ran_on_loop(pace, 100, 0.03)
     assert any(ran_on_loop(pace, 100, 0.0001) for _ in range(20))
 
 
 def test_one_late_request_changes_nothing():
-    pace = Pace()
+    pace = LatencyEstimate()
     for _ in range(3):
         ran_on_loop(pace, 100, 0.0005)
     ran_on_loop(pace, 100, 0.2)
@@ -60,11 +60,11 @@ def test_errors_come_through(num_bytes):
         raise ValueError("so")
 
     with pytest.raises(ValueError, match="so"):
-        asyncio.run(Pace().run(num_bytes, fail))
+        asyncio.run(LatencyEstimate().run(num_bytes, fail))
 
 
 def test_the_loop_turns_while_long_work_is_done():
-    pace = Pace()
+    pace = LatencyEstimate()
 
     async def run():
         turns = 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
@@ -17,12 +17,12 @@ from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api import act as act_module
 from replaylake.serve.api.act import ActEndpoint
-from replaylake.serve.door.waits import Arrivals
-from replaylake.serve.exchange import Request, RequestRefused
+from replaylake.serve.door.waits import ArrivalCounter
+from replaylake.serve.exchange import Request, RequestRefusedError
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 OBSERVATIONS = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 
@@ -33,8 +33,8 @@ class Here:
     def __init__(self, policy, log=None, exploration=None):
         self.sizes = []
         signer = DecisionSigner(b"k" * 32, "d")
-        served = Served("p", 2, self._counting(policy), "p@champion")
-        self.serving = Serving(Router(served), signer, log, exploration or Exploration())
+        served = ServedPolicy("p", 2, self._counting(policy), "p@champion")
+        self.serving = ServingState(Router(served), signer, log, exploration or Exploration())
         self.endpoint = ActEndpoint(lambda: self.serving, Metrics())
 
     def _counting(self, policy):
@@ -115,7 +115,7 @@ def test_one_that_is_refused_refuses_no_other(policy):
     here = Here(policy)
     wrong = {"observation": [1, 2, "three", 4]}
     found = here.run(one(0), wrong, one(2))
-    assert isinstance(found[1], RequestRefused)
+    assert isinstance(found[1], RequestRefusedError)
     assert found[1].status == 422
     assert [json.loads(found[i].body)["action"] for i in (0, 2)] == [
         load_policy_answers(policy)[i] for i in (0, 2)
@@ -128,7 +128,7 @@ def test_one_that_the_graph_cannot_take_refuses_no_other(kit, tmp_path):
     graph = kit.linear_graph(weights, "logits", 4)
     here = Here(load_policy(kit.save_policy(tmp_path / "huge", spec, graph)))
     found = here.run(one(0), {"observation": [3e38] * 4}, one(2))
-    assert isinstance(found[1], RequestRefused)
+    assert isinstance(found[1], RequestRefusedError)
     assert found[0].status == found[2].status == 200
 
 
@@ -139,12 +139,12 @@ def test_all_hear_of_a_log_that_refuses(policy, tmp_path, monkeypatch):
 
     def refuse(decided):
         if sum(len(one.ids) for one in decided) > 1:
-            raise StorageFailed("full")
+            raise StorageError("full")
         return True
 
     monkeypatch.setattr(log, "write_decisions", refuse)
     found = here.run(*map(one, range(4)))
-    assert [type(error) for error in found] == [StorageFailed] * 4
+    assert [type(error) for error in found] == [StorageError] * 4
     log.close()
 
 
@@ -191,7 +191,7 @@ def test_one_whose_time_is_up_takes_no_other_along(policy):
 
 def test_arrivals_count_those_behind_and_forget_the_lost():
     async def ask():
-        arrivals, loop = Arrivals(), asyncio.get_running_loop()
+        arrivals, loop = ArrivalCounter(), asyncio.get_running_loop()
         for _ in range(3):
             arrivals.come(loop)
         behind = [arrivals.begin(), arrivals.begin()]

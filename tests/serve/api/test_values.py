@@ -16,9 +16,9 @@ from replaylake.datastore.episodes.spaces import (
     as_values,
     gather,
 )
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.serve.api.values import _check_value, depth_of, num_dims, read_values
-from replaylake.serve.exchange import RequestRefused
+from replaylake.serve.exchange import RequestRefusedError
 
 SPACES = [
     Box((3,)), Box((2, 2), "float64"), Box((2,), "uint8", 0, 255), Box((1,), "int64"), Box(()),
@@ -64,8 +64,8 @@ def same(found, expected):
 def test_the_quick_way_takes_what_the_slow_way_does(space, raw):
     try:
         expected = slowly(space, raw)
-    except (RequestRefused, EpisodeInvalid):
-        with pytest.raises(RequestRefused):
+    except (RequestRefusedError, EpisodeInvalidError):
+        with pytest.raises(RequestRefusedError):
             read_values(space, raw, "observation", True)
     else:
         assert same(read_values(space, raw, "observation", True), expected)

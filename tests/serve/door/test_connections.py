@@ -8,18 +8,18 @@ from contextlib import contextmanager
 import pytest
 import uvicorn
 
-from replaylake.serve.door.connections import NUM_REFUSED, GuardedProtocol
-from replaylake.serve.door.door import Door, Doorkeeper
-from replaylake.serve.exchange import Answer, RequestRefused
+from replaylake.serve.door.connections import NUM_REFUSED, LimitedProtocol
+from replaylake.serve.door.door import HandlerState, RequestHandler
+from replaylake.serve.exchange import RequestRefusedError, Response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.safety.limits import ConnectionLimits
-from replaylake.serve.serving import Serving
+from replaylake.serve.serving import ServingState
 
 
 async def echo(request):
     if request.body == b"refuse":
-        raise RequestRefused(422, "body", "that word", "another")
-    return Answer(200, request.body or b"nothing", "text/plain")
+        raise RequestRefusedError(422, "body", "that word", "another")
+    return Response(200, request.body or b"nothing", "text/plain")
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def served(app):
         settings = uvicorn.Config(
             app,
             loop="uvloop",
-            http=GuardedProtocol,
+            http=LimitedProtocol,
             lifespan="off",
             interface="asgi3",
             log_config=None,
@@ -46,8 +46,8 @@ def served(app):
 
 
 def door():
-    serving = Serving(None, None)
-    return Door("other", echo, Doorkeeper(lambda: serving, Metrics()))
+    serving = ServingState(None, None)
+    return RequestHandler("other", echo, HandlerState(lambda: serving, Metrics()))
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_query_too_long_to_be_taken_apart_is_called_so(address):
 
 
 def test_a_connection_that_idles_is_closed(monkeypatch):
-    monkeypatch.setattr(GuardedProtocol, "limits", ConnectionLimits(idle_timeout_s=0.2))
+    monkeypatch.setattr(LimitedProtocol, "limits", ConnectionLimits(idle_timeout_s=0.2))
     with served(door()) as address, socket.create_connection(address, timeout=5) as connection:
         connection.sendall(post(b"hello!"))
         assert connection.recv(65536).endswith(b"hello!")

@@ -6,20 +6,20 @@ import logging
 
 import pytest
 
-from replaylake.datastore.errors import StorageFailed
-from replaylake.serve.door.door import Door, Doorkeeper
-from replaylake.serve.exchange import Answer, RequestRefused
+from replaylake.datastore.errors import StorageError
+from replaylake.serve.door.door import HandlerState, RequestHandler
+from replaylake.serve.exchange import RequestRefusedError, Response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.safety.access_log import AccessLog
 from replaylake.serve.safety.limits import Limits
 from replaylake.serve.safety.tokens import Tokens
-from replaylake.serve.serving import Serving
+from replaylake.serve.serving import ServingState
 
 ACT, ADMIN = "a" * 32, "z" * 32
 
 
 async def echo(request):
-    return Answer(200, b"%d" % len(request.body))
+    return Response(200, b"%d" % len(request.body))
 
 
 def run(coroutine):
@@ -40,10 +40,10 @@ class At:
 
     def __init__(self, endpoint=echo, route="/act", tokens=(), access_log=None, **limits):
         self.metrics = Metrics()
-        serving = Serving(None, None, limits=Limits(**limits), tokens=Tokens(tuple(tokens)))
+        serving = ServingState(None, None, limits=Limits(**limits), tokens=Tokens(tuple(tokens)))
         serving.access_log = access_log
-        self.keeper = Doorkeeper(lambda: serving, self.metrics)
-        self.door = Door(route, endpoint, self.keeper)
+        self.keeper = HandlerState(lambda: serving, self.metrics)
+        self.door = RequestHandler(route, endpoint, self.keeper)
         self.num_read = 0
 
     async def ask(self, *pieces, headers=(), method="POST", door=None):
@@ -162,7 +162,7 @@ def test_an_endpoint_that_takes_too_long_is_504():
 def test_the_time_for_the_body_is_not_that_of_the_work():
     async def thinks(request):
         await asyncio.sleep(0.3)
-        return Answer(200, b"")
+        return Response(200, b"")
 
     assert At(thinks, body_timeout_s=0.1, deadline_s=5).run(b"x", b"y")[0] == 200
 
@@ -197,7 +197,7 @@ def test_a_full_queue_is_503_with_retry_after_but_probes_get_through():
 
     async def slow(request):
         await release.wait()
-        return Answer(200, b"")
+        return Response(200, b"")
 
     at = At(slow, queue=2)
 
@@ -205,7 +205,7 @@ def test_a_full_queue_is_503_with_retry_after_but_probes_get_through():
         inside = [asyncio.create_task(at.ask(b"x")) for _ in range(2)]
         await asyncio.sleep(0)
         third = await at.ask(b"x")
-        probe = await at.ask(b"", door=Door("/livez", echo, at.keeper))
+        probe = await at.ask(b"", door=RequestHandler("/livez", echo, at.keeper))
         release.set()
         return third, probe, await asyncio.gather(*inside)
 
@@ -253,7 +253,7 @@ def test_what_was_not_foreseen_is_logged_once_a_second_and_not_told(caplog):
 
 def test_a_refusal_that_cannot_be_worded_is_a_500_like_any_other(caplog):
     async def broken(request):
-        raise RequestRefused(422, b"not a text", "x", "y")
+        raise RequestRefusedError(422, b"not a text", "x", "y")
 
     at = At(broken)
     with caplog.at_level(logging.ERROR):
@@ -266,7 +266,7 @@ def test_a_refusal_that_cannot_be_worded_is_a_500_like_any_other(caplog):
 
 def test_a_disk_that_refuses_is_503_and_no_flood(caplog):
     async def full(request):
-        raise StorageFailed("no space")
+        raise StorageError("no space")
 
     at = At(full)
     with caplog.at_level(logging.ERROR):
@@ -284,7 +284,7 @@ def test_the_access_log_has_a_line_a_request_and_no_token_or_body(tmp_path, kit)
     path = tmp_path / "access.log"
 
     async def refuse(request):
-        raise RequestRefused(422, "observation", "x", "y")
+        raise RequestRefusedError(422, "observation", "x", "y")
 
     async def ask():
         log = AccessLog(str(path))

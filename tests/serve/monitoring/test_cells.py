@@ -6,13 +6,13 @@ import sys
 
 import numpy as np
 
-from replaylake.serve.monitoring.cells import MAX_WIDTH, NUM_CELLS, Cells
+from replaylake.serve.monitoring.cells import MAX_WIDTH, NUM_COUNTERS, SharedCounters
 
 _COUNTER = """
 import sys, time
 from pathlib import Path
-from replaylake.serve.monitoring.cells import Cells
-cells = Cells(Path(sys.argv[1]))
+from replaylake.serve.monitoring.cells import SharedCounters
+cells = SharedCounters(Path(sys.argv[1]))
 begin = cells.block(("requests", ("/act", "200")))
 for _ in range(1000):
     cells.values[begin] += 1
@@ -26,7 +26,7 @@ def counted(cells):
 
 
 def test_a_block_is_the_same_every_time_and_begins_at_zero():
-    cells = Cells()
+    cells = SharedCounters()
     one, wide = cells.block(("a", ("x",))), cells.block(("b", ()), 3)
     assert cells.block(("a", ("x",))) == one
     cells.values[one] += 2.5
@@ -35,7 +35,7 @@ def test_a_block_is_the_same_every_time_and_begins_at_zero():
 
 
 def test_what_is_given_back_is_used_again_empty():
-    cells = Cells()
+    cells = SharedCounters()
     first = cells.block(("a", ()), 4)
     cells.values[first + 3] = 7
     cells.release(("a", ()))
@@ -45,15 +45,15 @@ def test_what_is_given_back_is_used_again_empty():
 
 
 def test_without_room_nothing_that_is_counted_is_spoilt():
-    cells = Cells()
+    cells = SharedCounters()
     begins = {cells.block((str(i), ()), 100) for i in range(200)}
-    lost = NUM_CELLS - MAX_WIDTH
+    lost = NUM_COUNTERS - MAX_WIDTH
     assert lost in begins
     assert all(begin + 100 <= lost for begin in begins - {lost})
 
 
 def test_a_killed_worker_is_still_counted_and_no_longer_alive(tmp_path):
-    mine = Cells(tmp_path)
+    mine = SharedCounters(tmp_path)
     mine.values[mine.block(("requests", ("/act", "200")))] += 1
     command = [sys.executable, "-c", _COUNTER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
@@ -68,7 +68,7 @@ def test_a_killed_worker_is_still_counted_and_no_longer_alive(tmp_path):
 
 
 def test_keys_that_are_half_written_or_without_cells_are_left_out(tmp_path):
-    other = Cells(tmp_path)
+    other = SharedCounters(tmp_path)
     other.values[other.block(("a", ()))] = 1
     other.block(("gone", ()))
     other.release(("gone", ()))
@@ -76,15 +76,15 @@ def test_keys_that_are_half_written_or_without_cells_are_left_out(tmp_path):
     with keys.open("ab") as file:
         file.write(b'[5, 1, ["half')
     (tmp_path / "starting.keys").touch()
-    mine = Cells(tmp_path)
+    mine = SharedCounters(tmp_path)
     assert counted(mine) == {("a", ()): ([1.0], True)}
 
 
 def test_others_see_what_is_counted_at_once(tmp_path):
-    writer, reader = Cells(tmp_path), Cells(tmp_path)
+    writer, reader = SharedCounters(tmp_path), SharedCounters(tmp_path)
     begin = writer.block(("a", ()))
     for number in range(1, 4):
         writer.values[begin] += 1
         assert counted(reader) == {("a", ()): ([float(number)], True)}
-    assert np.fromfile(next(tmp_path.glob("*.cells")), np.float64).size == NUM_CELLS
+    assert np.fromfile(next(tmp_path.glob("*.cells")), np.float64).size == NUM_COUNTERS
     assert os.listdir(tmp_path)

@@ -9,10 +9,15 @@ from replaylake.datastore.episodes.encoding import Encoding, Field
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
-from replaylake.serve.monitoring.cells import Cells
+from replaylake.serve.monitoring.cells import SharedCounters
 from replaylake.serve.monitoring.drift import MAX_ELEMENTS, training_moments
-from replaylake.serve.monitoring.recent import TIME_CONSTANT_S, Means, Recent, joined
-from replaylake.serve.versions.router import Served
+from replaylake.serve.monitoring.recent import (
+    TIME_CONSTANT_S,
+    RecentMeans,
+    RecentStatistics,
+    merge_sums,
+)
+from replaylake.serve.versions.router import ServedPolicy
 
 SPEC = PolicySpec(Box((2,)), Discrete(3), "categorical")
 ABOUT = {"normalisation": {"observations": {"": {"mean": [10.0, -1.0], "std": [2.0, 0.5]}}}}
@@ -20,11 +25,11 @@ ABOUT = {"normalisation": {"observations": {"": {"mean": [10.0, -1.0], "std": [2
 
 def recent(about=ABOUT, space=None, actions=None):
     policy = UniformPolicy(space or SPEC.observation_space, actions or SPEC.action_space)
-    return Recent(Cells(), Served("p", 1, policy, "p", about))
+    return RecentStatistics(SharedCounters(), ServedPolicy("p", 1, policy, "p", about))
 
 
 def means(one, now_s=0.0):
-    return Means(joined([one._sums], now_s))
+    return RecentMeans(merge_sums([one._sums], now_s))
 
 
 def likely(*probs):
@@ -133,7 +138,7 @@ def test_what_is_older_counts_less_also_of_another_worker():
     first.add_up(0.0)
     second.add(np.asarray([[10, -1]]), likely(1.0), 1, False, 0.0)
     second.add_up(TIME_CONSTANT_S)
-    both = Means(joined([first._sums, second._sums], TIME_CONSTANT_S))
+    both = RecentMeans(merge_sums([first._sums, second._sums], TIME_CONSTANT_S))
     share = math.exp(-1) / (1 + math.exp(-1))
     assert both.shifts[0] == pytest.approx(share)
     assert both.num == pytest.approx(1 + math.exp(-1))

@@ -20,11 +20,11 @@ from replaylake.datastore.maintenance import grafana
 from replaylake.serve.app import create_app
 from replaylake.serve.door.connections import NUM_REFUSED
 from replaylake.serve.monitoring.dashboard import dashboard
-from replaylake.serve.monitoring.exported import EXPORTED
+from replaylake.serve.monitoring.exported import METRIC_FAMILIES
 from replaylake.serve.monitoring.metrics import Metrics
-from replaylake.serve.serving import Serving
-from replaylake.serve.versions.reload import Follower, Following, Refused
-from replaylake.serve.versions.router import Router, Served
+from replaylake.serve.serving import ServingState
+from replaylake.serve.versions.reload import AliasFollower, FollowedAlias, VersionRefusal
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 FILE = Path(__file__).parents[3] / "docs" / "grafana" / "serving.json"
 ABOUT = {"normalisation": {"observations": {"": {"mean": [0, 0, 0, 0], "std": [1, 1, 1, 2]}}}}
@@ -37,12 +37,12 @@ def policy(package):
 
 
 def served(policy, version=2):
-    return Served("clone", version, policy, "clone@champion", ABOUT)
+    return ServedPolicy("clone", version, policy, "clone@champion", ABOUT)
 
 
 def serving(policy, router=None, follower=None):
     signer = DecisionSigner(b"k" * 32, "d")
-    return Serving(router or Router(served(policy)), signer, follower=follower)
+    return ServingState(router or Router(served(policy)), signer, follower=follower)
 
 
 def values(text):
@@ -63,8 +63,8 @@ def of(found, name, **labels):
 def fill(metrics, policy):
     """Count one of everything."""
     one = served(policy)
-    following = Following(0, "clone", "champion", 1, 1, refused=Refused(9, 0, "bad"))
-    follower = Follower(None, Router(one), None, [following], 1.0)
+    following = FollowedAlias(0, "clone", "champion", 1, 1, refused=VersionRefusal(9, 0, "bad"))
+    follower = AliasFollower(None, Router(one), None, [following], 1.0)
     metrics.count_start()
     metrics.watch(serving(policy, Router(one), follower), lambda: 3, {503: 7})
     metrics.count_request("/act", 200, 0.0003)
@@ -289,7 +289,9 @@ def test_every_panel_shows_something_that_is_exported(panel, policy):
 
 def test_every_metric_is_on_a_panel():
     expressions = " ".join(target["expr"] for one in PANELS for target in one["targets"])
-    assert {one.sample for one in EXPORTED} == set(re.findall(r"replaylake_\w+", expressions))
+    assert {one.sample for one in METRIC_FAMILIES} == set(
+        re.findall(r"replaylake_\w+", expressions)
+    )
 
 
 def test_the_file_is_what_the_list_makes():

@@ -7,9 +7,9 @@ import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    NotFound,
-    PackageInvalid,
+    AlreadyExistsError,
+    NotFoundError,
+    PackageInvalidError,
 )
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
@@ -116,12 +116,12 @@ def test_it_listens_on_loopback_unless_told(built):
 
 def test_what_cannot_be_packaged_is_refused(ref, tmp_path):
     (tmp_path / "taken").mkdir()
-    with pytest.raises(AlreadyExists, match="taken"):
+    with pytest.raises(AlreadyExistsError, match="taken"):
         package_bento(ref, tmp_path / "taken")
-    with pytest.raises(NotFound, match="nowhere"):
+    with pytest.raises(NotFoundError, match="nowhere"):
         package_bento(ref, tmp_path / "nowhere" / "bento")
     (ref.path / "policy.onnx").write_bytes(b"altered")
-    with pytest.raises(PackageInvalid, match="sha256"):
+    with pytest.raises(PackageInvalidError, match="sha256"):
         package_bento(ref, tmp_path / "bento")
     assert not (tmp_path / "bento").exists()
 

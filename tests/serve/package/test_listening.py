@@ -9,10 +9,10 @@ import sys
 import click
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, ServeFailed
+from replaylake.datastore.errors import ConfigInvalidError, ServeError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.package.bento import package_bento
-from replaylake.serve.package.listening import checked_address
+from replaylake.serve.package.listening import resolve_address
 
 TOKEN = {"REPLAYLAKE_ACT_TOKEN": "a-token-of-some-length"}
 
@@ -21,22 +21,22 @@ def checked(environment, **options):
     """Return the address, as where BentoML's command with these options imports the Bento."""
     with click.Context(click.Command("serve")) as context:
         context.params.update(options)
-        return checked_address(environment)
+        return resolve_address(environment)
 
 
 def test_what_the_command_is_told_goes_before_what_the_bento_is_told(monkeypatch):
-    assert checked_address({}) == checked({}, host=None) == "127.0.0.1"
+    assert resolve_address({}) == checked({}, host=None) == "127.0.0.1"
     assert checked({"REPLAYLAKE_SERVE_HOST": ""}) == "127.0.0.1"
     for refused in (
-        lambda: checked_address({"REPLAYLAKE_SERVE_HOST": "0.0.0.0"}),
+        lambda: resolve_address({"REPLAYLAKE_SERVE_HOST": "0.0.0.0"}),
         lambda: checked({}, host="0.0.0.0"),
         lambda: checked({}, host="::"),
     ):
-        with pytest.raises(ConfigInvalid, match="which other machines reach"):
+        with pytest.raises(ConfigInvalidError, match="which other machines reach"):
             refused()
     assert checked({"REPLAYLAKE_SERVE_INSECURE": "1"}, host="0.0.0.0") == "127.0.0.1"
     assert checked({"REPLAYLAKE_SERVE_HOST": "0.0.0.0"}, host="127.0.0.1") == "0.0.0.0"
-    with pytest.raises(ServeFailed, match=r"nowhere\.invalid"):
+    with pytest.raises(ServeError, match=r"nowhere\.invalid"):
         checked({"REPLAYLAKE_SERVE_HOST": "nowhere.invalid"})
     monkeypatch.setenv(*next(iter(TOKEN.items())))
     assert checked({}, host="0.0.0.0") == "127.0.0.1"
@@ -47,7 +47,7 @@ def test_a_worker_goes_by_its_socket(bound, refused):
     with socket.socket() as listener:
         listener.bind((bound, 0))
         if refused:
-            with pytest.raises(ConfigInvalid, match=r"found host 0\.0\.0\.0"):
+            with pytest.raises(ConfigInvalidError, match=r"found host 0\.0\.0\.0"):
                 checked({}, fd=listener.fileno())
         else:
             # As where BentoML was told of a narrower address than the Bento.

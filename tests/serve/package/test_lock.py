@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from replaylake.datastore.errors import ExtraMissing, ServeFailed
+from replaylake.datastore.errors import ExtraMissingError, ServeError
 from replaylake.serve.package import lock as lock_module
 from replaylake.serve.package.lock import NOT_SERVED, Pin, lock, lock_text
 
@@ -111,7 +111,7 @@ def test_an_extra_asked_for_later_is_followed_too(world):
 def test_what_is_not_installed_is_named_with_who_needs_it(world):
     world.install("replaylake", "1", "a")
     world.install("a", "1", "gone>=2")
-    with pytest.raises(ExtraMissing, match="found no gone, expected gone>=2 as a asks"):
+    with pytest.raises(ExtraMissingError, match="found no gone, expected gone>=2 as a asks"):
         lock([])
 
 
@@ -119,7 +119,7 @@ def test_what_nobody_else_could_install_is_refused(world):
     world.install("replaylake", "1", "a")
     world.install("a", "1", "b<2")
     world.install("b", "2")
-    with pytest.raises(ServeFailed, match="found b 2, expected b<2 as a asks"):
+    with pytest.raises(ServeError, match="found b 2, expected b<2 as a asks"):
         lock([])
 
 
@@ -127,7 +127,7 @@ def test_a_library_of_training_is_refused(world):
     world.install("replaylake", "1", "a")
     world.install("a", "1", "Torch")
     world.install("torch", "2.13.0+cpu")
-    with pytest.raises(ServeFailed, match=r"found torch==2\.13\.0\+cpu"):
+    with pytest.raises(ServeError, match=r"found torch==2\.13\.0\+cpu"):
         lock([])
 
 
@@ -160,7 +160,7 @@ def test_a_checkout_that_asks_for_more_than_was_installed_is_refused(world):
     world.install("b-b", "2")
     assert [str(pin) for pin in lock(["serve"])] == ["a==1", "b-b==2"]
     pyproject.write_text(text.format(', "msgpack>=1.1"'))
-    with pytest.raises(ServeFailed, match=r"found msgpack>=1\.1 in only one of .*pyproject\.toml"):
+    with pytest.raises(ServeError, match=r"found msgpack>=1\.1 in only one of .*pyproject\.toml"):
         lock(["serve"])
     # A virtual environment may lie in another project's folder.
     pyproject.write_text('[project]\nname = "other"\n')

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import parse_wheel_filename
 
-from replaylake.datastore.errors import ServeFailed
+from replaylake.datastore.errors import ServeError
 from replaylake.datastore.version import VERSION
 from replaylake.serve.package import wheel as wheel_module
 from replaylake.serve.package.wheel import own_distribution, write_wheel
@@ -98,11 +98,11 @@ def test_metadata_of_another_version_or_none_at_all_is_refused(tmp_path, monkeyp
     install_metadata(tmp_path / "old", "0.0.1")
     monkeypatch.setattr(wheel_module.metadata, "distributions", only_in(tmp_path / "old"))
     with pytest.raises(
-        ServeFailed, match=rf"found installed metadata of replaylake 0\.0\.1.*{VERSION}"
+        ServeError, match=rf"found installed metadata of replaylake 0\.0\.1.*{VERSION}"
     ):
         write_wheel(tmp_path)
     monkeypatch.setattr(wheel_module.metadata, "distributions", only_in(tmp_path / "none"))
-    with pytest.raises(ServeFailed, match="found no installed replaylake"):
+    with pytest.raises(ServeError, match="found no installed replaylake"):
         write_wheel(tmp_path)
     assert not list(tmp_path.glob("*.whl"))
 

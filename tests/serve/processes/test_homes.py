@@ -8,14 +8,14 @@ import tempfile
 
 import pytest
 
-from replaylake.serve.processes.server import own_home
+from replaylake.serve.processes.server import make_runtime_dir
 
 # Makes a home, starts a worker that inherits its lock, says both and waits to be killed.
 _SERVER = """
 import subprocess, sys, time
-from replaylake.serve.processes.server import own_home
+from replaylake.serve.processes.server import make_runtime_dir
 
-with own_home() as home:
+with make_runtime_dir() as home:
     worker = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"],
         pass_fds=[home.lock_fd],
@@ -39,7 +39,7 @@ def make_old(path):
 
 
 def test_a_home_goes_with_its_server(folder):
-    with own_home() as home:
+    with make_runtime_dir() as home:
         (home.path / "work").mkdir()
         assert home.path.parent == folder
     assert not list(folder.iterdir())
@@ -55,16 +55,16 @@ def test_what_a_killed_server_left_goes_when_its_last_worker_has(folder):
     )
     left = folder / os.path.basename(server.stdout.readline().strip())
     make_old(left)
-    with own_home():
+    with make_runtime_dir():
         assert left.is_dir()  # its server lives
     server.send_signal(signal.SIGKILL)
     server.stdout.close()
     server.wait()
-    with own_home():
+    with make_runtime_dir():
         assert left.is_dir()  # its worker does
     server.stdin.close()
     for _ in range(500):
-        with own_home():
+        with make_runtime_dir():
             if not left.exists():
                 break
     assert not left.exists()
@@ -73,10 +73,10 @@ def test_what_a_killed_server_left_goes_when_its_last_worker_has(folder):
 def test_a_young_one_may_not_have_its_lock_yet(folder):
     young = folder / "replaylake-server-young"
     young.mkdir()
-    with own_home():
+    with make_runtime_dir():
         assert young.is_dir()
     make_old(young)
-    with own_home():
+    with make_runtime_dir():
         assert not young.exists()
 
 
@@ -85,5 +85,5 @@ def test_a_link_is_not_followed(folder):
     elsewhere.mkdir()
     make_old(elsewhere)
     (folder / "replaylake-server-link").symlink_to(elsewhere)
-    with own_home():
+    with make_runtime_dir():
         assert elsewhere.is_dir()

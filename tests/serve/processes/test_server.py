@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, SchemaMismatch, ServeFailed, SpaceUnsupported
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    SchemaMismatchError,
+    ServeError,
+    SpaceUnsupportedError,
+)
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.config import ServeConfig
@@ -72,7 +77,7 @@ def test_served_episodes_come_back_by_sql(client, lake):
                 assert client.post("/feedback", json=body).status_code == 200
     where = "source_episode_id like 'episode-%'"
     deadline = time.monotonic() + 20
-    while sessionise(lake, "served") and _count(lake, where) < 12:
+    while join_feedback(lake, "served") and _count(lake, where) < 12:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     rows = lake.sql(
@@ -89,7 +94,7 @@ def test_served_episodes_come_back_by_sql(client, lake):
     assert all(row["behavior_log_prob"] < 0 for row in rows)
     assert rows[5]["observation"] == [1.0, 1.0, 0.0, 1.0]
     before = _count(lake, "true")
-    assert sessionise(lake, "served").steps == 0
+    assert join_feedback(lake, "served").steps == 0
     assert _count(lake, "true") == before
 
 
@@ -101,7 +106,7 @@ def _count(lake, where):
 
 def test_a_port_in_use_is_one_clear_line(server, package):
     port = int(server.url.rpartition(":")[2])
-    with pytest.raises(ServeFailed, match=rf"port {port} on 127.0.0.1: found it in use"):
+    with pytest.raises(ServeError, match=rf"port {port} on 127.0.0.1: found it in use"):
         serve(ServeConfig(package=package, policy="p", version=1, port=port))
 
 
@@ -109,7 +114,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(kit, package, t
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("other").create(Box((7,)), Discrete(2))
     known = {"package": package, "policy": "p", "version": 1}
-    with pytest.raises(SchemaMismatch, match="Box float32\\[7\\]"):
+    with pytest.raises(SchemaMismatchError, match="Box float32\\[7\\]"):
         serve(ServeConfig(**known, lake=lake.path, log_to="other"))
     for explore in (
         "epsilon=2",
@@ -118,17 +123,17 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(kit, package, t
         "temperature=nan",
         "x=1",
     ):
-        with pytest.raises(ConfigInvalid, match="--explore"):
+        with pytest.raises(ConfigInvalidError, match="--explore"):
             ServeConfig(**known, explore=explore)
-    with pytest.raises(ConfigInvalid, match=r"log_to d, .*no lake"):
+    with pytest.raises(ConfigInvalidError, match=r"log_to d, .*no lake"):
         ServeConfig(**known, log_to="d")
     spec = kit.PolicySpec(Box((4,)), Box((1,), low=-1, high=1), "deterministic")
     graph = kit.linear_graph(np.ones((4, 1), np.float32), "actions", 4)
     continuous = {**known, "package": kit.save_policy(tmp_path / "c", spec, graph)}
     for explore in ("epsilon=0.1", "temperature=1"):
-        with pytest.raises(SpaceUnsupported, match="--explore"):
+        with pytest.raises(SpaceUnsupportedError, match="--explore"):
             serve(ServeConfig(**continuous, explore=explore))
-    with pytest.raises(ServeFailed, match="no address"):
+    with pytest.raises(ServeError, match="no address"):
         serve(ServeConfig(**known, host="no-such-host.invalid"))
 
 
@@ -152,7 +157,7 @@ def test_config_survives_the_way_through_the_environment(tmp_path):
     assert ServeConfig.from_environment(plain.to_environment()) == plain
     assert config.url == "http://[::1]:1"
     assert plain.url == "http://127.0.0.1:3000"
-    with pytest.raises(ConfigInvalid, match="REPLAYLAKE_SERVE_PACKAGE"):
+    with pytest.raises(ConfigInvalidError, match="REPLAYLAKE_SERVE_PACKAGE"):
         ServeConfig.from_environment({})
 
 
@@ -226,7 +231,7 @@ def test_two_workers_share_ids_and_metrics(kit, package, tmp_path):
         )
     finally:
         server.stop()
-    receipt = sessionise(lake, "d")
+    receipt = join_feedback(lake, "d")
     assert (receipt.decisions, receipt.joined, receipt.steps) == (60, 60, 60)
     workers = {kit.read_unverified(key).worker for key in keys}
     assert len(workers) == 2
@@ -236,9 +241,9 @@ def test_other_machines_are_not_served_without_tokens(package, monkeypatch):
     for role in ("ACT", "FEEDBACK", "ADMIN"):
         monkeypatch.delenv(f"REPLAYLAKE_{role}_TOKEN", raising=False)
     config = ServeConfig(package=package, policy="p", version=1, host="0.0.0.0", port=0)
-    with pytest.raises(ConfigInvalid, match="--insecure"):
+    with pytest.raises(ConfigInvalidError, match="--insecure"):
         serve(config)
-    with pytest.raises(ConfigInvalid, match="expected one of bentoml, uvicorn"):
+    with pytest.raises(ConfigInvalidError, match="expected one of bentoml, uvicorn"):
         ServeConfig(package=package, policy="p", version=1, server="gunicorn")
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from replaylake.datastore.feedback.sessionise import sessionise
+from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.serve.processes.supervisor import Supervisor, heard_signals
+from replaylake.serve.processes.supervisor import Supervisor, signal_wakeup
 
 _BACK_WITHIN_S = 5.0
 _READY_WITHIN_S = 4.0
@@ -32,9 +32,9 @@ def supervise(folder, worker, num=1, was_ready=True):
     code = f"""
         import os, socket, sys
         from pathlib import Path
-        from replaylake.datastore.errors import ServeFailed
-        from replaylake.serve.processes.supervisor import Supervisor, heard_signals
-        with socket.socket() as listener, heard_signals() as signals:
+        from replaylake.datastore.errors import ServeError
+        from replaylake.serve.processes.supervisor import Supervisor, signal_wakeup
+        with socket.socket() as listener, signal_wakeup() as signals:
             supervisor = Supervisor(
                 lambda number: [sys.executable, "-c", {textwrap.dedent(worker)!r}],
                 {num},
@@ -45,7 +45,7 @@ def supervise(folder, worker, num=1, was_ready=True):
             )
             try:
                 supervisor.run(signals)
-            except ServeFailed as error:
+            except ServeError as error:
                 raise SystemExit(str(error))
     """
     return subprocess.Popen(
@@ -125,7 +125,7 @@ def test_a_worker_that_does_not_stop_is_killed(tmp_path, kit, monkeypatch):
         time.sleep(60)
     """
     monkeypatch.setattr("replaylake.serve.processes.supervisor._KILL_AFTER_S", 0.3)
-    with socket.socket() as listener, heard_signals() as signals:
+    with socket.socket() as listener, signal_wakeup() as signals:
         supervisor = Supervisor(
             lambda number: [sys.executable, "-c", textwrap.dedent(stubborn)],
             1,
@@ -211,7 +211,7 @@ def kill_in_a_loop(kit, package, folder, name, num_kills, seed=0):
     finally:
         players.stop()
         server.stop()
-    sessionise(lake, "d")
+    join_feedback(lake, "d")
     decisions = lake.sql("select decision_id from d.decisions").column(0).to_pylist()
     rewards = lake.sql("select decision_id from d.rewards").column(0).to_pylist()
     assert not set(players.decided) - set(decisions), "decisions lost"
@@ -263,7 +263,7 @@ def test_kill_9_of_everything_at_once_loses_nothing(kit, package, tmp_path, name
         players.stop()
         decided += players.decided
         rewarded += players.rewarded
-    receipt = sessionise(lake, "d")
+    receipt = join_feedback(lake, "d")
     assert receipt.recovered > 0
     decisions = lake.sql("select decision_id from d.decisions").column(0).to_pylist()
     rewards = lake.sql("select decision_id from d.rewards").column(0).to_pylist()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.serve.config import ServeConfig
-from replaylake.serve.exchange import RequestRefused
+from replaylake.serve.exchange import RequestRefusedError
 from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.limits import Safety
 
@@ -12,7 +12,7 @@ from replaylake.serve.safety.limits import Safety
 def status(hosts, host, origin=None, address=None):
     try:
         hosts.check(host, origin, address)
-    except RequestRefused as error:
+    except RequestRefusedError as error:
         return error.status, error.field
     return None
 
@@ -74,7 +74,7 @@ def test_hosts_that_are_named_are_allowed():
     "host", ["http://policy", "policy:80", "", "a b", "*.example.com", "[::1]:80", "a,b", "pol/icy"]
 )
 def test_what_is_no_host_cannot_be_allowed(host):
-    with pytest.raises(ConfigInvalid, match="found allowed_hosts"):
+    with pytest.raises(ConfigInvalidError, match="found allowed_hosts"):
         Safety(allowed_hosts=(host,))
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.serve.exchange import RequestRefused
-from replaylake.serve.safety.limits import Safety, check_open_to_others
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.serve.exchange import RequestRefusedError
+from replaylake.serve.safety.limits import Safety, check_exposure
 from replaylake.serve.safety.tokens import Tokens, read_tokens, role_of
 
 ONE, TWO, OTHER = "one-" * 8, "two-" * 8, "other-" * 6
@@ -13,7 +13,7 @@ ONE, TWO, OTHER = "one-" * 8, "two-" * 8, "other-" * 6
 def status(tokens, role, header):
     try:
         tokens.check(role, header)
-    except RequestRefused as error:
+    except RequestRefusedError as error:
         return error.status
     return 200
 
@@ -62,16 +62,16 @@ def test_a_token_may_serve_two_roles():
 def test_a_token_that_is_none_is_refused_without_being_said(tmp_path, text):
     path = tmp_path / "tokens"
     path.write_text(text)
-    with pytest.raises(ConfigInvalid, match="tokens") as caught:
+    with pytest.raises(ConfigInvalidError, match="tokens") as caught:
         read_tokens({"act": path}, {})
     assert not text.strip() or text.strip() not in str(caught.value).replace(str(path), "")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(ConfigInvalid, match="absent"):
+    with pytest.raises(ConfigInvalidError, match="absent"):
         read_tokens({"act": tmp_path / "absent"}, {})
     (tmp_path / "huge").write_bytes(b"x" * 70_000)
-    with pytest.raises(ConfigInvalid, match="huge"):
+    with pytest.raises(ConfigInvalidError, match="huge"):
         read_tokens({"act": tmp_path / "huge"}, {})
 
 
@@ -88,14 +88,14 @@ def test_other_machines_are_served_with_tokens_or_insecurely(tmp_path, monkeypat
     for role in ("ACT", "FEEDBACK", "ADMIN"):
         monkeypatch.delenv(f"REPLAYLAKE_{role}_TOKEN", raising=False)
     for address in ("0.0.0.0", "::", "10.1.2.3"):
-        with pytest.raises(ConfigInvalid, match="--insecure"):
-            check_open_to_others(address, Safety())
-        check_open_to_others(address, Safety(insecure=True))
+        with pytest.raises(ConfigInvalidError, match="--insecure"):
+            check_exposure(address, Safety())
+        check_exposure(address, Safety(insecure=True))
     for address in ("127.0.0.1", "::1", "127.8.8.8"):
-        check_open_to_others(address, Safety())
+        check_exposure(address, Safety())
     path = tmp_path / "act"
     path.write_text(ONE)
-    assert check_open_to_others("0.0.0.0", Safety(act_token_file=path)).roles == {"act"}
+    assert check_exposure("0.0.0.0", Safety(act_token_file=path)).roles == {"act"}
 
 
 def test_safety_survives_the_way_through_the_environment(tmp_path):
@@ -120,5 +120,5 @@ def test_safety_survives_the_way_through_the_environment(tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"queue": 0}, {"deadline_s": -1}, {"idle_timeout_s": 0}])
 def test_limits_that_let_nothing_through_are_refused(wrong):
-    with pytest.raises(ConfigInvalid, match=next(iter(wrong))):
+    with pytest.raises(ConfigInvalidError, match=next(iter(wrong))):
         Safety(**wrong)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import NotFound, PackageInvalid, StorageFailed
+from replaylake.datastore.errors import NotFoundError, PackageInvalidError, StorageError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable, load_serving
 from replaylake.serve.processes.check import check_server
-from replaylake.serve.versions.reload import followed_alias
+from replaylake.serve.versions.reload import parse_alias
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 
@@ -50,10 +50,10 @@ def config(lake, ref, **fields):
 
 
 def test_what_is_followed():
-    assert followed_alias("clone@challenger") == ("clone", "challenger")
-    assert followed_alias("clone") == ("clone", "champion")
-    assert followed_alias("clone:3") is None
-    assert followed_alias(None) is None
+    assert parse_alias("clone@challenger") == ("clone", "challenger")
+    assert parse_alias("clone") == ("clone", "champion")
+    assert parse_alias("clone:3") is None
+    assert parse_alias(None) is None
 
 
 def test_it_goes_where_the_alias_goes(lake, register):
@@ -157,7 +157,7 @@ def test_an_altered_package_and_a_foreign_one_are_refused(kit, lake, register, t
     assert serving.router.one.version == 1
     serving.close()
     # From outside of a lake nothing vouches for the manifest but what it says.
-    with pytest.raises(PackageInvalid, match=r"says it is clone:1, expected clone:3"):
+    with pytest.raises(PackageInvalidError, match=r"says it is clone:1, expected clone:3"):
         load_serving(ServeConfig(first.path, "clone", 3))
 
 
@@ -183,13 +183,13 @@ def test_a_damaged_manifest_is_neither_loaded_nor_followed(lake, register, caplo
         lake.registry.set_alias("clone", "champion", 1)
     assert "clone@champion: version 2 is refused, version 1 goes on: " in caplog.text
     serving.close()
-    with pytest.raises(PackageInvalid, match="manifest was altered"):
+    with pytest.raises(PackageInvalidError, match="manifest was altered"):
         load_serving(config(lake, first, canary=("clone:2=0.1",)))
     path.write_bytes(data)
     path = first.path / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"n": 2', b'"n": 3'))
     for load in (load_serving, check_servable):
-        with pytest.raises(PackageInvalid, match="manifest was altered"):
+        with pytest.raises(PackageInvalidError, match="manifest was altered"):
             load(asked)
     (package, *_) = check_server(asked)
     assert (package.what, package.is_ok) == ("package", False)
@@ -255,7 +255,7 @@ def test_a_lake_that_is_away_for_a_while_is_asked_again(lake, register, caplog):
 
 class Away:
     def alias_version(self, name, alias):
-        raise StorageFailed("the network: away")
+        raise StorageError("the network: away")
 
 
 def test_canaries_are_loaded_checked_and_followed(kit, lake, register):
@@ -279,7 +279,7 @@ def test_canaries_are_loaded_checked_and_followed(kit, lake, register):
     register(*refused_versions(kit)["action space"])
     with pytest.raises(Exception, match="action space"):
         check_servable(config(lake, first, canary=("clone:4=0.1",)))
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         check_servable(config(lake, first, canary=("clone:9=0.1",)))
 
 
@@ -385,7 +385,7 @@ def test_a_package_that_cannot_be_read_now_is_not_refused(lake, register):
 
     def away(name, version, reference):
         follower._load = load
-        raise StorageFailed("the network: away")
+        raise StorageError("the network: away")
 
     follower._load = away
     lake.registry.set_alias("clone", "champion", 2)

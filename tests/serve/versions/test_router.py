@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import ConfigInvalid
-from replaylake.serve.versions.router import Canary, Router, Served, parse_canaries
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.serve.versions.router import Canary, Router, ServedPolicy, parse_canaries
 
 
 def served(version, name="clone"):
-    return Served(name, version, None, f"{name}@{version}")
+    return ServedPolicy(name, version, None, f"{name}@{version}")
 
 
 def test_alone_it_answers_every_row():
@@ -91,8 +91,8 @@ def test_every_row_is_answered_once_whatever_it_is_called(ids):
 
 def test_another_process_agrees():
     code = (
-        "from replaylake.serve.versions.router import Router, Served\n"
-        "a, b = (Served('clone', v, None, '') for v in (1, 2))\n"
+        "from replaylake.serve.versions.router import Router, ServedPolicy\n"
+        "a, b = (ServedPolicy('clone', v, None, '') for v in (1, 2))\n"
         "router = Router(a, [(b, 0.5)])\n"
         "print(''.join(str(router.for_rows([f'v{i}'])[0][0].version) for i in range(64)))"
     )
@@ -143,10 +143,10 @@ def test_canaries_as_they_are_written():
     )
     wrong = ["clone", "clone=", "=0.1", "clone=0", "clone=1", "clone=-1", "clone=nan", "a,b=0.1"]
     for text in wrong:
-        with pytest.raises(ConfigInvalid, match="--canary: found"):
+        with pytest.raises(ConfigInvalidError, match="--canary: found"):
             parse_canaries([text])
     for texts in (["a=0.5", "b=0.5"], ["a=0.1", "a=0.2"], ["a=0.9", "b=0.2"]):
-        with pytest.raises(ConfigInvalid, match="less than 1"):
+        with pytest.raises(ConfigInvalidError, match="less than 1"):
             parse_canaries(texts)
 
 

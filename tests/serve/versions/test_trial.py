@@ -15,10 +15,10 @@ from replaylake.datastore.episodes.spaces import (
     check_bounds,
     take,
 )
-from replaylake.datastore.errors import PackageInvalid, SchemaMismatch
+from replaylake.datastore.errors import PackageInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
-from replaylake.serve.versions.trial import check_same_door, sample_values, try_policy
+from replaylake.serve.versions.trial import check_same_spaces, sample_values, smoke_test
 
 SPACES = [
     Box((4,)),
@@ -74,7 +74,7 @@ class Answers:
 
 def test_it_acts_alone_and_together_as_it_is_to_explore():
     policy = Answers(log_prob=np.nan)  # a density that is not known is no fault
-    assert try_policy(policy, Exploration(temperature=0.5), "p") == 8
+    assert smoke_test(policy, Exploration(temperature=0.5), "p") == 8
     drawn = {"deterministic": False, "temperature": 0.5}
     assert policy.asked == [
         (8, {"deterministic": True}), (8, drawn), (1, {"deterministic": True}), (1, drawn),
@@ -83,8 +83,8 @@ def test_it_acts_alone_and_together_as_it_is_to_explore():
 
 @pytest.mark.parametrize("wrong", [{"action": np.nan}, {"action": np.inf}, {"log_prob": -np.inf}])
 def test_what_is_not_finite_is_refused(wrong):
-    with pytest.raises(PackageInvalid, match="expected finite numbers"):
-        try_policy(Answers(**wrong), Exploration(), "policy p:1")
+    with pytest.raises(PackageInvalidError, match="expected finite numbers"):
+        smoke_test(Answers(**wrong), Exploration(), "policy p:1")
 
 
 def test_bounds_may_differ_and_nothing_else():
@@ -92,8 +92,8 @@ def test_bounds_may_differ_and_nothing_else():
         return PolicySpec(observations, actions or Discrete(2), "categorical")
 
     served = spec(Box((4,), low=-1, high=1))
-    check_same_door(spec(Box((4,))), served, "policy p:2")
+    check_same_spaces(spec(Box((4,))), served, "policy p:2")
     others = [spec(Box((5,))), spec(Box((4,), "float64")), spec(Box((4,)), Discrete(2, start=1))]
     for other in others:
-        with pytest.raises(SchemaMismatch, match="policy p:2: found the"):
-            check_same_door(other, served, "policy p:2")
+        with pytest.raises(SchemaMismatchError, match="policy p:2: found the"):
+            check_same_spaces(other, served, "policy p:2")

@@ -11,33 +11,33 @@ import numpy as np
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Dict, Text, Tuple, describe
-from replaylake.datastore.errors import SpaceUnsupported
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.errors import SpaceUnsupportedError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.hdf5.files import (
     NUMBERS,
     TEXT,
     Hdf5File,
     is_hdf5,
 )
-from replaylake.datastore.interchange.formats.hdf5.own_columns import label_columns, with_own_names
+from replaylake.datastore.interchange.formats.hdf5.own_columns import label_columns, restore_names
 from replaylake.datastore.interchange.formats.hdf5.row_tables import (
     METADATA,
     NEXT,
     REQUIRED,
     TIMEOUTS,
     RowTables,
-    contents_of,
-    required_of,
+    open_contents,
+    required_datasets,
 )
 from replaylake.datastore.interchange.formats.hdf5.writer import Hdf5Writer
 from replaylake.datastore.interchange.formats.tabular.episode_rows import EPISODE_ID
 from replaylake.datastore.interchange.formats.tabular.infos import (
-    declared_fields,
-    infos_of,
-    known_rewards,
+    collect_infos,
+    find_declared_fields,
+    require_rewards,
 )
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.sources.refusal import listed
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.sources.refusal import format_names
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 
@@ -57,19 +57,19 @@ class D4rlFormat:
         # d3rlpy 1 has the same names and marks the ends of episodes in one more.
         return set(REQUIRED) <= {*names} and "episode_terminals" not in names
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         notes: list[str] = []
         columns: set[str] = set()
-        required = required_of(options.mapping)
+        required = required_datasets(options.mapping)
         for file in files:
             with Hdf5File(file) as opened:
-                contents = contents_of(opened, file, required)
+                contents = open_contents(opened, file, required)
                 columns |= contents.columns.keys()
                 notes += [note for note in contents.notes if note not in notes]
                 notes += _metadata_notes(opened)
         with Hdf5File(files[0]) as opened:
-            options = with_own_names(opened, columns, options)
-        fields = declared_fields(columns)
+            options = restore_names(opened, columns, options)
+        fields = find_declared_fields(columns)
         if LOG_PROBS in columns:
             fields["behavior_log_prob"] = LOG_PROBS
         if options.mapping.get("truncated", TIMEOUTS) not in columns:
@@ -79,14 +79,14 @@ class D4rlFormat:
             )
         is_told = EPISODE_ID in columns or EPISODE_ID in options.mapping or options.episode_by
         by_file = len(files) > 1 and not is_told
-        return TabularReading(
+        return TabularReader(
             RowTables(files, by_file=by_file, mapping=options.mapping),
             options,
             files[0].name,
-            Declared(fields=fields, notes=notes),
+            Declaration(fields=fields, notes=notes),
         )
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         return write_d4rl(episodes, spec, path)
 
 
@@ -109,15 +109,18 @@ def _metadata_notes(opened: Hdf5File) -> list[str]:
 LOG_PROBS: Final = "infos/action_log_probs"
 
 
-def write_d4rl(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
-    """Write one file. Raises: SpaceUnsupported for what its arrays cannot hold; StorageFailed."""
+def write_d4rl(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
+    """Write one file.
+
+    Raises: SpaceUnsupportedError for what its arrays cannot hold; StorageError.
+    """
     _refuse_nested(spec)
     with Hdf5Writer(path) as writer:
         label_columns(writer, spec.extras)
-        return _Writing(writer).write(episodes)
+        return _D4rlWriter(writer).write(episodes)
 
 
-class _Writing:
+class _D4rlWriter:
     """Appends episodes; what some of them lack is taken out in the end, and said."""
 
     def __init__(self, writer: Hdf5Writer) -> None:
@@ -128,27 +131,27 @@ class _Writing:
         self._num_without_final = 0
         self._open: str | None = None
 
-    def write(self, episodes: Iterator[Episode]) -> Written:
+    def write(self, episodes: Iterator[Episode]) -> WriteResult:
         for episode in episodes:
             self._refuse_open_before(episode)
             self._append(episode)
         partial = [path for path, n in self._writer.num_rows.items() if n != self._num_steps]
         for path in partial:
             self._writer.drop(path)
-        return Written(self._num_episodes, self._num_steps, self._notes(partial))
+        return WriteResult(self._num_episodes, self._num_steps, self._notes(partial))
 
     def _append(self, episode: Episode) -> None:
         num = len(episode)
         flags = np.zeros((2, num), bool)
         flags[:, -1] = episode.terminated, episode.truncated
         observations = np.asarray(episode.observations)
-        infos, lost = infos_of(episode)
+        infos, lost = collect_infos(episode)
         self._lost |= lost
         log_probs = infos.pop("infos/behavior_log_prob", None)
         rows = {
             "observations": observations,
             "actions": np.asarray(episode.actions),
-            "rewards": known_rewards(episode, "D4RL"),
+            "rewards": require_rewards(episode, "D4RL"),
             "terminals": flags[0],
             TIMEOUTS: flags[1],
             **infos,
@@ -173,7 +176,7 @@ class _Writing:
 
     def _refuse_open_before(self, episode: Episode) -> None:
         if self._open is not None:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"D4RL: episode {self._open} has no end and is not the last one, expected one "
                 "terminated or truncated: readers would take the next episode for its "
                 "continuation. Leave open ones out with --where, or export to minari."
@@ -190,14 +193,14 @@ class _Writing:
             )
         lost = sorted(self._lost | {path for path in partial if path != NEXT})
         if lost:
-            notes.append(f"left out, as some step has none or D4RL no place: {listed(lost)}")
+            notes.append(f"left out, as some step has none or D4RL no place: {format_names(lost)}")
         return tuple(notes)
 
 
 def _refuse_nested(spec: DatasetSpec) -> None:
     for what, space in (("observation", spec.observation_space), ("action", spec.action_space)):
         if isinstance(space, Dict | Tuple | Text):
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"D4RL: the {what} space is {describe(space)}, expected one array of numbers. "
                 "Export to minari, which holds it."
             )

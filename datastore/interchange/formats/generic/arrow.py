@@ -12,18 +12,19 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.generic.arrow_messages import refuse_packed_bomb
 from replaylake.datastore.interchange.formats.generic.standard import (
-    declared_by,
-    exported_schema,
+    read_declaration,
+    standard_schema,
     write_tables,
 )
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 _FILE: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
@@ -33,7 +34,7 @@ _SCHEMA_BYTES: Final = 64 << 20
 _CHUNK_BYTES: Final = 16 << 20
 
 
-class ArrowTables(Tables):
+class ArrowTables(TableSource):
     """Chunks of Arrow files and streams, of about 16 MiB where their batches allow it."""
 
     reread_cheaply = True
@@ -45,7 +46,7 @@ class ArrowTables(Tables):
         for file in self._files:
             file.check_unchanged()
             row = num_bytes = 0
-            with _reported(file), _batches(file) as batches:
+            with _translate_errors(file), _batches(file) as batches:
                 for batch in batches:
                     # Offsets of a damaged batch would lead out of its memory; names may be no text.
                     batch.validate(full=True)
@@ -74,15 +75,15 @@ class ArrowFormat:
             return True
         return len(head) == 8 and head.startswith(_STREAM) and 0 < _size(head) < _SCHEMA_BYTES
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         name = files[0].name
-        declared = declared_by(map(_schema_of, files), options, name)
-        return TabularReading(ArrowTables(files), options, name, declared)
+        declared = read_declaration(map(_read_schema, files), options, name)
+        return TabularReader(ArrowTables(files), options, name, declared)
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         """Write one file, types kept; the spaces are in the schema's metadata."""
         settings = pa.ipc.IpcWriteOptions(compression="zstd")
-        fields = exported_schema(spec)
+        fields = standard_schema(spec)
         with (
             pa.OSFile(str(path), "wb") as sink,
             pa.ipc.new_file(sink, fields, options=settings) as w,
@@ -94,7 +95,7 @@ class ArrowFormat:
 def _batches(file: SourceFile) -> Iterator[Iterator[pa.RecordBatch]]:
     head = file.head(8)
     if head.startswith(_FEATHER_1):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: found Feather of version 1, expected version 2 or an Arrow file. Write "
             "it again with a newer pyarrow or R arrow."
         )
@@ -114,8 +115,8 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield batch.slice(start, size)
 
 
-def _schema_of(file: SourceFile) -> pa.Schema:
-    with _reported(file):
+def _read_schema(file: SourceFile) -> pa.Schema:
+    with _translate_errors(file):
         if file.head(len(_FEATHER_1)) == _FEATHER_1:
             return pa.schema([])
         if file.head(len(_FILE)) == _FILE:
@@ -129,11 +130,11 @@ def _schema_of(file: SourceFile) -> pa.Schema:
 
 
 @contextmanager
-def _reported(file: SourceFile) -> Iterator[None]:
+def _translate_errors(file: SourceFile) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
-        raise unreadable(file.name, error) from error
+        raise unreadable_error(file.name, error) from error
 
 
 def check_names(fields: Iterable[pa.Field]) -> None:

@@ -8,7 +8,8 @@ from typing import Final
 import pyarrow as pa
 
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 _MAGIC: Final = b"ARROW1\0\0"
 # Slots of the flatbuffers in Arrow's Message.fbs: Message.header, RecordBatch.length,
@@ -23,17 +24,17 @@ def refuse_packed_bomb(file: SourceFile) -> None:
     """Refuse an Arrow IPC file whose packed buffers, or rows without data, declare too much.
 
     Reads the messages' headers and the first bytes of each packed buffer, before anything is
-    unpacked. Raises: SourceInvalid.
+    unpacked. Raises: SourceInvalidError.
     """
     file.check_unchanged()
     try:
-        declared = _unpacked_bytes(file)
+        declared = _count_unpacked_bytes(file)
     except (pa.ArrowException, OSError, ValueError, IndexError, struct.error) as error:
-        raise unreadable(file.name, error) from error
+        raise unreadable_error(file.name, error) from error
     refuse_bomb(file.name, declared, file.num_bytes)
 
 
-def _unpacked_bytes(file: SourceFile) -> int:
+def _count_unpacked_bytes(file: SourceFile) -> int:
     """Add up what packed buffers say that they unpack to."""
     total = 0
     with pa.OSFile(str(file.path)) as stream:

@@ -28,19 +28,20 @@ import pyarrow.csv as pa_csv
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.generic.jsonl import parse_json, parse_rows
 from replaylake.datastore.interchange.formats.generic.standard import (
     TEXT_TABLE_BYTES,
-    exported_names,
+    standard_names,
     write_tables,
 )
 from replaylake.datastore.interchange.formats.generic.text_rows import csv_header, csv_lines
 from replaylake.datastore.interchange.formats.tabular.fields import ALIASES, DONE_ALIASES
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 _BLOCK_BYTES: Final = 4 << 20
 _SAMPLE_BYTES: Final = 1 << 18
@@ -75,7 +76,7 @@ _FAILED_COLUMN: Final = re.compile(r"In CSV column #(\d+)")
 _UTF_16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
-class CsvTables(Tables):
+class CsvTables(TableSource):
     """Chunks of CSV files.
 
     as_text: columns that are text whatever their cells are. numeric: those that are numbers or
@@ -123,7 +124,7 @@ class CsvTables(Tables):
                         for name in counts.keys() & {*names}:
                             counts[name] += _count_kinds(batch.column(names.index(name)))
             except (pa.ArrowException, OSError) as error:
-                raise unreadable(file.name, error) from error
+                raise unreadable_error(file.name, error) from error
         for name, found in counts.items():
             self._settled.add(name)
             share = 0.0 if name in self._numeric else self._share
@@ -148,7 +149,7 @@ class CsvTables(Tables):
             name = names[int(found.group(1))] if found else ""
             if name in self._converted.get(file.sha256, {}):
                 return name, row
-            raise unreadable(file.name, error) from error
+            raise unreadable_error(file.name, error) from error
         return None
 
     def _chunk(
@@ -220,20 +221,20 @@ class CsvFormat:
             return True  # reading it says what is wrong with it
         try:
             names, _ = _header(files[0])
-        except SourceInvalid:
+        except SourceInvalidError:
             return False
         return len(names) > 1
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         # Ids are texts from the start: "7" and "007" are two episodes.
         as_text, numeric = text_columns(options.mapping), numeric_columns(options.mapping)
         tables = CsvTables(files, [*as_text, *options.episode_by], numeric)
-        return TabularReading(tables, options, files[0].name)
+        return TabularReader(tables, options, files[0].name)
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         """Write one file: vectors and objects as JSON in a cell, floats exact to the last digit."""
         with path.open("xb") as stream:
-            stream.write(csv_header(exported_names(spec)))
+            stream.write(csv_header(standard_names(spec)))
             return write_tables(
                 episodes,
                 spec,
@@ -286,7 +287,7 @@ def _open(
 def _header(file: SourceFile) -> tuple[list[str], str]:
     head = file.head(_HEADER_BYTES)
     if head[:2] in _UTF_16:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: found UTF-16, expected CSV in UTF-8. Convert it, as with "
             "`iconv -f UTF-16 -t UTF-8`."
         )
@@ -297,14 +298,16 @@ def _header(file: SourceFile) -> tuple[list[str], str]:
         delimiter = max(_DELIMITERS, key=first.count)
         names = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
     except (UnicodeDecodeError, csv.Error) as error:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: expected CSV in UTF-8 with a header ({error})."
         ) from error
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise SourceInvalid(f"{file.name}: found the columns {twice} twice. Rename one of each.")
+        raise SourceInvalidError(
+            f"{file.name}: found the columns {twice} twice. Rename one of each."
+        )
     if names and all(_is_number(name) for name in names):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: found numbers in the first line, expected the columns' names. "
             "Add a header line."
         )
@@ -323,7 +326,7 @@ def _all_of_one(column: pa.Array, trimmed: pa.Array) -> pa.Array | None:
     """Return a column all of whose cells are JSON, numbers or flags; None where one is not."""
     first = column.drop_null()[0].as_py().lstrip()
     if first.startswith(("[", "{")):
-        found = _nested(column)
+        found = _parse_nested(column)
         return None if found is column else found
     for kind in (pa.int64(), pa.float64(), pa.bool_()):
         try:
@@ -466,7 +469,7 @@ def _nested_rows(cells: pa.Array) -> tuple[pa.Array, dict[int, Any]]:
     return found, {**misfits, **{i: row["v"] for i, row in others.items()}}
 
 
-def _nested(column: pa.Array) -> pa.Array:
+def _parse_nested(column: pa.Array) -> pa.Array:
     """Parse cells such as "[0.1, 0.2]", nested lists and objects; other texts stay as they are."""
     trimmed = pc.utf8_trim_whitespace(column)
     is_flat = pc.all(pc.match_substring_regex(trimmed, r"^\[[^\[\]{}\"]+\]$")).as_py()

@@ -15,13 +15,14 @@ import pyarrow.json as pa_json
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.generic.standard import TEXT_TABLE_BYTES, write_tables
 from replaylake.datastore.interchange.formats.generic.text_rows import json_lines
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables, is_encodable
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource, is_encodable
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 _BLOCK_BYTES: Final = 16 << 20
 _BOM: Final = b"\xef\xbb\xbf"
@@ -38,7 +39,7 @@ _WHOLE, _GREAT, _HALF = "whole", "great", "half"
 Misfits = dict[int, dict[str, Any]]
 
 
-class JsonTables(Tables):
+class JsonTables(TableSource):
     """Chunks of JSON lines. Texts stay texts, also those that look like times."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
@@ -60,10 +61,10 @@ class JsonlFormat:
     def recognises(self, files: Sequence[SourceFile]) -> bool:
         return first_object(files[0]) is not None
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
-        return TabularReading(JsonTables(files), options, files[0].name)
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
+        return TabularReader(JsonTables(files), options, files[0].name)
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         """Write one file: one object a step, floats exact to the last digit, images as lists."""
         with path.open("xb") as stream:
             return write_tables(
@@ -75,7 +76,10 @@ class JsonlFormat:
 
 
 def json_chunks(file: SourceFile) -> Iterator[Chunk]:
-    """Read one object a row, in blocks of whole lines. Raises: SourceInvalid naming the line."""
+    """Read one object a row, in blocks of whole lines.
+
+    Raises: SourceInvalidError naming the line.
+    """
     file.check_unchanged()
     row, line = 0, 1
     try:
@@ -84,7 +88,7 @@ def json_chunks(file: SourceFile) -> Iterator[Chunk]:
                 rest = stream.readline(_MAX_LINE_BYTES)
                 data += rest
                 if len(rest) == _MAX_LINE_BYTES and not rest.endswith(b"\n"):
-                    raise _too_long(file, line + data.count(b"\n"))
+                    raise _too_long_error(file, line + data.count(b"\n"))
                 table, misfits, lines = _parse(
                     data.removeprefix(_BOM) if line == 1 else data, file, line
                 )
@@ -93,7 +97,7 @@ def json_chunks(file: SourceFile) -> Iterator[Chunk]:
                 row += table.num_rows
                 line += data.count(b"\n")
     except OSError as error:
-        raise unreadable(file.name, error) from error
+        raise unreadable_error(file.name, error) from error
 
 
 def first_object(file: SourceFile) -> dict[str, Any] | None:
@@ -204,14 +208,14 @@ def _without_times(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _too_long(file: SourceFile, line: int) -> SourceInvalid:
-    return SourceInvalid(
+def _too_long_error(file: SourceFile, line: int) -> SourceInvalidError:
+    return SourceInvalidError(
         f"{file.name} line {line}: found a line of more than {_MAX_LINE_BYTES:,} bytes, expected "
         "one step, or one batch of them, in each. Write shorter lines."
     )
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse an object that has a key twice: which of its values counts, nothing says."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -230,14 +234,14 @@ def _parse_lines(
         if not line.strip():
             continue
         try:
-            value = json.loads(line, object_pairs_hook=_each_once)
+            value = json.loads(line, object_pairs_hook=_refuse_duplicate_keys)
         except (ValueError, RecursionError) as error:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{file.name} line {number}: found {line[:60].decode(errors='replace')!r}, "
                 f"expected one JSON object ({error}). Correct the line, or leave the file out."
             ) from error
         if not isinstance(value, dict):
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{file.name} line {number}: found a {type(value).__name__}, expected one JSON "
                 "object a line. Write one step a line."
             )
@@ -246,7 +250,7 @@ def _parse_lines(
     try:
         table, misfits = parse_rows(rows)
     except (pa.ArrowException, OverflowError, RecursionError) as error:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name} from line {first_line}: found values that no column holds ({error}), "
             f"expected some nested no deeper than {MAX_DEPTH} levels. Correct the lines."
         ) from error

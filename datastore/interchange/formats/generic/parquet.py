@@ -12,16 +12,17 @@ import pyarrow.parquet as pq
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.generic.standard import (
-    declared_by,
-    exported_schema,
+    read_declaration,
+    standard_schema,
     write_tables,
 )
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Tables
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 # What pyarrow raises for torn files and flipped bytes; names in a footer may be no text.
 PARQUET_ERRORS: Final = (pa.ArrowException, OSError, UnicodeDecodeError)
@@ -31,7 +32,7 @@ _BATCH_ROWS: Final = 131_072
 _BATCH_BYTES: Final = 16 << 20
 
 
-class ParquetTables(Tables):
+class ParquetTables(TableSource):
     """Chunks of Parquet files; schemas come from the footers alone."""
 
     reread_cheaply = True
@@ -58,7 +59,7 @@ class ParquetTables(Tables):
                         yield Chunk(file, row, table)
                         row += batch.num_rows
             except PARQUET_ERRORS as error:
-                raise unreadable(file.name, error) from error
+                raise unreadable_error(file.name, error) from error
 
     def schemas(self) -> Iterator[ChunkSchema]:
         for file in self._files:
@@ -68,7 +69,7 @@ class ParquetTables(Tables):
                     rows = parquet.metadata.num_rows
                     yield ChunkSchema(file, 0, rows, parquet.schema_arrow)
             except PARQUET_ERRORS as error:
-                raise unreadable(file.name, error) from error
+                raise unreadable_error(file.name, error) from error
 
 
 class ParquetFormat:
@@ -82,14 +83,14 @@ class ParquetFormat:
     def recognises(self, files: Sequence[SourceFile]) -> bool:
         return is_parquet(files[0])
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         name = files[0].name
-        declared = declared_by(map(parquet_schema, files), options, name)
-        return TabularReading(ParquetTables(files), options, name, declared)
+        declared = read_declaration(map(parquet_schema, files), options, name)
+        return TabularReader(ParquetTables(files), options, name, declared)
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         """Write one file, types kept; the spaces are in the schema's metadata."""
-        fields = exported_schema(spec)
+        fields = standard_schema(spec)
         # Checksums, as without them most flipped bits are read as other numbers.
         with pq.ParquetWriter(path, fields, compression="zstd", write_page_checksum=True) as writer:
             return write_tables(episodes, spec, lambda table: writer.write_table(table))
@@ -101,27 +102,27 @@ def is_parquet(file: SourceFile) -> bool:
 
 
 def parquet_columns(file: SourceFile) -> list[str]:
-    """Return the column names. Raises: SourceInvalid on a torn file."""
+    """Return the column names. Raises: SourceInvalidError on a torn file."""
     names: list[str] = parquet_schema(file).names
     return names
 
 
 def parquet_schema(file: SourceFile) -> pa.Schema:
-    """Return the columns, their types and metadata. Raises: SourceInvalid on a torn file."""
+    """Return the columns, their types and metadata. Raises: SourceInvalidError on a torn file."""
     try:
         return pq.read_schema(file.path)
     except PARQUET_ERRORS as error:
-        raise unreadable(file.name, error) from error
+        raise unreadable_error(file.name, error) from error
 
 
 def _rows_at_once(parquet: pq.ParquetFile, file: SourceFile) -> int:
-    """Return how many rows make a chunk. Raises: SourceInvalid for a bomb.
+    """Return how many rows make a chunk. Raises: SourceInvalidError for a bomb.
 
     Rows times their width is what a file unpacks to, whatever sizes it states: a run of a thousand
     million equal numbers takes a few bytes.
     """
     num_rows = parquet.metadata.num_rows
-    width = sum(least_width(field.type) for field in parquet.schema_arrow)
+    width = sum(min_width(field.type) for field in parquet.schema_arrow)
     refuse_bomb(file.name, num_rows * width, file.num_bytes)
     groups = range(parquet.metadata.num_row_groups)
     stated = sum(parquet.metadata.row_group(group).total_byte_size for group in groups)
@@ -129,17 +130,17 @@ def _rows_at_once(parquet: pq.ParquetFile, file: SourceFile) -> int:
     return int(np.clip(_BATCH_BYTES // widest, 1, _BATCH_ROWS))
 
 
-def least_width(kind: pa.DataType) -> int:
+def min_width(kind: pa.DataType) -> int:
     """Return the bytes that a value takes in memory at the least, whatever it is."""
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
-        return least_width(kind.storage_type)
+        return min_width(kind.storage_type)
     if types.is_struct(kind):
-        return sum(least_width(field.type) for field in kind)
+        return sum(min_width(field.type) for field in kind)
     if types.is_fixed_size_list(kind):
-        return int(kind.list_size) * least_width(kind.value_type)
+        return int(kind.list_size) * min_width(kind.value_type)
     if types.is_dictionary(kind):
-        return least_width(kind.value_type)  # ingest decodes them
+        return min_width(kind.value_type)  # ingest decodes them
     try:
         return max(1, int(kind.bit_width) // 8)
     except ValueError:  # lists and texts: an offset each

@@ -28,11 +28,11 @@ from replaylake.datastore.episodes.spaces import (
     num_bytes,
     value_dtype,
 )
-from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
-from replaylake.datastore.interchange.formats.format import ReadOptions, Written
-from replaylake.datastore.interchange.formats.tabular.episode_rows import column_of
-from replaylake.datastore.interchange.formats.tabular.reading import Declared
-from replaylake.datastore.storage.arrow_values import whole
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, WriteResult
+from replaylake.datastore.interchange.formats.tabular.episode_rows import to_column
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration
+from replaylake.datastore.storage.arrow_values import combine_chunks
 from replaylake.datastore.storage.table.table_schema import conform
 
 _TABLE_BYTES: Final = 16 << 20
@@ -55,7 +55,7 @@ def write_tables(
     write: Write,
     *,
     table_bytes: int = _TABLE_BYTES,
-) -> Written:
+) -> WriteResult:
     """Pass all episodes to `write` as tables of one schema, of about so many bytes each."""
     num_episodes = num_steps = 0
     last: tuple[str, str] | None = None
@@ -67,37 +67,37 @@ def write_tables(
             last = key
             num_steps += len(episode)
         write(standard_table(batch, spec))
-    return Written(num_episodes, num_steps)
+    return WriteResult(num_episodes, num_steps)
 
 
 def standard_table(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
-    """Return checked episodes as rows. Raises: SchemaMismatch, EpisodeInvalid."""
+    """Return checked episodes as rows. Raises: SchemaMismatchError, EpisodeInvalidError."""
     table = encode(episodes, spec).drop_columns([schema.SOURCE_EPISODE_ID])
     arrays = []
     for field, column in zip(table.schema, table.columns, strict=True):
         if field.name in _OF_SPACES:
             is_action = field.name == schema.ACTION
             space = spec.action_space if is_action else spec.observation_space
-            arrays.append(_faithful(space, whole(column)))
+            arrays.append(_faithful(space, combine_chunks(column)))
         elif pa.types.is_dictionary(field.type):
             arrays.append(column.cast(field.type.value_type))
         else:
             arrays.append(column)
     return conform(
-        pa.table(dict(zip(table.column_names, arrays, strict=True))), exported_schema(spec)
+        pa.table(dict(zip(table.column_names, arrays, strict=True))), standard_schema(spec)
     )
 
 
-def exported_names(spec: DatasetSpec) -> list[str]:
+def standard_names(spec: DatasetSpec) -> list[str]:
     """Return the columns that `standard_table` makes, in order."""
     return [name for name in arrow_schema(spec).names if name != schema.SOURCE_EPISODE_ID]
 
 
-def exported_schema(spec: DatasetSpec) -> pa.Schema:
+def standard_schema(spec: DatasetSpec) -> pa.Schema:
     """Return the schema of what `standard_table` makes, the spaces in its metadata."""
     kinds = arrow_schema(spec)
     fields = []
-    for name in exported_names(spec):
+    for name in standard_names(spec):
         kind = kinds.field(name).type
         if name in _OF_SPACES:
             is_action = name == schema.ACTION
@@ -109,15 +109,17 @@ def exported_schema(spec: DatasetSpec) -> pa.Schema:
     return pa.schema(fields, metadata=spec.configuration())
 
 
-def declared_by(schemas: Iterable[pa.Schema], options: ReadOptions, where: str) -> Declared | None:
+def read_declaration(
+    schemas: Iterable[pa.Schema], options: ReadOptions, where: str
+) -> Declaration | None:
     """Return what the files' schemas say of the spaces, if they say the same.
 
-    Where the options bring the values to another form, that is nothing. Raises: SourceInvalid if a
-    schema says it in a way that cannot be read.
+    Where the options bring the values to another form, that is nothing. Raises: SourceInvalidError
+    if a schema says it in a way that cannot be read.
     """
     first: dict[str, str] | None = None
     for found in schemas:
-        said = _said(found.metadata or {})
+        said = _own_metadata(found.metadata or {})
         if not said or (first is not None and said != first):
             return None
         first = said
@@ -127,19 +129,19 @@ def declared_by(schemas: Iterable[pa.Schema], options: ReadOptions, where: str) 
     try:
         spec = DatasetSpec.from_table(first, pa.schema([]))
     except (ReplayLakeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found spaces in its metadata that cannot be read "
             f"({type(error).__name__}: {error}), expected them as `replaylake export` writes them. "
             "Drop the file's metadata, or write it again."
         ) from error
-    return Declared(
+    return Declaration(
         spaces=(spec.observation_space, spec.action_space),
         rewards_optional=spec.rewards_optional,
         encoding=spec.encoding,
     )
 
 
-def _said(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
+def _own_metadata(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
     return {
         key.decode(errors="replace"): value.decode(errors="replace")
         for key, value in metadata.items()
@@ -176,14 +178,14 @@ def _faithful(space: Space, column: pa.Array, *, is_nested: bool = False) -> pa.
         values = np.asarray(to_numpy(space, there))
         # Readers look for tensors among the columns, not within structs.
         as_tensors = values.ndim > 2 and not is_nested
-        found = _tensors(values) if as_tensors else column_of(values, "values")
+        found = _tensors(values) if as_tensors else to_column(values, "values")
     if not column.null_count:
         return found
     known = np.asarray(column.is_valid().to_numpy(zero_copy_only=False), bool)
-    return _spread(found, known)
+    return _scatter(found, known)
 
 
-def _spread(values: pa.Array, known: Any) -> pa.Array:
+def _scatter(values: pa.Array, known: Any) -> pa.Array:
     """Return the values at the rows where they are known, the others null."""
     rows = pa.array(np.cumsum(known) - 1, mask=~known)
     if isinstance(values, pa.ExtensionArray):

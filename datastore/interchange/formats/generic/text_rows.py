@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore.storage.arrow_values import is_list, whole
+from replaylake.datastore.storage.arrow_values import combine_chunks, is_list
 
 # Times as ISO 8601 to the microsecond; Arrow writes the fraction with the seconds.
 _TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
@@ -32,11 +32,11 @@ def csv_header(names: list[str]) -> bytes:
 def csv_lines(table: pa.Table) -> memoryview:
     """Return the rows as CSV: vectors and structs as JSON, an unknown value as nothing."""
     cells = []
-    for column in map(whole, table.columns):
+    for column in map(combine_chunks, table.columns):
         text = json_text(column, bare=True)
         kind = column.type
         if not (pa.types.is_primitive(kind) or pa.types.is_null(kind)):
-            text = _quoted(
+            text = _quote(
                 text, always=pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType)
             )
         cells.append(pc.fill_null(text, ""))
@@ -47,7 +47,7 @@ def json_lines(table: pa.Table) -> memoryview:
     """Return the rows as one JSON object a line, every column in each."""
     cells = []
     for number, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
-        value = pc.fill_null(json_text(whole(column)), "null")
+        value = pc.fill_null(json_text(combine_chunks(column)), "null")
         opening = "{" if number == 0 else ", "
         cells.append(pc.binary_join_element_wise(f"{opening}{json.dumps(name)}: ", value, ""))
     cells.append(pa.repeat("}", table.num_rows))
@@ -164,7 +164,7 @@ def _json_strings(text: pa.Array) -> pa.Array:
     return pa.array(escaped, pa.string())
 
 
-def _quoted(text: pa.Array, *, always: bool) -> pa.Array:
+def _quote(text: pa.Array, *, always: bool) -> pa.Array:
     if pc.any(pc.match_substring(text, '"')).as_py():
         text, plain = pc.replace_substring(text, '"', '""'), text
     else:

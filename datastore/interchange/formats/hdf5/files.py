@@ -19,9 +19,10 @@ from typing import Any, Final, Self
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ExtraMissing, SourceInvalid
+from replaylake.datastore.errors import ExtraMissingError, SourceInvalidError
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 NUMBERS: Final = "numbers"
 TEXT: Final = "text"
@@ -30,7 +31,7 @@ BYTES: Final = "bytes"
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
 _FILTERS: Final = {1, 2, 3, 4, 5, 6, 32000}  # gzip, shuffle, fletcher32, szip, nbit, offset, lzf
 # What h5py raises on damaged bytes, by where they are met.
-_TORN: Final = (
+_READ_ERRORS: Final = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -89,7 +90,7 @@ class Hdf5Array:
     def read(self, start: int = 0, stop: int | None = None) -> Array:
         """Read rows: numbers [n, ...] of `dtype`, or an object array [n] of str or bytes.
 
-        Raises: SourceInvalid on torn bytes, and on a type that is not read.
+        Raises: SourceInvalidError on torn bytes, and on a type that is not read.
         """
         stop = len(self) if stop is None else min(stop, len(self))
         if not self.shape:
@@ -110,7 +111,7 @@ class Hdf5Array:
 
     def _lengthy(self, start: int, stop: int) -> Array:
         if self.kind not in (TEXT, BYTES) or len(self.shape) != 1:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{self._file.name}: dataset {self.path!r} is {self.kind}{list(self.shape)}, "
                 "expected numbers, or one text a row. Leave it out, or write it as numbers."
             )
@@ -128,18 +129,18 @@ class Hdf5Array:
 
     def _expect(self, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
         if expected != found:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{self._file.name}: dataset {self.path!r} has shape {list(found)}, expected "
                 f"{'one value' if not expected else 'one row a step'}. Is it another format's file?"
             )
 
 
 class Hdf5File:
-    """A file open for reading; a context manager. Raises: SourceInvalid, ExtraMissing."""
+    """A file open for reading; a context manager. Raises: SourceInvalidError, ExtraMissingError."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
-        self._h5py = library()
+        self._h5py = load_h5py()
         self._heaps_are_checked = False
         self._declared: set[str] = set()
         self._declared_bytes = 0
@@ -192,11 +193,11 @@ class Hdf5File:
         return sorted(found)
 
     def array(self, path: str) -> Hdf5Array:
-        """Open a dataset. Raises: SourceInvalid if it is none, or not to be trusted."""
+        """Open a dataset. Raises: SourceInvalidError if it is none, or not to be trusted."""
         with _reading(self._file):
             dataset = self._open(path)
             if not isinstance(dataset, self._h5py.Dataset):
-                raise SourceInvalid(
+                raise SourceInvalidError(
                     f"{self._file.name}: {path!r} is no dataset, expected one. "
                     "Name the format with --format if the file is of another one."
                 )
@@ -244,7 +245,7 @@ class Hdf5File:
         for name in filter(None, path.split("/")):
             kind = opened.id.links.get_info(name.encode(errors="surrogateescape")).type
             if kind != self._h5py.h5l.TYPE_HARD:
-                raise SourceInvalid(
+                raise SourceInvalidError(
                     f"{self._file.name}: {path!r} is a link to elsewhere, expected data in the "
                     "file itself. Links are not followed: copy what it points at into the file."
                 )
@@ -253,14 +254,14 @@ class Hdf5File:
 
     def _refuse_elsewhere(self, dataset: Any, path: str) -> None:
         if dataset.is_virtual or dataset.external:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{self._file.name}: dataset {path!r} keeps its data in other files, expected it "
                 "in the file itself. Copy it there, for one with h5repack."
             )
         plan = dataset.id.get_create_plist()
         filters = {int(plan.get_filter(i)[0]) for i in range(plan.get_nfilters())}
         if not filters <= _FILTERS:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{self._file.name}: dataset {path!r} is packed by the HDF5 filter "
                 f"{min(filters - _FILTERS)}, expected gzip, lzf, szip or none: others are plugins, "
                 "which are not loaded. Repack it, for one with h5repack -f GZIP=1."
@@ -268,7 +269,7 @@ class Hdf5File:
 
 
 def _kind_of(dataset: Any) -> tuple[str, np.dtype[Any]]:
-    h5py = library()
+    h5py = load_h5py()
     try:
         dtype = dataset.dtype
     except TypeError:
@@ -287,16 +288,16 @@ def _kind_of(dataset: Any) -> tuple[str, np.dtype[Any]]:
 def _reading(file: SourceFile) -> Iterator[None]:
     try:
         yield
-    except _TORN as error:
-        raise unreadable(file.name, error) from error
+    except _READ_ERRORS as error:
+        raise unreadable_error(file.name, error) from error
 
 
-def library() -> Any:
-    """Return h5py. Raises: ExtraMissing."""
+def load_h5py() -> Any:
+    """Return h5py. Raises: ExtraMissingError."""
     try:
         import h5py
     except ImportError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             "HDF5 files: found no h5py, expected it. Run: pip install 'replaylake[formats]'."
         ) from error
     return h5py
@@ -310,15 +311,15 @@ _OBJECT: Final = struct.Struct("<HHIQ")
 def check_heaps(file: SourceFile) -> None:
     """Refuse a file with a heap whose objects do not fill it.
 
-    Cost: a pass over the file's bytes. Raises: SourceInvalid.
+    Cost: a pass over the file's bytes. Raises: SourceInvalidError.
     """
     with file.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as raw:
         if not _has_long_sizes(raw):
-            raise _torn(file, 0, "sizes of other than 8 bytes")
+            raise _torn_heap_error(file, 0, "sizes of other than 8 bytes")
         at = raw.find(_SIGNATURE)
         while at >= 0:
-            if (wrong := _wrong(raw, at)) is not None:
-                raise _torn(file, at, wrong)
+            if (wrong := _find_heap_fault(raw, at)) is not None:
+                raise _torn_heap_error(file, at, wrong)
             at = raw.find(_SIGNATURE, at + len(_SIGNATURE))
 
 
@@ -328,7 +329,7 @@ def _has_long_sizes(raw: mmap.mmap) -> bool:
     return raw[at] == raw[at + 1] == 8
 
 
-def _wrong(raw: mmap.mmap, heap: int) -> str | None:
+def _find_heap_fault(raw: mmap.mmap, heap: int) -> str | None:
     if heap + _HEADER_BYTES > len(raw):
         return "no header"
     size = struct.unpack_from("<Q", raw, heap + 8)[0]
@@ -346,8 +347,8 @@ def _wrong(raw: mmap.mmap, heap: int) -> str | None:
     return None
 
 
-def _torn(file: SourceFile, at: int, found: str) -> SourceInvalid:
-    return SourceInvalid(
+def _torn_heap_error(file: SourceFile, at: int, found: str) -> SourceInvalidError:
+    return SourceInvalidError(
         f"{file.name}: the heap of values of variable length at byte {at} has {found}, expected "
         "objects that fill it. The file may be torn: copy or write it again."
     )

@@ -31,10 +31,10 @@ def label_columns(writer: Hdf5Writer, names: Iterable[str]) -> None:
         writer.label("/", {_LABEL: text})
 
 
-def with_own_names(opened: Hdf5File, columns: Iterable[str], options: ReadOptions) -> ReadOptions:
+def restore_names(opened: Hdf5File, columns: Iterable[str], options: ReadOptions) -> ReadOptions:
     """Return options that give back their names to those columns that a file lists as ours.
 
-    What `--map` says wins. Raises: SourceInvalid on torn bytes.
+    What `--map` says wins. Raises: SourceInvalidError on torn bytes.
     """
     try:
         listed = json.loads(opened.text_label("", _LABEL) or "[]")

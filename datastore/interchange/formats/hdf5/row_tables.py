@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes.schema import TIMESTAMP_TYPE
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.hdf5.files import (
     NUMBERS,
     TEXT,
@@ -21,17 +21,17 @@ from replaylake.datastore.interchange.formats.hdf5.files import (
 from replaylake.datastore.interchange.formats.tabular.episode_rows import (
     CHUNK_BYTES,
     EPISODE_ID,
-    column_of,
+    to_column,
 )
 from replaylake.datastore.interchange.formats.tabular.infos import (
     TIMESTAMP_INFO,
 )
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Tables
-from replaylake.datastore.interchange.sources.refusal import listed
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
+from replaylake.datastore.interchange.sources.refusal import format_names
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 REQUIRED: Final = ("observations", "actions", "rewards", "terminals")
-_OURS: Final = ("observation", "action", "reward", "terminated")
+_OUR_NAMES: Final = ("observation", "action", "reward", "terminated")
 TIMEOUTS: Final = "timeouts"
 NEXT: Final = "next_observations"
 METADATA: Final = "metadata"
@@ -40,7 +40,7 @@ _LARGEST_BLOCK_BYTES: Final = 128 << 20
 
 
 @dataclass(frozen=True)
-class Contents:
+class RowTableContents:
     """What a file holds: its columns by path, its number of rows, what is left out and why."""
 
     columns: Mapping[str, Hdf5Array]
@@ -48,7 +48,7 @@ class Contents:
     notes: tuple[str, ...]
 
 
-class RowTables(Tables):
+class RowTables(TableSource):
     """Chunks of HDF5 files whose datasets have a row a step; schemas are those declared.
 
     by_file: rows are given the number of their file, so that one's last episode, which often has
@@ -67,7 +67,7 @@ class RowTables(Tables):
         self._files = files
         self._by_file = by_file
         mapping = mapping or {}
-        self._required = required_of(mapping)
+        self._required = required_datasets(mapping)
         self._ends = (self._required[-1], mapping.get("truncated", TIMEOUTS))
         # One value a step: some D4RL files keep them as [N, 1].
         self._scalars = (self._required[-2], *self._ends)
@@ -76,14 +76,16 @@ class RowTables(Tables):
         first_id = 0
         for file in self._files:
             with Hdf5File(file) as opened:
-                contents = contents_of(opened, file, self._required)
+                contents = open_contents(opened, file, self._required)
                 step = _rows_at_once(contents)
                 wanted = [n for n in contents.columns if columns is None or n in columns]
                 for start in range(0, contents.num_rows, step):
                     stop = min(start + step, contents.num_rows)
                     table = _table(contents, wanted, start, stop, self._scalars)
                     if self._by_file:
-                        ids, first_id = _numbered(contents, self._ends, start, stop, first_id)
+                        ids, first_id = _number_episodes(
+                            contents, self._ends, start, stop, first_id
+                        )
                         table = table.append_column(EPISODE_ID, pa.array(ids))
                     yield Chunk(file, start, table)
             first_id += 1
@@ -91,52 +93,55 @@ class RowTables(Tables):
     def schemas(self) -> Iterator[ChunkSchema]:
         for file in self._files:
             with Hdf5File(file) as opened:
-                contents = contents_of(opened, file, self._required)
+                contents = open_contents(opened, file, self._required)
                 table = _table(contents, contents.columns, 0, 0, self._scalars)
                 if self._by_file:
                     table = table.append_column(EPISODE_ID, pa.array([], pa.int64()))
                 yield ChunkSchema(file, 0, contents.num_rows, table.schema)
 
 
-def required_of(mapping: Mapping[str, str]) -> tuple[str, ...]:
+def required_datasets(mapping: Mapping[str, str]) -> tuple[str, ...]:
     """Return the datasets that a file needs, where some are mapped (ours=theirs)."""
-    both = zip(_OURS, REQUIRED, strict=True)
+    both = zip(_OUR_NAMES, REQUIRED, strict=True)
     return tuple(mapping.get(ours, theirs) for ours, theirs in both)
 
 
-def contents_of(opened: Hdf5File, file: SourceFile, required: Sequence[str] = REQUIRED) -> Contents:
+def open_contents(
+    opened: Hdf5File, file: SourceFile, required: Sequence[str] = REQUIRED
+) -> RowTableContents:
     """Open the datasets of one row a step; as many rows as the rewards have.
 
-    Raises: SourceInvalid if a required one is absent.
+    Raises: SourceInvalidError if a required one is absent.
     """
     paths = [path for path in opened.arrays() if path.split("/")[0] != METADATA]
-    for ours, name in zip(_OURS, required, strict=True):
+    for ours, name in zip(_OUR_NAMES, required, strict=True):
         # A vector of several datasets, or a pattern of their names, is found further on.
         is_vector = ours in ("observation", "action")
         if name not in paths and not (is_vector and {*",*?["} & {*name}):
-            raise SourceInvalid(
-                f"{file.name}: found the datasets {listed(paths)}, expected {name}. Name it with "
+            raise SourceInvalidError(
+                f"{file.name}: found the datasets {format_names(paths)}, expected {name}. Name "
+                f"it with "
                 f"--map {ours}=DATASET, or the format with --format if it is of another one."
             )
     arrays = {path: opened.array(path) for path in paths}
-    num_rows = len(arrays[required[_OURS.index("reward")]])
+    num_rows = len(arrays[required[_OUR_NAMES.index("reward")]])
     columns, lost = {}, []
     for path, array in arrays.items():
         stands = array.shape and array.kind in (NUMBERS, TEXT) and 0 not in array.shape[1:]
         if stands and len(array) == num_rows and (array.kind == NUMBERS or len(array.shape) == 1):
             columns[path] = array
         elif path in (*required, TIMEOUTS, NEXT):
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{file.name}: {path} is {array.kind} of shape {list(array.shape)}, expected "
                 f"numbers in {num_rows} rows as rewards. The file may be cut: write it again."
             )
         else:
             lost.append(f"{path} {array.kind}{list(array.shape)}")
-    notes = (f"left out, not one number or text a step: {listed(lost)}",) if lost else ()
-    return Contents(columns, num_rows, notes)
+    notes = (f"left out, not one number or text a step: {format_names(lost)}",) if lost else ()
+    return RowTableContents(columns, num_rows, notes)
 
 
-def _rows_at_once(contents: Contents) -> int:
+def _rows_at_once(contents: RowTableContents) -> int:
     arrays = contents.columns.values()
     row_bytes = max(1, sum(array.row_bytes for array in arrays))
     # A chunk that is packed as one is read as one, unless it is too large for that.
@@ -145,14 +150,14 @@ def _rows_at_once(contents: Contents) -> int:
 
 
 def _table(
-    contents: Contents, names: Iterable[str], start: int, stop: int, scalars: Sequence[str]
+    contents: RowTableContents, names: Iterable[str], start: int, stop: int, scalars: Sequence[str]
 ) -> pa.Table:
     arrays = {name: contents.columns[name] for name in names}
     return pa.table({n: _column(n, one, start, stop, n in scalars) for n, one in arrays.items()})
 
 
-def _numbered(
-    contents: Contents, ends_in: Sequence[str], start: int, stop: int, first_id: int
+def _number_episodes(
+    contents: RowTableContents, ends_in: Sequence[str], start: int, stop: int, first_id: int
 ) -> tuple[Array, int]:
     """Return an episode number for each row, and that of the row after the last."""
     ends = np.zeros(stop - start, bool)
@@ -170,7 +175,7 @@ def _column(name: str, array: Hdf5Array, start: int, stop: int, is_scalar: bool)
         return pa.array(rows, pa.string())
     if is_scalar and rows.ndim == 2 and rows.shape[1] == 1:
         rows = rows[:, 0]
-    column = column_of(rows, name)
+    column = to_column(rows, name)
     return column.cast(TIMESTAMP_TYPE) if _is_time(name, array) else column
 
 

@@ -13,19 +13,19 @@ from typing import Any, Final, Self
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import StorageFailed
-from replaylake.datastore.interchange.formats.hdf5.files import library
+from replaylake.datastore.errors import StorageError
+from replaylake.datastore.interchange.formats.hdf5.files import load_h5py
 
 _CHUNK_BYTES: Final = 1 << 20
 _APPEND_BYTES: Final = 4 << 20
 
 
 class Hdf5Writer:
-    """A new file, written to as a context manager. Raises: StorageFailed, ExtraMissing."""
+    """A new file, written to as a context manager. Raises: StorageError, ExtraMissingError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._h5py = library()
+        self._h5py = load_h5py()
         self._waiting: dict[str, list[Array]] = {}
         self._num_rows: dict[str, int] = {}
         try:
@@ -123,8 +123,8 @@ class Hdf5Writer:
         if self._sink.error is not None:
             raise self._failed(self._sink.error) from self._sink.error
 
-    def _failed(self, error: Exception) -> StorageFailed:
-        return StorageFailed(
+    def _failed(self, error: Exception) -> StorageError:
+        return StorageError(
             f"{self._path.name}: could not be written ({error}), expected room for it. Check the "
             "disk, then export again."
         )

@@ -13,15 +13,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
 from replaylake.datastore.interchange.formats.generic.parquet import ParquetTables
 from replaylake.datastore.interchange.formats.images import decode_images
 from replaylake.datastore.interchange.formats.tabular.fields import column_name
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Tables
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
-from replaylake.datastore.storage.arrow_values import is_list, is_numeric, whole
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.storage.arrow_values import combine_chunks, is_list, is_numeric
 
 _EPISODE, _FRAME, _TASK = "episode_index", "frame_index", "task_index"
 _DONE, _REWARDS = "next.done", ("next.reward", "reward")
@@ -39,7 +40,7 @@ _MIN_CHUNK_ROWS: Final = 16
 _CHUNK_BYTES: Final = 16 << 20
 
 
-class LeRobotTables(Tables):
+class LeRobotTables(TableSource):
     """Chunks of the data files, with what the meta folder knows joined to each row."""
 
     def __init__(self, meta: LeRobotMeta, mapping: Mapping[str, str] | None = None) -> None:
@@ -88,19 +89,19 @@ class LeRobotTables(Tables):
         return max(_CHUNK_BYTES // num_bytes, _MIN_CHUNK_ROWS) if num_bytes else 1 << 30
 
     def _table(self, rows: pa.Table, file: SourceFile) -> pa.Table:
-        rows = _unwrapped(rows)
+        rows = _unwrap_singletons(rows)
         columns = {name: rows.column(name) for name in rows.schema.names}
         for name in self._images:
             if name in columns:
                 shape = self._meta.features[name][1]
-                columns[name] = _decoded(columns[name], shape, f"{file.name} {name}")
+                columns[name] = _decode_images(columns[name], shape, f"{file.name} {name}")
         numbers = _integers(rows, _EPISODE, file)
         frames = _integers(rows, _FRAME, file)
         if not {"truncated", _DONE} & columns.keys():
             columns["truncated"] = pa.array(self._recording_ends(numbers, frames))
         if _TASK in columns and "task" not in columns:
             tasks = _integers(rows, _TASK, file)
-            columns["task"] = _looked_up(tasks, self._meta.tasks, pa.string())
+            columns["task"] = _look_up(tasks, self._meta.tasks, pa.string())
         seconds = columns.pop(_SECONDS, pa.nulls(rows.num_rows, pa.float64()))
         columns[f"{_SECONDS}_s"] = seconds
         for name in self._meta.videos():
@@ -120,11 +121,11 @@ class LeRobotTables(Tables):
         parts = {
             n: one.videos[name] for n, one in self._meta.episodes.items() if name in one.videos
         }
-        paths = _looked_up(numbers, {n: part.path for n, part in parts.items()}, pa.string())
-        starts = _looked_up(numbers, {n: part.start_s for n, part in parts.items()}, pa.float64())
+        paths = _look_up(numbers, {n: part.path for n, part in parts.items()}, pa.string())
+        starts = _look_up(numbers, {n: part.start_s for n, part in parts.items()}, pa.float64())
         is_number = pa.types.is_floating(seconds.type) or pa.types.is_integer(seconds.type)
         since = (
-            whole(seconds).cast(pa.float64(), safe=False)
+            combine_chunks(seconds).cast(pa.float64(), safe=False)
             if is_number
             else pa.nulls(len(seconds), starts.type)
         )
@@ -153,7 +154,7 @@ class LeRobotFormat:
     def recognises(self, files: Sequence[SourceFile]) -> bool:
         return any(b"codebase_version" in file.head(1 << 16) for file in info_files(files))
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         meta = read_meta(files)
         tables = LeRobotTables(meta, options.mapping)
         rewards = [name for name in _REWARDS if name in meta.features]
@@ -165,8 +166,8 @@ class LeRobotFormat:
         if _TRUNCATED in meta.features:
             fields["truncated"] = _TRUNCATED
         notes = _notes(meta, tables, bool(rewards))
-        declared = Declared(fields, rewards_optional=not rewards, notes=notes)
-        return TabularReading(tables, options, meta.data[0].name, declared)
+        declared = Declaration(fields, rewards_optional=not rewards, notes=notes)
+        return TabularReader(tables, options, meta.data[0].name, declared)
 
 
 def _notes(meta: LeRobotMeta, tables: LeRobotTables, has_rewards: bool) -> list[str]:
@@ -196,17 +197,17 @@ def _gather(columns: dict[str, Any], ours: str, meta: LeRobotMeta) -> None:
     ]
     members = {column_name(n.removeprefix(f"{ours}."), i): n for i, n in enumerate(theirs)}
     if len(members) < len(theirs):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{meta.data[0].name}: found the columns {', '.join(theirs)}, expected names that stay "
             "distinct once characters outside [A-Za-z0-9_] are replaced. Rename one."
         )
     if not members:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{meta.data[0].name}: found the columns {', '.join(columns)}, expected {ours} or "
             f"{ours}.* with numbers. What is only in videos is not read: write the dataset with "
             "such a feature."
         )
-    arrays = {key: whole(columns.pop(name)) for key, name in members.items()}
+    arrays = {key: combine_chunks(columns.pop(name)) for key, name in members.items()}
     if len(arrays) == 1:
         columns[ours] = next(iter(arrays.values()))
         return
@@ -217,18 +218,18 @@ def _gather(columns: dict[str, Any], ours: str, meta: LeRobotMeta) -> None:
     columns[ours] = pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
 
 
-def _decoded(column: Any, shape: tuple[int, ...], where: str) -> Any:
+def _decode_images(column: Any, shape: tuple[int, ...], where: str) -> Any:
     """Decode an image feature; what is no embedded image of the declared shape is left as it is."""
     kind = column.type
     if len(shape) != 3 or not pa.types.is_struct(kind) or kind.get_field_index("bytes") < 0:
         return column
-    encoded = pc.struct_field(whole(column), "bytes")
+    encoded = pc.struct_field(combine_chunks(column), "bytes")
     if encoded.null_count:
         # Only paths are kept: the images lie elsewhere.
         return column
     images = decode_images([bytes(one) for one in encoded.to_pylist()], where)
     if images.shape[1:] not in (shape, (*shape[1:], shape[0])) and len(images):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found images of {list(images.shape[1:])}, expected {list(shape)} as in "
             "info.json. The two do not belong together: leave the file out."
         )
@@ -240,12 +241,12 @@ def _decoded(column: Any, shape: tuple[int, ...], where: str) -> Any:
     return flat
 
 
-def _unwrapped(rows: pa.Table) -> pa.Table:
+def _unwrap_singletons(rows: pa.Table) -> pa.Table:
     """Make plain values of lists of one: LeRobot writes those so, some converters do not."""
     for at, entry in enumerate(rows.schema):
         if entry.name not in _SCALARS or not is_list(entry.type):
             continue
-        column = whole(rows.column(at))
+        column = combine_chunks(rows.column(at))
         if not column.null_count and pc.all(pc.equal(pc.list_value_length(column), 1)).as_py():
             rows = rows.set_column(at, entry.name, column.flatten())
     return rows
@@ -253,20 +254,20 @@ def _unwrapped(rows: pa.Table) -> pa.Table:
 
 def _integers(table: pa.Table, name: str, file: SourceFile) -> Array:
     if name not in table.schema.names:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: found the columns {', '.join(table.schema.names)}, expected {name} as "
             "LeRobot writes it. Leave the file out."
         )
-    column = _unwrapped(table.select([name])).column(0)
+    column = _unwrap_singletons(table.select([name])).column(0)
     if not pa.types.is_integer(column.type) or column.null_count:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: column {name!r} is {column.type} with {column.null_count} nulls, "
             "expected whole numbers in each row. Leave the file out."
         )
     return np.asarray(column).astype(np.int64)
 
 
-def _looked_up(keys: Array, values: Mapping[int, Any], kind: pa.DataType) -> pa.Array:
+def _look_up(keys: Array, values: Mapping[int, Any], kind: pa.DataType) -> pa.Array:
     """Return the value of each key; null where there is none."""
     known, codes = np.unique(keys, return_inverse=True)
     found = pa.array([values.get(key) for key in known.tolist()], kind)
@@ -279,7 +280,14 @@ _V2, _V3 = ("v2.0", "v2.1"), ("v3.0",)
 # in, as str.format would also follow attributes and pad to any width.
 _FIELD: Final = re.compile(r"\{([a-z_]+)(?::0(\d)d)?\}")
 _VIDEO: Final = "video"
-_WRONG: Final = (AttributeError, KeyError, TypeError, ValueError, OverflowError, pa.ArrowException)
+_MALFORMED_ERRORS: Final = (
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    pa.ArrowException,
+)
 
 
 @dataclass(frozen=True)
@@ -322,21 +330,21 @@ def info_files(files: Sequence[SourceFile]) -> list[SourceFile]:
 def read_meta(files: Sequence[SourceFile]) -> LeRobotMeta:
     """Read the one dataset's meta folder.
 
-    Raises: SourceInvalid if there are several datasets, the version is another than v2.0, v2.1 or
-    v3.0, or a file is torn or not as LeRobot writes it.
+    Raises: SourceInvalidError if there are several datasets, the version is another than v2.0, v2.1
+    or v3.0, or a file is torn or not as LeRobot writes it.
     """
     found = info_files(files)
     if len(found) != 1:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{files[0].name}: found {len(found)} {_INFO} in the source, expected one LeRobot "
             "dataset. Pass its folder, with meta and data; several are ingested one by one."
         )
     root = found[0].relative.removesuffix(_INFO)
     inside = {f.relative.removeprefix(root): f for f in files if f.relative.startswith(root)}
-    info = _one_json(found[0])
+    info = _read_json(found[0])
     version = str(info.get("codebase_version"))
     if version not in (*_V2, *_V3):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{found[0].name}: found codebase_version {version}, expected "
             f"{', '.join((*_V2, *_V3))}. Convert it with LeRobot's own script first."
         )
@@ -348,15 +356,15 @@ def read_meta(files: Sequence[SourceFile]) -> LeRobotMeta:
         }
         videos = [name for name, (dtype, _) in features.items() if dtype == _VIDEO]
         tasks, episodes = read(inside, info, videos)
-    except _WRONG as error:
-        raise SourceInvalid(
+    except _MALFORMED_ERRORS as error:
+        raise SourceInvalidError(
             f"{found[0].name}: the meta folder is not as LeRobot {version} writes it "
             f"({type(error).__name__}: {error}), expected its features, tasks and episodes. Copy "
             "the dataset again."
         ) from error
     data = [f for name, f in inside.items() if re.fullmatch(r"data/.+\.parquet", name)]
     if not data:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{found[0].name}: found no data/*.parquet beside it, expected the dataset's rows. "
             "Pass the dataset's whole folder."
         )
@@ -367,16 +375,16 @@ def _read_v2(
     inside: Mapping[str, SourceFile], info: Mapping[str, Any], videos: Sequence[str]
 ) -> tuple[dict[int, str], dict[int, ListedEpisode]]:
     tasks = {
-        _whole(one["task_index"]): str(one["task"])
-        for one in _json_lines(_needed(inside, "meta/tasks.jsonl"))
+        _to_int(one["task_index"]): str(one["task"])
+        for one in _json_lines(_require_file(inside, "meta/tasks.jsonl"))
     }
     chunk_size = max(int(info.get("chunks_size", 1000)), 1)
     episodes = {}
-    for one in _json_lines(_needed(inside, "meta/episodes.jsonl")):
-        number = _whole(one["episode_index"])
+    for one in _json_lines(_require_file(inside, "meta/episodes.jsonl")):
+        number = _to_int(one["episode_index"])
         known = {"episode_index": number, "episode_chunk": number // chunk_size}
         parts = {key: VideoPart(_path(info, {**known, "video_key": key})) for key in videos}
-        episodes[number] = ListedEpisode(_whole(one["length"]), parts)
+        episodes[number] = ListedEpisode(_to_int(one["length"]), parts)
     return tasks, episodes
 
 
@@ -384,12 +392,12 @@ def _read_v3(
     inside: Mapping[str, SourceFile], info: Mapping[str, Any], videos: Sequence[str]
 ) -> tuple[dict[int, str], dict[int, ListedEpisode]]:
     tasks = {}
-    for row in _rows([_needed(inside, "meta/tasks.parquet")], None):
+    for row in _rows([_require_file(inside, "meta/tasks.parquet")], None):
         # pandas writes the index that holds the texts under this name, if it has none.
-        tasks[_whole(row["task_index"])] = str(row.get("task", row.get("__index_level_0__")))
+        tasks[_to_int(row["task_index"])] = str(row.get("task", row.get("__index_level_0__")))
     files = [f for name, f in inside.items() if re.fullmatch(r"meta/episodes/.+\.parquet", name)]
     if not files:
-        _needed(inside, "meta/episodes/chunk-000/file-000.parquet")
+        _require_file(inside, "meta/episodes/chunk-000/file-000.parquet")
     columns = ["episode_index", "length"]
     of_video = ("chunk_index", "file_index", "from_timestamp")
     columns += [f"videos/{key}/{what}" for key in videos for what in of_video]
@@ -400,25 +408,25 @@ def _read_v3(
             chunk, file, start = (row.get(f"videos/{key}/{what}") for what in of_video)
             if chunk is not None and file is not None:
                 place: dict[str, int | str] = {
-                    "chunk_index": _whole(chunk),
-                    "file_index": _whole(file),
+                    "chunk_index": _to_int(chunk),
+                    "file_index": _to_int(file),
                     "video_key": key,
                 }
                 parts[key] = VideoPart(_path(info, place), float(start or 0.0))
-        episodes[_whole(row["episode_index"])] = ListedEpisode(_whole(row["length"]), parts)
+        episodes[_to_int(row["episode_index"])] = ListedEpisode(_to_int(row["length"]), parts)
     return tasks, episodes
 
 
-def _needed(inside: Mapping[str, SourceFile], name: str) -> SourceFile:
+def _require_file(inside: Mapping[str, SourceFile], name: str) -> SourceFile:
     if name not in inside:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{inside[_INFO].name}: found no {name} in the dataset, expected it beside info.json. "
             "Pass the dataset's whole folder, or copy it again."
         )
     return inside[name]
 
 
-def _whole(value: Any) -> int:
+def _to_int(value: Any) -> int:
     number = int(value)
     if not 0 <= number < 1 << 62 or number != value:
         raise ValueError(f"{value!r} is no whole number of 0 or more")
@@ -433,13 +441,13 @@ def _path(info: Mapping[str, Any], known: Mapping[str, int | str]) -> str:
     return _FIELD.sub(fill, str(info["video_path"]))
 
 
-def _one_json(file: SourceFile) -> dict[str, Any]:
+def _read_json(file: SourceFile) -> dict[str, Any]:
     file.check_unchanged()
     try:
         with file.open() as stream:
             found = json.loads(stream.read())
     except (OSError, EOFError, ValueError, RecursionError) as error:
-        raise unreadable(file.name, error) from error
+        raise unreadable_error(file.name, error) from error
     return found if isinstance(found, dict) else {}
 
 
@@ -451,7 +459,7 @@ def _json_lines(file: SourceFile) -> Iterator[dict[str, Any]]:
                 if line.strip():
                     yield json.loads(line)
     except (OSError, EOFError, ValueError, RecursionError) as error:
-        raise unreadable(file.name, error) from error
+        raise unreadable_error(file.name, error) from error
 
 
 def _rows(files: Sequence[SourceFile], columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:

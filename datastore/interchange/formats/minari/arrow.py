@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.spaces import Space, Values
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.generic.arrow import ArrowTables
 from replaylake.datastore.interchange.formats.generic.arrow_messages import refuse_packed_bomb
 from replaylake.datastore.interchange.formats.generic.parquet import ParquetTables
@@ -20,13 +20,14 @@ from replaylake.datastore.interchange.formats.minari.storage import (
     episode_rows,
     images,
     members,
-    shaped,
+    reshape_rows,
 )
 from replaylake.datastore.interchange.formats.tabular.arrays import decode, is_text
-from replaylake.datastore.interchange.formats.tabular.episode_rows import EpisodeRows, chunks_of
+from replaylake.datastore.interchange.formats.tabular.episode_rows import EpisodeRows, iter_chunks
 from replaylake.datastore.interchange.formats.tabular.infos import with_times
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ArrowEpisode:
     labels: Mapping[str, Any]
 
 
-class EpisodeFolders(Tables):
+class EpisodeFolders(TableSource):
     """Chunks of Minari's Arrow or Parquet storage: an episode a folder, T + 1 rows each."""
 
     def __init__(self, episodes: Sequence[ArrowEpisode], spaces: Spaces) -> None:
@@ -52,16 +53,16 @@ class EpisodeFolders(Tables):
             try:
                 found = self._episode(episode, file)
             except pa.ArrowException as error:
-                raise unreadable(file.name, error) from error
+                raise unreadable_error(file.name, error) from error
             if found is not None:
-                yield from map(with_times, chunks_of(file, [found]))
+                yield from map(with_times, iter_chunks(file, [found]))
 
     def _episode(self, episode: ArrowEpisode, file: SourceFile) -> EpisodeRows | None:
         table = pa.concat_tables([_read(part) for part in episode.parts])
         required = ("observations", "actions", "rewards", *FLAGS)
         for name in required:
             if name not in table.schema.names:
-                raise SourceInvalid(
+                raise SourceInvalidError(
                     f"{file.name}: found the columns {table.schema.names}, expected {name!r} among "
                     "them. Is it another format's file?"
                 )
@@ -119,17 +120,17 @@ def _arrow_values(column: pa.Array, space: Space | None, where: str) -> Values:
             for key, (name, sub) in parts.items()
         }
     if column.null_count:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found {column.null_count} rows without a value, expected one in each. "
             "The file may be torn: write it again."
         )
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return images(column.to_pylist(), space, where)
     if not _is_plain(kind):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found {kind}, expected numbers, text or images. Is it another format's file?"
         )
-    return shaped(decode(column).values, space)
+    return reshape_rows(decode(column).values, space)
 
 
 def _is_plain(kind: pa.DataType) -> bool:

@@ -21,13 +21,13 @@ from replaylake.datastore.episodes.spaces import (
     children,
     concatenate,
 )
-from replaylake.datastore.errors import SpaceUnsupported, StorageFailed
-from replaylake.datastore.interchange.formats.format import Written
+from replaylake.datastore.errors import SpaceUnsupportedError, StorageError
+from replaylake.datastore.interchange.formats.format import WriteResult
 from replaylake.datastore.interchange.formats.hdf5.own_columns import label_columns
 from replaylake.datastore.interchange.formats.hdf5.writer import Hdf5Writer
-from replaylake.datastore.interchange.formats.minari.spaces import json_of
-from replaylake.datastore.interchange.formats.tabular.infos import infos_of, known_rewards
-from replaylake.datastore.interchange.sources.refusal import listed
+from replaylake.datastore.interchange.formats.minari.spaces import to_json_text
+from replaylake.datastore.interchange.formats.tabular.infos import collect_infos, require_rewards
+from replaylake.datastore.interchange.sources.refusal import format_names
 
 MAIN_FILE: Final = "main_data.hdf5"
 METADATA: Final = "metadata.json"
@@ -38,36 +38,37 @@ _LOG_PROBS: Final = "infos/behavior_log_prob"
 _NAME: Final = re.compile(r"[-\w]+-v\d+")
 
 
-def write_minari(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+def write_minari(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
     """Write a dataset's folder at `path`.
 
-    Raises: SpaceUnsupported if an episode lacks its final observation or a reward; StorageFailed.
+    Raises: SpaceUnsupportedError if an episode lacks its final observation or a reward;
+    StorageError.
     """
     data = path / "data"
     try:
         data.mkdir(parents=True)
         with Hdf5Writer(data / MAIN_FILE) as writer:
             label_columns(writer, spec.extras)
-            writing = _Writing(writer, spec)
+            writing = _MinariWriter(writer, spec)
             for episode in episodes:
                 writing.add(episode)
             partial = writing.finish()
         num_bytes = (data / MAIN_FILE).stat().st_size
-        name = path.name if _NAME.fullmatch(path.name) else f"{_valid(path.name)}-v0"
+        name = path.name if _NAME.fullmatch(path.name) else f"{_make_valid_name(path.name)}-v0"
         metadata = {
             "total_episodes": writing.num_episodes,
             "total_steps": writing.num_steps,
             "data_format": "hdf5",
             "jpeg_encoding": False,
-            "observation_space": json_of(spec.observation_space),
-            "action_space": json_of(spec.action_space),
+            "observation_space": to_json_text(spec.observation_space),
+            "action_space": to_json_text(spec.action_space),
             "dataset_id": name,
             "minari_version": _MINARI_VERSION,
             "dataset_size": round(num_bytes / 1e6, 1),
         }
         (data / METADATA).write_text(json.dumps(metadata))
     except OSError as error:
-        raise StorageFailed(
+        raise StorageError(
             f"{path}: could not be written ({error}). Check the disk, then export again."
         ) from error
     notes = [
@@ -76,11 +77,11 @@ def write_minari(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> 
         "Minari has no agents or step numbers: episodes are numbered",
     ]
     if lost := sorted(writing.lost | partial):
-        notes.append(f"left out, as some step has none or Minari no place: {listed(lost)}")
-    return Written(writing.num_episodes, writing.num_steps, tuple(notes))
+        notes.append(f"left out, as some step has none or Minari no place: {format_names(lost)}")
+    return WriteResult(writing.num_episodes, writing.num_steps, tuple(notes))
 
 
-class _Writing:
+class _MinariWriter:
     """Adds episodes; once one lacks its final observation, the others are only counted."""
 
     def __init__(self, writer: Hdf5Writer, spec: DatasetSpec) -> None:
@@ -105,7 +106,7 @@ class _Writing:
     def finish(self) -> set[str]:
         """Make the infos of all episodes alike, and return those that some episode lacked."""
         if self._num_without_final:
-            raise SpaceUnsupported(
+            raise SpaceUnsupportedError(
                 f"Minari: {self._num_without_final} of {self.num_episodes} episodes have no final "
                 "observation, expected one in each: it keeps an observation more than actions. "
                 "Leave them out with --where, or export to d4rl."
@@ -128,11 +129,11 @@ class _Writing:
         observations = concatenate([episode.observations, final])
         self._values(f"{group}/observations", self._spec.observation_space, observations)
         self._values(f"{group}/actions", self._spec.action_space, episode.actions)
-        self._writer.write(f"{group}/rewards", known_rewards(episode, "Minari"))
+        self._writer.write(f"{group}/rewards", require_rewards(episode, "Minari"))
         self._writer.write(f"{group}/terminations", flags[0])
         self._writer.write(f"{group}/truncations", flags[1])
         self._writer.require_group(f"{group}/infos")
-        infos, lost = infos_of(episode)
+        infos, lost = collect_infos(episode)
         self.lost |= lost
         labels = {"id": int(group.removeprefix("episode_")), "total_steps": num}
         seeds = infos.get(f"infos/{_SEED}")
@@ -155,5 +156,5 @@ class _Writing:
             self._values(f"{path}/{name}", sub, values[key])
 
 
-def _valid(name: str) -> str:
+def _make_valid_name(name: str) -> str:
     return re.sub(r"[^-\w]+", "_", name) or "dataset"

@@ -15,17 +15,17 @@ from replaylake.datastore.interchange.formats.minari.storage import (
     images,
     is_packed_image,
     members,
-    shaped,
+    reshape_rows,
 )
-from replaylake.datastore.interchange.formats.tabular.episode_rows import EpisodeRows, chunks_of
+from replaylake.datastore.interchange.formats.tabular.episode_rows import EpisodeRows, iter_chunks
 from replaylake.datastore.interchange.formats.tabular.infos import with_times
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 _EPISODE_GROUP: Final = re.compile(r"episode_(\d+)")
 
 
-class Hdf5Tables(Tables):
+class Hdf5Tables(TableSource):
     """Chunks of main_data.hdf5, in the order of the episodes' numbers."""
 
     def __init__(self, file: SourceFile, spaces: Spaces) -> None:
@@ -36,9 +36,10 @@ class Hdf5Tables(Tables):
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         with Hdf5File(self._file) as opened:
             found = (
-                self._episode(opened, group, number, columns) for number, group in groups_of(opened)
+                self._episode(opened, group, number, columns)
+                for number, group in list_groups(opened)
             )
-            for chunk in chunks_of(self._file, (one for one in found if one is not None)):
+            for chunk in iter_chunks(self._file, (one for one in found if one is not None)):
                 yield with_times(chunk)
 
     def _episode(
@@ -70,7 +71,7 @@ class Hdf5Tables(Tables):
         rows = array.read()
         if array.kind == BYTES or is_packed_image(rows, space):
             return images([bytes(row) for row in rows], space, f"{self._file.name}: {path}")
-        return shaped(rows, space)
+        return reshape_rows(rows, space)
 
     def _others(
         self, opened: Hdf5File, group: str, wanted: Sequence[str] | None
@@ -91,7 +92,7 @@ class Hdf5Tables(Tables):
         return found
 
 
-def groups_of(opened: Hdf5File) -> list[tuple[int, str]]:
+def list_groups(opened: Hdf5File) -> list[tuple[int, str]]:
     """Return the episodes' numbers and groups, in order."""
     found = ((_EPISODE_GROUP.fullmatch(name), name) for name in opened.names())
     return sorted((int(match[1]), name) for match, name in found if match)

@@ -10,18 +10,18 @@ from typing import Any, Final
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.hdf5.files import Hdf5File, is_hdf5
-from replaylake.datastore.interchange.formats.hdf5.own_columns import with_own_names
+from replaylake.datastore.interchange.formats.hdf5.own_columns import restore_names
 from replaylake.datastore.interchange.formats.minari.arrow import ArrowEpisode, EpisodeFolders
 from replaylake.datastore.interchange.formats.minari.export import MAIN_FILE, METADATA, write_minari
-from replaylake.datastore.interchange.formats.minari.hdf5 import Hdf5Tables, groups_of
-from replaylake.datastore.interchange.formats.minari.spaces import space_of
+from replaylake.datastore.interchange.formats.minari.hdf5 import Hdf5Tables, list_groups
+from replaylake.datastore.interchange.formats.minari.spaces import parse_space
 from replaylake.datastore.interchange.formats.minari.storage import Spaces
-from replaylake.datastore.interchange.formats.tabular.infos import INFOS, declared_fields
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.sources.refusal import listed
+from replaylake.datastore.interchange.formats.tabular.infos import INFOS, find_declared_fields
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.sources.refusal import format_names
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 _LARGEST_METADATA: Final = 64 << 20
@@ -30,7 +30,7 @@ _LABELS: Final = ("observation_space", "action_space", "dataset_id", "env_spec")
 
 
 @dataclass(frozen=True)
-class Found:
+class MinariFiles:
     """One dataset's files among those of a source: `main` for HDF5, `episodes` for the others."""
 
     metadata: SourceFile | None
@@ -49,7 +49,7 @@ class MinariFormat:
     def recognises(self, files: Sequence[SourceFile]) -> bool:
         return bool(_folders(files)) or _is_lone_main(files)
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         found = _find(files)
         metadata = _metadata(found)
         spaces = _spaces(metadata, found)
@@ -63,21 +63,21 @@ class MinariFormat:
             tables = Hdf5Tables(found.main, spaces)
             num_episodes, infos = _survey(found.main)
             with Hdf5File(found.main) as opened:
-                options = with_own_names(opened, infos, options)
-        fields = declared_fields(infos)
-        notes = [*_told(metadata, found, num_episodes)]
+                options = restore_names(opened, infos, options)
+        fields = find_declared_fields(infos)
+        notes = [*_metadata_notes(metadata, found, num_episodes)]
         is_other = bool({"observation", "action"} & options.mapping.keys())
-        declared = Declared(
+        declared = Declaration(
             fields=fields,
             spaces=None if is_other else spaces,
             notes=notes,
             observed="observations",
         )
-        reading = TabularReading(tables, options, where, declared)
+        reading = TabularReader(tables, options, where, declared)
         notes += tables.notes
         return reading
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         return write_minari(episodes, spec, path)
 
 
@@ -105,30 +105,31 @@ def _is_lone_main(files: Sequence[SourceFile]) -> bool:
     if len(files) != 1 or not is_hdf5(files[0]):
         return False
     with Hdf5File(files[0]) as opened:
-        groups = groups_of(opened)
+        groups = list_groups(opened)
         return bool(groups) and opened.holds(f"{groups[0][1]}/terminations")
 
 
-def _find(files: Sequence[SourceFile]) -> Found:
+def _find(files: Sequence[SourceFile]) -> MinariFiles:
     folders = _folders(files)
     if not folders and _is_lone_main(files):
-        return Found(None, files[0], ())
+        return MinariFiles(None, files[0], ())
     metadata = [file for file in files if file.base_name == METADATA]
     top = [file for file in metadata if _folder_of(file) in folders]
     if not folders:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{files[0].name}: found no {MAIN_FILE} and no episode folders beside a {METADATA}, "
             "expected a Minari dataset's folder. Pass it whole, or name another format."
         )
     if len(top) != 1:
         named = [folder.removesuffix("/data") or "." for folder in sorted(folders)]
-        raise SourceInvalid(
-            f"{files[0].name}: found {len(top)} Minari datasets ({listed(named)}), expected one. "
+        raise SourceInvalidError(
+            f"{files[0].name}: found {len(top)} Minari datasets ({format_names(named)}), "
+            f"expected one. "
             "Ingest the folder of each by itself."
         )
     inside = folders[_folder_of(top[0])]
     main = next((file for file in inside if file.base_name == MAIN_FILE), None)
-    return Found(top[0], main, () if main else _arrow_episodes(inside, metadata))
+    return MinariFiles(top[0], main, () if main else _arrow_episodes(inside, metadata))
 
 
 def _arrow_episodes(
@@ -155,18 +156,18 @@ def _json_object(file: SourceFile) -> Mapping[str, Any]:
     try:
         found = json.loads(text) if len(text) <= _LARGEST_METADATA else None
     except (ValueError, RecursionError) as error:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: {error}, expected one JSON object. It may be torn: write it again."
         ) from error
     if not isinstance(found, dict):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: found {len(text)} bytes that are no JSON object, expected one of "
             f"at most {_LARGEST_METADATA}. Is it Minari's?"
         )
     return found
 
 
-def _metadata(found: Found) -> Mapping[str, Any]:
+def _metadata(found: MinariFiles) -> Mapping[str, Any]:
     """Return what metadata.json says, or main_data.hdf5 where it does: before 0.5 it did."""
     if found.metadata is not None and (said := _json_object(found.metadata)):
         return said
@@ -177,23 +178,23 @@ def _metadata(found: Found) -> Mapping[str, Any]:
     return {name: text for name, text in labels.items() if text is not None}
 
 
-def _spaces(metadata: Mapping[str, Any], found: Found) -> Spaces:
+def _spaces(metadata: Mapping[str, Any], found: MinariFiles) -> Spaces:
     if not {"observation_space", "action_space"} <= metadata.keys():
         return None
     source = found.metadata or found.main
     name = "metadata.json" if source is None else source.name
     return (
-        space_of(metadata["observation_space"], f"{name}: observation_space"),
-        space_of(metadata["action_space"], f"{name}: action_space"),
+        parse_space(metadata["observation_space"], f"{name}: observation_space"),
+        parse_space(metadata["action_space"], f"{name}: action_space"),
     )
 
 
 def _survey(main: SourceFile) -> tuple[int, list[str]]:
     """Return the number of episodes, and the infos of the first one."""
     with Hdf5File(main) as opened:
-        groups = groups_of(opened)
+        groups = list_groups(opened)
         if not groups:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{main.name}: found no group episode_N, expected one an episode. "
                 "Is it another format's file?"
             )
@@ -202,7 +203,9 @@ def _survey(main: SourceFile) -> tuple[int, list[str]]:
         return len(groups), [f"{INFOS}/{name}" for name in names]
 
 
-def _told(metadata: Mapping[str, Any], found: Found, num_episodes: int) -> Iterator[str]:
+def _metadata_notes(
+    metadata: Mapping[str, Any], found: MinariFiles, num_episodes: int
+) -> Iterator[str]:
     """Say what metadata.json tells beside the spaces."""
     if found.metadata is None and "observation_space" not in metadata:
         yield "read without its metadata.json: the spaces are those that the values show"

@@ -19,15 +19,15 @@ from replaylake.datastore.episodes.spaces import (
     Text,
     Tuple,
 )
-from replaylake.datastore.errors import SchemaMismatch, SourceInvalid
+from replaylake.datastore.errors import SchemaMismatchError, SourceInvalidError
 from replaylake.datastore.interchange.formats.tabular.fields import column_name
 
 _KINDS: Final = "Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict and Tuple"
 _LONGEST_TEXT: Final = 2**31 - 1
 
 
-def space_of(text: Any, where: str) -> Space:
-    """Read a space from its JSON text. `where` begins messages. Raises: SourceInvalid."""
+def parse_space(text: Any, where: str) -> Space:
+    """Read a space from its JSON text. `where` begins messages. Raises: SourceInvalidError."""
     try:
         found = json.loads(text)
         return _space(found)
@@ -36,18 +36,18 @@ def space_of(text: Any, where: str) -> Space:
         KeyError,
         OverflowError,
         RecursionError,
-        SchemaMismatch,
+        SchemaMismatchError,
         TypeError,
         ValueError,
     ) as error:
         reason = " ".join(str(error).split())[:300]
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found {str(text)[:200]!r} ({type(error).__name__}: {reason}), expected a "
             f"space as Minari writes it: {_KINDS}. Mend it, or ingest main_data.hdf5 alone."
         ) from error
 
 
-def json_of(space: Space) -> str:
+def to_json_text(space: Space) -> str:
     """Return the text that Minari keeps of a space."""
     return json.dumps(_plain(space))
 
@@ -57,7 +57,7 @@ def _space(found: Mapping[str, Any]) -> Space:
     if kind == "Box":
         # -0.0 and beyond-float bounds come as JSON has them: Infinity is read by json.
         shape = tuple(int(n) for n in found["shape"])
-        low, high = (_bound(found[name], shape) for name in ("low", "high"))
+        low, high = (_parse_bound(found[name], shape) for name in ("low", "high"))
         return Box(shape, np.dtype(found["dtype"]).name, low, high)
     if kind == "Discrete":
         return Discrete(int(found["n"]), int(found.get("start", 0)))
@@ -81,7 +81,7 @@ def _space(found: Mapping[str, Any]) -> Space:
     raise ValueError(f"type {kind!r}")
 
 
-def _bound(found: Any, shape: tuple[int, ...]) -> Any:
+def _parse_bound(found: Any, shape: tuple[int, ...]) -> Any:
     bound = np.asarray(found, np.float64)
     if bound.shape not in ((), shape):
         raise ValueError(f"bounds of shape {list(bound.shape)} for values of {list(shape)}")
@@ -100,7 +100,7 @@ def _multi_discrete(found: Mapping[str, Any]) -> Space:
 def _plain(space: Space) -> dict[str, Any]:
     if isinstance(space, Box):
         dtype = np.dtype(space.dtype)
-        low, high = (_filled(bound, space.shape, dtype) for bound in (space.low, space.high))
+        low, high = (_fill_bound(bound, space.shape, dtype) for bound in (space.low, space.high))
         shape = list(space.shape)
         return {"type": "Box", "dtype": dtype.name, "shape": shape, "low": low, "high": high}
     if isinstance(space, Discrete):
@@ -122,20 +122,20 @@ def _plain(space: Space) -> dict[str, Any]:
     return {"type": "Tuple", "subspaces": [_plain(sub) for sub in space.spaces]}
 
 
-def _filled(bound: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+def _fill_bound(bound: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Return a bound for every element; an integer's open bound is the dtype's own."""
     full = np.broadcast_to(np.asarray(bound, np.float64), shape)
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         # Through Python's integers: 2**63 - 1 is no float64.
-        ints = [_clipped(value, limits) for value in full.reshape(-1).tolist()]
+        ints = [_clip(value, limits) for value in full.reshape(-1).tolist()]
         return np.asarray(ints, object).reshape(shape).tolist()
     if dtype.kind == "b":
         return (full > 0).tolist()
     return full.tolist()
 
 
-def _clipped(value: float, limits: Any) -> int:
+def _clip(value: float, limits: Any) -> int:
     if value <= limits.min:
         return int(limits.min)
     return int(limits.max) if value >= limits.max else int(value)

@@ -21,12 +21,12 @@ from replaylake.datastore.episodes.spaces import (
     num_values,
     take,
 )
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.images import decode_images
 from replaylake.datastore.interchange.formats.tabular.episode_rows import (
     EpisodeRows,
-    evened,
     leaf_lengths,
+    truncate_to_shortest,
 )
 from replaylake.datastore.interchange.formats.tabular.fields import column_name
 from replaylake.datastore.interchange.sources.source import SourceFile
@@ -68,7 +68,7 @@ def episode_rows(
             columns[name] = values
         else:
             notes[f"{name} is left out where it has not one entry a step"] = None
-    columns, num, damage = evened(file, str(number), columns)
+    columns, num, damage = truncate_to_shortest(file, str(number), columns)
     return EpisodeRows(str(number), num, columns, finals, damage)
 
 
@@ -77,16 +77,16 @@ def members(
 ) -> dict[str, tuple[str, Space | None]]:
     """Return, by our name of each part of a Dict or Tuple, its name in the file and its space.
 
-    Raises: SourceInvalid if these are not the parts that the space has.
+    Raises: SourceInvalidError if these are not the parts that the space has.
     """
     found = {_member(name, i, space): name for i, name in enumerate(names)}
     subs = children(space) if isinstance(space, Dict | Tuple) else {}
     if len(found) < len(names) or not found or (space is not None and found.keys() != subs.keys()):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where} holds {names}, expected what its space has: {[*subs]}. The file and its "
             "metadata.json may not belong together."
         )
-    return {key: (found[key], subs.get(key)) for key in subs or sorted(found, key=_in_order)}
+    return {key: (found[key], subs.get(key)) for key in subs or sorted(found, key=_natural_key)}
 
 
 def is_packed_image(rows: Array, space: Space | None) -> bool:
@@ -98,14 +98,14 @@ def is_packed_image(rows: Array, space: Space | None) -> bool:
 
 def images(encoded: list[bytes], space: Space | None, where: str) -> Values:
     if not isinstance(space, Box):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found packed images, and no space that says their shape. Pass the folder, "
             "with its metadata.json, and not the file alone."
         )
-    return shaped(decode_images(encoded, where), space)
+    return reshape_rows(decode_images(encoded, where), space)
 
 
-def shaped(rows: Array, space: Space | None) -> Array:
+def reshape_rows(rows: Array, space: Space | None) -> Array:
     """Give rows the shape that their space has, where the numbers are as many."""
     if isinstance(space, Discrete) and rows.ndim == 2 and rows.shape[1] == 1:
         return rows[:, 0]
@@ -122,6 +122,6 @@ def _member(name: str, position: int, space: Space | None) -> str:
     return column_name(name, position)
 
 
-def _in_order(name: str) -> tuple[int, str]:
+def _natural_key(name: str) -> tuple[int, str]:
     """Sort _10 behind _9."""
     return (len(name), name) if name[1:].isdigit() else (0, name)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.sources.archive import Archive
 from replaylake.datastore.interchange.sources.source import SourceFile
 
@@ -72,11 +72,11 @@ class NpzArray:
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     def rows(self) -> NpzRows:
-        """Open it for reading. Raises: SourceInvalid."""
+        """Open it for reading. Raises: SourceInvalidError."""
         return NpzRows(self)
 
     def whole(self) -> Array:
-        """Return all rows. Raises: SourceInvalid."""
+        """Return all rows. Raises: SourceInvalidError."""
         return self.rows().take(len(self))
 
 
@@ -91,7 +91,7 @@ class NpzRows:
         self._at = 0
 
     def take(self, num: int) -> Array:
-        """Return the next rows [num, ...]. Raises: SourceInvalid if the file ends before."""
+        """Return the next rows [num, ...]. Raises: SourceInvalidError if the file ends before."""
         start, self._at = self._at, self._at + num
         if self._held is not None:
             return self._held[start : self._at]
@@ -103,7 +103,7 @@ class NpzRows:
     def _check_end(self) -> None:
         if self._stream.read(1):
             array = self._array
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{array.file.name}: array {array.name!r} goes on after its last row, expected "
                 f"{array.shape} of {array.dtype}. Save it again, or leave the file out."
             )
@@ -113,7 +113,7 @@ class NpzRows:
         if len(array.shape) < 2:
             return None
         if array.row_bytes * len(array) > _MAX_WHOLE_BYTES:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{array.file.name}: array {array.name!r} is in Fortran order, found "
                 f"{array.row_bytes * len(array):,} bytes, expected at most {_MAX_WHOLE_BYTES:,}. "
                 "Save it in C order (numpy.ascontiguousarray)."
@@ -125,9 +125,9 @@ class NpzRows:
     def _read(self, shape: tuple[int, ...]) -> Array:
         array = self._array
         expected = array.dtype.itemsize * math.prod(shape)
-        data = _exactly(self._stream, expected)
+        data = _read_up_to(self._stream, expected)
         if len(data) < expected:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{array.file.name}: array {array.name!r} ends before its last row, expected "
                 f"{array.shape} of {array.dtype}. It may be torn: save it again, or leave it out."
             )
@@ -136,13 +136,13 @@ class NpzRows:
 
 
 def npz_arrays(file: SourceFile) -> dict[str, NpzArray]:
-    """Return a file's arrays by name, in its order. Raises: SourceInvalid."""
+    """Return a file's arrays by name, in its order. Raises: SourceInvalidError."""
     file.check_unchanged()
     archive = Archive(file.path, file.name)
     arrays = {}
     for path in archive.paths:
         if not path.endswith(_SUFFIX):
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{file.name}: found {path!r} in it, expected arrays alone, as numpy.savez writes "
                 "them. Unpack it and pass what it holds."
             )
@@ -153,7 +153,7 @@ def npz_arrays(file: SourceFile) -> dict[str, NpzArray]:
     return arrays
 
 
-def _exactly(stream: BinaryIO, num_bytes: int) -> bytes:
+def _read_up_to(stream: BinaryIO, num_bytes: int) -> bytes:
     """Read so many bytes, or what is there; more than a block is not asked for at once."""
     parts = []
     while num_bytes and (part := stream.read(min(num_bytes, _READ_BYTES))):
@@ -178,7 +178,7 @@ def _header(
             raise ValueError(f"shape {shape}")
     except _HEADER_ERRORS as error:
         reason = " ".join(str(error).split())[:200]
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: array {name!r} has no header of numpy's ({reason}), expected one "
             "numpy.savez writes it. Save it again, or leave it out."
         ) from error

@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
 from replaylake.datastore.interchange.formats.npz.arrays import NpzArray, npz_arrays
-from replaylake.datastore.interchange.formats.tabular.episode_rows import CHUNK_BYTES, column_of
+from replaylake.datastore.interchange.formats.tabular.episode_rows import CHUNK_BYTES, to_column
 from replaylake.datastore.interchange.formats.tabular.fields import ALIASES, DONE_ALIASES
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 _EPISODE: Final = "episode_index"
@@ -51,12 +51,12 @@ class NpzFormat:
             return False
         try:
             arrays = npz_arrays(files[0])
-        except SourceInvalid:
+        except SourceInvalidError:
             # A torn one is ours to name where it is called so.
             return files[0].relative.endswith(".npz")
         return _is_imitation(arrays) or _is_experts(arrays) or _is_columns(arrays)
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         notes: list[str] = []
         tables = NpzTables(files, notes)
         arrays = npz_arrays(files[0])
@@ -65,11 +65,11 @@ class NpzFormat:
         if _is_imitation(arrays):
             observed = "obs"
             fields = {"action": "acts", **({"reward": "rews"} if "rews" in arrays else {})}
-        declared = Declared(fields=fields, notes=notes, observed=observed)
-        return TabularReading(tables, options, files[0].name, declared)
+        declared = Declaration(fields=fields, notes=notes, observed=observed)
+        return TabularReader(tables, options, files[0].name, declared)
 
 
-class NpzTables(Tables):
+class NpzTables(TableSource):
     """Chunks of rows of npz files; what is left out is said in `notes`."""
 
     def __init__(self, files: Sequence[SourceFile], notes: list[str]) -> None:
@@ -114,7 +114,7 @@ def _trajectories(
         return
     splits, terminal = _splits(file, arrays, num)
     _expect_length(file, arrays["obs"], num + len(terminal), "a row a step and one an episode")
-    columns = _of_length(arrays, num, {"obs", "terminal", "indices"}, notes)
+    columns = _select_by_length(arrays, num, {"obs", "terminal", "indices"}, notes)
     readers = {name: array.rows() for name, array in columns.items()}
     observations = arrays["obs"].rows()
     ends = np.append(splits, num)
@@ -131,10 +131,10 @@ def _trajectories(
         is_end = np.arange(start + 1, stop + 1) == ends[episodes]
         table = {
             _EPISODE: pa.array(episodes + first_episode),
-            "obs": column_of(held[at - first], "obs"),
-            _NEXT: column_of(held[at - first + 1], _NEXT),
+            "obs": to_column(held[at - first], "obs"),
+            _NEXT: to_column(held[at - first + 1], _NEXT),
             "terminal": pa.array(terminal[episodes] & is_end),
-            **{n: column_of(reader.take(stop - start), n) for n, reader in readers.items()},
+            **{n: to_column(reader.take(stop - start), n) for n, reader in readers.items()},
         }
         yield Chunk(file, start, pa.table(table))
 
@@ -145,7 +145,7 @@ def _splits(file: SourceFile, arrays: Arrays, num: int) -> tuple[Array, Array]:
         # No split at all, of one trajectory, has no kind.
         is_known = array.dtype.kind in kinds or array.shape == (0,)
         if not is_known or len(array.shape) != 1:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{file.name}: array {name!r} is {array.dtype} {list(array.shape)}, expected one "
                 f"{'flag an episode' if name == 'terminal' else 'row number an episode'}, as "
                 "imitation saves it. Save it again."
@@ -154,7 +154,7 @@ def _splits(file: SourceFile, arrays: Arrays, num: int) -> tuple[Array, Array]:
     terminal = arrays["terminal"].whole()
     bounds = np.concatenate([[0], splits, [num]])
     if len(terminal) != len(splits) + 1 or (np.diff(bounds) <= 0).any():
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: found {len(terminal)} trajectories in `terminal` and {len(splits)} "
             f"splits of {num} steps in `indices`, expected one split fewer, in order. Save it "
             "again."
@@ -171,19 +171,21 @@ def _experts(
         if name in arrays:
             _expect_length(file, arrays[name], num, "a row a step, as `actions` has them")
     if arrays["obs"].dtype.kind == "U":
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: array 'obs' holds texts, expected numbers: of images, "
             "stable-baselines saves the paths alone, and these are not read. Save it with the "
             "images themselves."
         )
     starts = arrays["episode_starts"]
     if starts.dtype.kind not in "biu" or starts.shape not in ((num,), (num, 1)):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: array 'episode_starts' is {starts.dtype} {list(starts.shape)}, expected "
             "one flag a step. Save it again."
         )
-    _note(notes, "episode_starts say where episodes begin, not how they ended: the ends are open")
-    columns = _of_length(arrays, num, {"episode_starts", "episode_returns"}, notes)
+    _add_note(
+        notes, "episode_starts say where episodes begin, not how they ended: the ends are open"
+    )
+    columns = _select_by_length(arrays, num, {"episode_starts", "episode_returns"}, notes)
     readers = {name: array.rows() for name, array in columns.items()}
     flags = starts.rows()
     episode = first_episode
@@ -191,7 +193,7 @@ def _experts(
     for start, stop in _blocks(num, [*columns.values()]):
         begins = flags.take(stop - start).astype(bool).reshape(-1)
         if start == 0 and not begins[0]:
-            _note(notes, f"{file.name}: the first step does not begin an episode")
+            _add_note(notes, f"{file.name}: the first step does not begin an episode")
             begins[0] = True
         if start == 0:
             episode -= 1
@@ -206,10 +208,10 @@ def _experts(
             sums[: len(returns)] = returns
             np.add.at(sums, episodes - first_episode, values["rewards"].astype(np.float64))
             returns = sums
-        table = {name: column_of(value, name) for name, value in values.items()}
+        table = {name: to_column(value, name) for name, value in values.items()}
         yield Chunk(file, start, pa.table({_EPISODE: pa.array(episodes), **table}))
     if "episode_returns" in arrays:
-        _note(notes, "episode_returns are compared with the sums of rewards, and not kept")
+        _add_note(notes, "episode_returns are compared with the sums of rewards, and not kept")
     _compare_returns(file, arrays.get("episode_returns"), returns, notes)
 
 
@@ -230,12 +232,12 @@ def _compare_returns(
         return
     told = stated.whole()
     if len(told) != len(returns):
-        _note(notes, f"{file.name}: {len(told)} episode_returns, but {len(returns)} episodes")
+        _add_note(notes, f"{file.name}: {len(told)} episode_returns, but {len(returns)} episodes")
         return
     differ = ~np.isclose(told.astype(np.float64), returns, rtol=_RETURN_TOLERANCE, atol=1e-3)
     if differ.any():
         first = int(np.argmax(differ))
-        _note(
+        _add_note(
             notes,
             f"{file.name}: episode_returns differ from the sums of rewards in {int(differ.sum())} "
             f"of {len(returns)} episodes, as in episode {first}: {told[first]:g} and "
@@ -250,18 +252,18 @@ def _columns(file: SourceFile, arrays: Arrays, notes: list[str]) -> Iterator[Chu
     for ours in ("observation", "reward", "terminated", "truncated"):
         for name in set(ALIASES[ours]) & set(arrays):
             _expect_length(file, arrays[name], num, f"a row a step, as {names[0]!r} has them")
-    columns = _of_length(arrays, num, set(), notes)
+    columns = _select_by_length(arrays, num, set(), notes)
     readers = {name: array.rows() for name, array in columns.items()}
     for start, stop in _blocks(num, [*columns.values()]):
         table = {
-            n: column_of(_flat(n, reader.take(stop - start)), n) for n, reader in readers.items()
+            n: to_column(_flat(n, reader.take(stop - start)), n) for n, reader in readers.items()
         }
         yield Chunk(file, start, pa.table(table))
 
 
 def _length(file: SourceFile, array: NpzArray, name: str) -> int:
     if array.why_unread is not None:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: array {name!r} holds {array.why_unread}, expected numbers, one row a "
             "step. Nothing is unpickled: save it as an array of numbers."
         )
@@ -270,13 +272,15 @@ def _length(file: SourceFile, array: NpzArray, name: str) -> int:
 
 def _expect_length(file: SourceFile, array: NpzArray, expected: int, why: str) -> None:
     if (found := _length(file, array, array.name)) != expected:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{file.name}: array {array.name!r} has {found} rows, expected {expected}: {why}. "
             "Save it again, or leave the file out."
         )
 
 
-def _of_length(arrays: Arrays, num: int, known: set[str], notes: list[str]) -> dict[str, NpzArray]:
+def _select_by_length(
+    arrays: Arrays, num: int, known: set[str], notes: list[str]
+) -> dict[str, NpzArray]:
     """Return the arrays with a row a step; the others but the known ones are noted."""
     kept = {}
     for name, array in arrays.items():
@@ -285,7 +289,9 @@ def _of_length(arrays: Arrays, num: int, known: set[str], notes: list[str]) -> d
         if (reason := array.why_unread) is None and len(array) == num:
             kept[name] = array
             continue
-        _note(notes, f"array {name!r} left out: {reason or f'{len(array)} rows for {num} steps'}")
+        _add_note(
+            notes, f"array {name!r} left out: {reason or f'{len(array)} rows for {num} steps'}"
+        )
     return kept
 
 
@@ -296,7 +302,7 @@ def _blocks(num: int, arrays: Sequence[NpzArray]) -> Iterator[tuple[int, int]]:
         yield start, min(start + rows, num)
 
 
-def _note(notes: list[str], note: str) -> None:
+def _add_note(notes: list[str], note: str) -> None:
     """Say it once: the tables may be read more than once."""
     if note not in notes:
         notes.append(note)

@@ -16,13 +16,13 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array, num_bytes
-from replaylake.datastore.errors import ExtraMissing, SourceInvalid
+from replaylake.datastore.errors import ExtraMissingError, SourceInvalidError
 from replaylake.datastore.interchange.formats.packed.pickle_machine import (
     NUMBERS,
-    NoArray,
+    NotAnArrayError,
     PendingArray,
-    PickleMachine,
-    PickleRefused,
+    PickleRefusedError,
+    PickleVM,
 )
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
 
@@ -33,13 +33,13 @@ _LZ4_RATIO: Final = 256
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnreadPart:
     """A part of a message that is not read, such as a pickled one; `what` says what it is."""
 
     what: str
 
 
-class NoArrays(SourceInvalid):
+class NoArraysError(SourceInvalidError):
     """A packed value that holds no arrays, such as infos; nothing in it would be run either."""
 
 
@@ -57,9 +57,9 @@ class Unpacker:
     def __call__(self, text: str, where: str) -> Any:
         """Return an array, or a mapping of arrays for a pickled dict or tuple of them.
 
-        `where` is the place for messages. Raises: SourceInvalid for anything else, of which nothing
-        is run; ExtraMissing without lz4. Cost: 6 us for a small array that is like the last one,
-        else 40 us (2 cores, 2026-11).
+        `where` is the place for messages. Raises: SourceInvalidError for anything else, of which
+        nothing is run; ExtraMissingError without lz4. Cost: 6 us for a small array that is like the
+        last one, else 40 us (2 cores, 2026-11).
         """
         lz4 = _lz4()
         try:
@@ -67,10 +67,10 @@ class Unpacker:
             declared = lz4.get_frame_info(raw)["content_size"]
             refuse_bomb(where, declared, len(raw))
             if declared > _LZ4_RATIO * len(raw):
-                raise PickleRefused(f"{len(raw)} bytes of LZ4 that declare {declared:,}")
+                raise PickleRefusedError(f"{len(raw)} bytes of LZ4 that declare {declared:,}")
             return self._pickles.read(lz4.decompress(raw))
         except (ValueError, RuntimeError, MemoryError) as error:
-            refusal = NoArrays if isinstance(error, NoArray) else SourceInvalid
+            refusal = NoArraysError if isinstance(error, NotAnArrayError) else SourceInvalidError
             raise refusal(
                 f"{where}: found {_one_line(error)}, expected a packed numpy array (base64 of LZ4 "
                 "of its pickle). Write the log again, with packed columns off "
@@ -78,16 +78,17 @@ class Unpacker:
             ) from error
 
 
-def message(data: bytes, where: str) -> Any:
+def decode_message(data: bytes, where: str) -> Any:
     """Decode msgpack, with arrays as msgpack_numpy writes them, and `Unread` in place of pickles.
 
-    Arrays are views of `data`. Raises: SourceInvalid naming `where`; ExtraMissing without msgpack.
+    Arrays are views of `data`. Raises: SourceInvalidError naming `where`; ExtraMissingError without
+    msgpack.
     """
     msgpack = _msgpack()
     try:
         return msgpack.unpackb(data, object_hook=_array, raw=False, strict_map_key=False)
     except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException) as error:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found {_one_line(error)}, expected one whole msgpack value. It may be torn: "
             "write the log again, or leave the file out."
         ) from error
@@ -102,10 +103,10 @@ def _array(found: dict[Any, Any]) -> Any:
         return found
     kind = _text(parts.get("kind", ""))
     if kind == "O":
-        return Unread("a pickled array of Python objects")
+        return UnreadPart("a pickled array of Python objects")
     code = _text(parts["type"]) if isinstance(parts["type"], str | bytes) else "a structure"
     if kind == "V" or not NUMBERS.match(code):
-        return Unread(f"an array of dtype {code[:20]}")
+        return UnreadPart(f"an array of dtype {code[:20]}")
     if not isinstance(parts["data"], bytes):
         raise ValueError("an array without its bytes")
     flat = np.frombuffer(parts["data"], code) if parts["data"] else np.empty(0, code)
@@ -131,7 +132,7 @@ def _lz4() -> Any:
     try:
         import lz4.frame
     except ImportError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             "packed columns (base64 of LZ4) need the Python package lz4, which is not installed. "
             "Run: pip install 'replaylake[formats]'"
         ) from error
@@ -143,7 +144,7 @@ def _msgpack() -> Any:
     try:
         import msgpack
     except ImportError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             "RLlib's episode files need the Python package msgpack, which is not installed. "
             "Run: pip install 'replaylake[formats]'"
         ) from error
@@ -164,19 +165,19 @@ class ArrayUnpickler:
     """
 
     def __init__(self) -> None:
-        self._last: _Layout | None = None
+        self._last: _PickleLayout | None = None
 
     def read(self, data: bytes) -> Any:
         """Read an array, or dicts and tuples of arrays, as mappings of arrays.
 
         Members of tuples are called `_0`, `_1` and so on; a list of values that are alike is an
         array of them, one an entry, and else as a tuple is. Arrays may be views of `data`,
-        not to be written to. Raises: PickleRefused; nothing is called or imported, whatever the
-        bytes are.
+        not to be written to. Raises: PickleRefusedError; nothing is called or imported, whatever
+        the bytes are.
         """
         if self._last is not None and self._last.fits(data):
             return self._last.array(data)
-        machine = PickleMachine(data)
+        machine = PickleVM(data)
         try:
             value = machine.run()
             arrays = _arrays(value, [0], 0)
@@ -185,18 +186,18 @@ class ArrayUnpickler:
             if isinstance(value, np.ndarray):
                 of_size = [b for b in machine.buffers if b[1] - b[0] == value.nbytes]
                 if len(of_size) == 1:  # else it is not known which of them holds the numbers
-                    self._last = _Layout.of(data, of_size[0], value)
+                    self._last = _PickleLayout.of(data, of_size[0], value)
             if num_bytes(arrays) > _MAX_SHARING * len(data):
-                raise PickleRefused(f"{num_bytes(arrays):,} bytes of arrays in {len(data):,}")
+                raise PickleRefusedError(f"{num_bytes(arrays):,} bytes of arrays in {len(data):,}")
             return arrays
         except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
-            if isinstance(error, PickleRefused):
+            if isinstance(error, PickleRefusedError):
                 raise
-            raise PickleRefused(f"a torn pickle ({type(error).__name__}: {error})") from error
+            raise PickleRefusedError(f"a torn pickle ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _PickleLayout:
     """The bytes of a pickle around its one array's numbers, and what array those are."""
 
     before: bytes
@@ -207,7 +208,7 @@ class _Layout:
     order: Literal["C", "F"]
 
     @classmethod
-    def of(cls, data: bytes, buffer: tuple[int, int], value: Array) -> _Layout:
+    def of(cls, data: bytes, buffer: tuple[int, int], value: Array) -> _PickleLayout:
         start, end = buffer
         order: Literal["C", "F"] = "C" if value.flags.c_contiguous else "F"
         return cls(data[:start], data[end:], end - start, value.dtype, value.shape, order)
@@ -230,7 +231,7 @@ def _arrays(value: Any, seen: list[int], depth: int) -> Any:
     """Return arrays and mappings of them; shared parts count each time they are met."""
     seen[0] += 1
     if seen[0] > _MAX_PARTS or depth > _MAX_DEPTH:
-        raise PickleRefused(f"over {_MAX_PARTS} parts or {_MAX_DEPTH} levels")
+        raise PickleRefusedError(f"over {_MAX_PARTS} parts or {_MAX_DEPTH} levels")
     if isinstance(value, PendingArray):
         value = value.array
     if isinstance(value, np.ndarray):
@@ -240,13 +241,13 @@ def _arrays(value: Any, seen: list[int], depth: int) -> Any:
     if isinstance(value, list | tuple):
         parts = {f"_{i}": _arrays(part, seen, depth + 1) for i, part in enumerate(value)}
         if isinstance(value, list) and parts and len({*map(_kind, parts.values())}) == 1:
-            return _stacked([*parts.values()])
+            return _stack([*parts.values()])
         value = parts
     elif isinstance(value, dict):
         value = {key: _arrays(part, seen, depth + 1) for key, part in value.items()}
     if isinstance(value, dict) and value:
         return value
-    raise NoArray(f"a pickled {type(value).__name__}")
+    raise NotAnArrayError(f"a pickled {type(value).__name__}")
 
 
 def _kind(values: Any) -> Any:
@@ -255,9 +256,9 @@ def _kind(values: Any) -> Any:
     return values.dtype, values.shape
 
 
-def _stacked(values: list[Any]) -> Any:
+def _stack(values: list[Any]) -> Any:
     if isinstance(values[0], dict):
-        return {key: _stacked([one[key] for one in values]) for key in values[0]}
+        return {key: _stack([one[key] for one in values]) for key in values[0]}
     return np.stack(values)
 
 

@@ -24,7 +24,7 @@ _MARK: Final = object()
 _FROMBUFFER, _RECONSTRUCT, _NDARRAY, _DTYPE = "_frombuffer", "_reconstruct", "ndarray", "dtype"
 _ENCODE, _BYTES = "encode", "bytes"
 # numpy 2 calls numpy.core numpy._core.
-_ADMITTED: Final = {
+_ALLOWED_GLOBALS: Final = {
     ("numpy.core.numeric", "_frombuffer"): _FROMBUFFER,
     ("numpy._core.numeric", "_frombuffer"): _FROMBUFFER,
     ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
@@ -62,11 +62,11 @@ _PUTS: Final = {ord("q"): 1, ord("r"): 4}
 _NEWEST_PROTOCOL: Final = 5
 
 
-class PickleRefused(ValueError):
+class PickleRefusedError(ValueError):
     """Bytes that are no pickled array, or ask for more than one; the text says which."""
 
 
-class NoArray(PickleRefused):
+class NotAnArrayError(PickleRefusedError):
     """A pickle of something else than arrays, and not of anything that would be run."""
 
 
@@ -87,7 +87,7 @@ class _Kind:
     def dtype(self) -> Any:
         if not NUMBERS.match(self.code):
             what = "Python objects" if self.code.lstrip("<>|=").startswith("O") else "other types"
-            raise NoArray(f"an array of {what} ({self.code[:20]!r})")
+            raise NotAnArrayError(f"an array of {what} ({self.code[:20]!r})")
         return np.dtype(self.code).newbyteorder(self.order)
 
 
@@ -98,7 +98,7 @@ class PendingArray:
         self.array: Array | None = None
 
 
-class PickleMachine:
+class PickleVM:
     """One pickle, run from its first opcode to its last.
 
     `buffers` are the places (start, end) of the bytes that arrays may be made of.
@@ -133,7 +133,7 @@ class PickleMachine:
     def run(self) -> Any:
         """Return what was pickled: arrays (or PendingArray), in dicts, lists and tuples.
 
-        Raises: PickleRefused; IndexError, KeyError, TypeError, ValueError, OverflowError or
+        Raises: PickleRefusedError; IndexError, KeyError, TypeError, ValueError, OverflowError or
         struct.error for a pickle that is torn.
         """
         stack = self._stack
@@ -159,16 +159,20 @@ class PickleMachine:
                 self._memo[self._number(_PUTS[code])] = self._top(1)[0]
             elif code == ord("."):
                 if len(stack) != 1 or self._at != len(self._data):
-                    raise PickleRefused("a pickle with something left over")
+                    raise PickleRefusedError("a pickle with something left over")
                 return stack[0]
             elif code in self._others:
                 self._others[code]()
             else:
-                raise PickleRefused(f"the pickle opcode {bytes([code])!r}, which no array needs")
+                raise PickleRefusedError(
+                    f"the pickle opcode {bytes([code])!r}, which no array needs"
+                )
 
     def _take(self, num: int) -> memoryview:
         if num > len(self._data) - self._at:
-            raise PickleRefused(f"a torn pickle: {num} bytes are not there after byte {self._at}")
+            raise PickleRefusedError(
+                f"a torn pickle: {num} bytes are not there after byte {self._at}"
+            )
         self._at += num
         return self._data[self._at - num : self._at]
 
@@ -177,7 +181,7 @@ class PickleMachine:
 
     def _top(self, num: int) -> list[Any]:
         if len(self._stack) < num:
-            raise PickleRefused("a torn pickle: too few values")
+            raise PickleRefusedError("a torn pickle: too few values")
         return self._stack[-num:]
 
     def _pop(self) -> Any:
@@ -192,7 +196,7 @@ class PickleMachine:
 
     def _protocol(self) -> None:
         if (found := self._number(1)) > _NEWEST_PROTOCOL:
-            raise PickleRefused(f"pickle protocol {found}")
+            raise PickleRefusedError(f"pickle protocol {found}")
 
     def _frame(self) -> None:
         self._take(8)
@@ -208,7 +212,7 @@ class PickleMachine:
     def _list(self) -> list[Any]:
         (found,) = self._top(1)
         if not isinstance(found, list):
-            raise PickleRefused("a torn pickle: no list where one belongs")
+            raise PickleRefusedError("a torn pickle: no list where one belongs")
         return found
 
     def _set_item(self) -> None:
@@ -222,13 +226,13 @@ class PickleMachine:
         (found,) = self._top(1)
         # Other keys could be nested deeper than Python can hash.
         if not isinstance(found, dict) or not all(isinstance(key, str) for key in items[::2]):
-            raise PickleRefused("a dict whose keys are no names")
+            raise PickleRefusedError("a dict whose keys are no names")
         found.update(zip(items[::2], items[1::2], strict=True))
 
     def _long(self) -> None:
         size = self._number(1)
         if size > 8:
-            raise PickleRefused(f"a whole number of {size} bytes")
+            raise PickleRefusedError(f"a whole number of {size} bytes")
         self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
 
     def _memoize(self) -> None:
@@ -239,30 +243,30 @@ class PickleMachine:
         for _ in range(2):
             end = bytes(self._data[self._at : self._at + 256]).find(b"\n")
             if end < 0:
-                raise PickleRefused("a torn pickle: no name where one belongs")
+                raise PickleRefusedError("a torn pickle: no name where one belongs")
             parts.append(str(self._take(end), "utf-8"))
             self._take(1)
-        self._stack.append(_admitted(parts[0], parts[1]))
+        self._stack.append(_resolve_global(parts[0], parts[1]))
 
     def _stack_global(self) -> None:
         name, module = self._pop(), self._pop()
-        self._stack.append(_admitted(module, name))
+        self._stack.append(_resolve_global(module, name))
 
     def _reduce(self) -> None:
         arguments, called = self._pop(), self._pop()
         if not isinstance(called, _Global) or not isinstance(arguments, tuple):
-            raise PickleRefused("a call of what is no array, which is not made")
+            raise PickleRefusedError("a call of what is no array, which is not made")
         if called.name == _DTYPE:
             code, _, _ = arguments
             if not isinstance(code, str):
-                raise PickleRefused("a dtype that is no text")
+                raise PickleRefusedError("a dtype that is no text")
             self._stack.append(_Kind(code))
         elif called.name == _BYTES and not arguments:
             self._stack.append(memoryview(b""))
         elif called.name == _ENCODE:
             text, encoding = arguments
             if not isinstance(text, str) or encoding != "latin1":
-                raise PickleRefused("bytes that are no text of their code points")
+                raise PickleRefusedError("bytes that are no text of their code points")
             self._stack.append(memoryview(text.encode("latin-1")))
         elif called.name == _FROMBUFFER:
             buffer, kind, shape, order = arguments
@@ -270,7 +274,7 @@ class PickleMachine:
         elif called.name == _RECONSTRUCT and isinstance(arguments[0], _Global):
             self._stack.append(PendingArray())
         else:
-            raise PickleRefused(f"a call of {called.name}, which is not made")
+            raise PickleRefusedError(f"a call of {called.name}, which is not made")
 
     def _build(self) -> None:
         state = self._pop()
@@ -278,32 +282,32 @@ class PickleMachine:
         if isinstance(built, _Kind):
             order, *parts = state[1:5]
             if order not in ("<", ">", "|", "=") or parts != [None, None, None]:
-                raise PickleRefused("an array of structures")
+                raise PickleRefusedError("an array of structures")
             built.order = order
         elif isinstance(built, PendingArray):
             _, shape, kind, is_fortran, raw = state
             if isinstance(raw, list):
-                raise NoArray("an array of Python objects")
+                raise NotAnArrayError("an array of Python objects")
             built.array = _array(raw, kind, shape, "F" if is_fortran else "C")
         else:
-            raise PickleRefused("a state for what is no array, which is not set")
+            raise PickleRefusedError("a state for what is no array, which is not set")
 
 
-def _admitted(module: Any, name: Any) -> _Global:
+def _resolve_global(module: Any, name: Any) -> _Global:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise PickleRefused("a torn pickle: no name where one belongs")
-    known = _ADMITTED.get((module, name))
+        raise PickleRefusedError("a torn pickle: no name where one belongs")
+    known = _ALLOWED_GLOBALS.get((module, name))
     if known is None:
-        refusal = NoArray if (module, name) in _SCALARS else PickleRefused
+        refusal = NotAnArrayError if (module, name) in _SCALARS else PickleRefusedError
         raise refusal(f"a pickle that names {module[:60]}.{name[:60]} (nothing of it was run)")
     return _Global(known)
 
 
 def _array(raw: Any, kind: Any, shape: Any, order: Any) -> Array:
     if not isinstance(raw, memoryview) or not isinstance(kind, _Kind) or order not in ("C", "F"):
-        raise PickleRefused("an array without its bytes, dtype and order")
+        raise PickleRefusedError("an array without its bytes, dtype and order")
     if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-        raise PickleRefused("an array whose shape is no tuple of sizes")
+        raise PickleRefusedError("an array whose shape is no tuple of sizes")
     dtype = kind.dtype()
     # numpy takes no empty buffer.
     flat = np.frombuffer(raw, dtype) if len(raw) else np.empty(0, dtype)

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.storage.arrow_values import whole
+from replaylake.datastore.storage.arrow_values import combine_chunks
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Features:
         return pa.FixedSizeListArray.from_arrays(flat, len(self.keys), mask=mask)
 
 
-def in_order(keys: set[str]) -> list[str]:
+def sort_keys(keys: set[str]) -> list[str]:
     """Sort ids: as numbers where all are, else as texts."""
     if all(key.lstrip("-").isdecimal() for key in keys):
         return sorted(keys, key=lambda key: (int(key), key))
@@ -63,40 +63,43 @@ def is_sparse(kind: pa.DataType) -> bool:
     return bool(pa.types.is_struct(kind) or pa.types.is_map(kind))
 
 
-def width_of(column: Any) -> int:
+def count_width(column: Any) -> int:
     """Return how many values a row of features can take; nothing is laid out for it."""
     kind = column.type
     if pa.types.is_struct(kind):
         return int(kind.num_fields)
     if pa.types.is_map(kind):
-        return len(pc.unique(_keys(whole(column))))
+        return len(pc.unique(_keys(combine_chunks(column))))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return int(pc.max(pc.list_value_length(column)).as_py() or 0)
     return 1
 
 
-def features_of(column: Any, where: str, presence: Any = None) -> Features:
-    """Read a column of features. Raises: SourceInvalid if they are no numbers by id, or a list."""
+def parse_features(column: Any, where: str, presence: Any = None) -> Features:
+    """Read a column of features.
+
+    Raises: SourceInvalidError if they are no numbers by id, or a list.
+    """
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     kind = column.type
-    refuse_bomb(where, 8 * len(column) * width_of(column), column.nbytes)
+    refuse_bomb(where, 8 * len(column) * count_width(column), column.nbytes)
     try:
         if pa.types.is_struct(kind):
-            return _of_struct(column)
+            return _from_struct(column)
         if pa.types.is_map(kind):
-            return _of_map(column)
+            return _from_map(column)
         if pa.types.is_null(kind):
             return Features((), np.zeros((len(column), 0)), np.zeros((len(column), 0), bool))
-        return _of_lists(column, presence)
+        return _from_lists(column, presence)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found {kind}, expected numbers by feature id, or a list of numbers "
             f"({error}). Write the features as numbers."
         ) from error
 
 
-def _of_struct(column: pa.Array) -> Features:
+def _from_struct(column: pa.Array) -> Features:
     parts = [pc.struct_field(column, [i]) for i in range(column.type.num_fields)]
     # A key that no row here has a value of is not a feature yet.
     used = [i for i, part in enumerate(parts) if not pa.types.is_null(part.type)]
@@ -108,7 +111,7 @@ def _of_struct(column: pa.Array) -> Features:
     return Features(tuple(column.type.field(i).name for i in used), values, present)
 
 
-def _of_map(column: pa.Array) -> Features:
+def _from_map(column: pa.Array) -> Features:
     offsets = np.asarray(column.offsets)
     first, last = int(offsets[0]), int(offsets[-1])
     keys = _keys(column).cast(pa.string()).dictionary_encode()
@@ -127,7 +130,7 @@ def _keys(column: pa.Array) -> pa.Array:
     return column.keys.slice(first, last - first)
 
 
-def _of_lists(column: pa.Array, presence: Any) -> Features:
+def _from_lists(column: pa.Array, presence: Any) -> Features:
     lengths = np.asarray(pc.list_value_length(column).fill_null(0)).astype(np.int64)
     items = pc.list_flatten(column)
     width = int(lengths.max(initial=0))
@@ -137,7 +140,7 @@ def _of_lists(column: pa.Array, presence: Any) -> Features:
     present = np.zeros(values.shape, bool)
     present[is_there] = np.asarray(items.is_valid())
     if presence is not None:
-        flags = _of_lists(whole(presence), None)
+        flags = _from_lists(combine_chunks(presence), None)
         present &= flags.dense([str(i) for i in range(width)]).values.astype(bool)
     return Features(tuple(str(i) for i in range(width)), values, present)
 

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions
+from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables, first_object
 from replaylake.datastore.interchange.formats.generic.parquet import (
     ParquetTables,
@@ -27,14 +27,14 @@ from replaylake.datastore.interchange.formats.generic.parquet import (
 )
 from replaylake.datastore.interchange.formats.reagent.features import (
     Features,
-    features_of,
-    in_order,
+    count_width,
     is_sparse,
-    width_of,
+    parse_features,
+    sort_keys,
 )
 from replaylake.datastore.interchange.formats.tabular.arrays import is_text
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Kept, Tables
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import CachedTables, Chunk, TableSource
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
 from replaylake.datastore.interchange.sources.source import SourceFile
 
@@ -42,7 +42,7 @@ ACTION: Final = "action"
 POSSIBLE, POSSIBLE_MASK = "possible_actions", "possible_actions_mask"
 
 
-class Actions:
+class SourceActions:
     """What the actions of a whole source are; `add` sees each chunk before anything is asked.
 
     Features of which each row has one 1 and else 0 are names: the ids. Others are a vector in the
@@ -74,10 +74,10 @@ class Actions:
         return bool(self._possible) and not self.names
 
     def add(self, chunk: Chunk) -> None:
-        """Look at the actions of some rows. Raises: SourceInvalid."""
+        """Look at the actions of some rows. Raises: SourceInvalidError."""
         column = chunk.table.column(ACTION)
         if is_sparse(column.type):
-            found = features_of(column, _where(chunk, ACTION))
+            found = parse_features(column, _where(chunk, ACTION))
             is_flags = bool(((found.values == 0) | (found.values == 1)).all())
             self._is_one_hot &= is_flags and bool((found.values.sum(axis=1) == 1).all())
             self._ids |= set(found.keys)
@@ -86,7 +86,7 @@ class Actions:
         elif is_text(column.type):
             self._taken |= {name for name in pc.unique(column).to_pylist() if name}
         if POSSIBLE in chunk.table.schema.names:
-            names, _ = _listed(chunk)
+            names, _ = _flatten_possible(chunk)
             self._possible |= {name for name in pc.unique(names).to_pylist() if name is not None}
 
     def column(self, chunk: Chunk) -> Any:
@@ -94,9 +94,9 @@ class Actions:
         column = chunk.table.column(ACTION)
         if not is_sparse(column.type):
             return column
-        found = features_of(column, _where(chunk, ACTION))
+        found = parse_features(column, _where(chunk, ACTION))
         if not self._is_one_hot:
-            return found.dense(in_order(self._ids)).column(self._fill)
+            return found.dense(sort_keys(self._ids)).column(self._fill)
         if not found.keys:
             return pa.nulls(chunk.table.num_rows, pa.string())
         return pa.array(found.keys).take(pa.array(found.values.argmax(axis=1)))
@@ -105,32 +105,32 @@ class Actions:
         """Return which actions were possible, bool [n, A]; None where the log does not say."""
         columns = chunk.table.schema.names
         if POSSIBLE_MASK in columns:
-            flags = features_of(chunk.table.column(POSSIBLE_MASK), _where(chunk, POSSIBLE_MASK))
+            flags = parse_features(chunk.table.column(POSSIBLE_MASK), _where(chunk, POSSIBLE_MASK))
             return flags.values.astype(np.bool_)
         if POSSIBLE not in columns or not self.names:
             return None
         masks = np.zeros((chunk.table.num_rows, len(self.names)), np.bool_)
-        names, rows = _listed(chunk)
+        names, rows = _flatten_possible(chunk)
         places = pc.index_in(names, pa.array(self.names, pa.string()))
         known = np.asarray(places.is_valid())
         masks[rows[known], np.asarray(places.drop_null()).astype(np.int64)] = True
         return masks
 
 
-def _listed(chunk: Chunk) -> tuple[pa.Array, Array]:
+def _flatten_possible(chunk: Chunk) -> tuple[pa.Array, Array]:
     """Return the names in lists of names, or of one-hot features, and the row of each."""
     lists = chunk.table.column(POSSIBLE).combine_chunks()
     if pa.types.is_null(lists.type):
         return pa.array([], pa.string()), np.zeros(0, np.int64)
     if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{_where(chunk, POSSIBLE)}: found {lists.type}, expected a list of actions a row. "
             "Write it as ReAgent does."
         )
     items = pc.list_flatten(lists)
     rows = np.asarray(pc.list_parent_indices(lists)).astype(np.int64)
     if is_sparse(items.type):
-        found = features_of(items, _where(chunk, POSSIBLE))
+        found = parse_features(items, _where(chunk, POSSIBLE))
         if not found.keys:
             return pa.nulls(len(items), pa.string()), rows
         items = pa.array(found.keys).take(pa.array(found.values.argmax(axis=1)))
@@ -150,7 +150,7 @@ _MASK: Final = "action_mask"
 _RESTATED: Final = ("next_action", "possible_next_actions", "possible_next_actions_mask")
 _PRESENCE: Final = "_presence"
 _PIECE_VALUES: Final = 2 << 20
-_OWN: Final = {"mdp_id", "sequence_number", _STATE, ACTION}
+_KNOWN_COLUMNS: Final = {"mdp_id", "sequence_number", _STATE, ACTION}
 _FIELDS: Final = {
     "episode_id": "mdp_id",
     "step": "sequence_number",
@@ -159,7 +159,7 @@ _FIELDS: Final = {
 }
 
 
-class ReagentTables(Tables):
+class ReagentTables(TableSource):
     """Chunks with dense vectors for features, and names for actions that are features.
 
     All ids are found in a pass before the first chunk.
@@ -168,8 +168,10 @@ class ReagentTables(Tables):
     # What costs time, the parsing, is kept below.
     reread_cheaply = True
 
-    def __init__(self, rows: Tables, fill: Mapping[str, float], actions: Actions) -> None:
-        self._rows = Kept(rows)
+    def __init__(
+        self, rows: TableSource, fill: Mapping[str, float], actions: SourceActions
+    ) -> None:
+        self._rows = CachedTables(rows)
         self._fill = fill.get(_STATE)
         self._actions = actions
         self._keys: list[str] = []
@@ -186,7 +188,7 @@ class ReagentTables(Tables):
         for chunk in self._rows.chunks():
             _check_columns(chunk)
             names = [name for name in (_STATE, _NEXT, ACTION) if name in chunk.table.schema.names]
-            widest = max(width_of(chunk.table.column(name)) for name in names)
+            widest = max(count_width(chunk.table.column(name)) for name in names)
             num = max(_PIECE_VALUES // max(widest, len(self._keys), 1), 1)
             for start in range(0, chunk.table.num_rows, num):
                 yield chunk.part(start, chunk.table.slice(start, num))
@@ -196,18 +198,18 @@ class ReagentTables(Tables):
         num_present: Counter[int] = Counter()
         stored = num_empty_masks = num_ends = 0
         for chunk in self._pieces():
-            state, following = _features(chunk, _STATE), _following(chunk)
+            state, following = _features(chunk, _STATE), _next_features(chunk)
             keys |= set(state.keys) | set(following.keys if following else ())
             num_present.update(state.present.sum(axis=1).tolist())
             stored += chunk.table.nbytes
             refuse_bomb(chunk.file.name, 8 * num_present.total() * len(keys), stored)
             self._actions.add(chunk)
             self.columns |= set(chunk.table.schema.names)
-            ended = _ended(chunk, following)
+            ended = _find_terminal(chunk, following)
             num_ends += int(ended.sum()) if _NOT_TERMINAL not in chunk.table.schema.names else 0
             masks = self._actions.masks(chunk) if POSSIBLE_MASK in self.columns else None
             num_empty_masks += 0 if masks is None else int((ended & ~masks.any(axis=1)).sum())
-        self._keys = in_order(keys)
+        self._keys = sort_keys(keys)
         num_lacking = sum(n for present, n in num_present.items() if present < len(keys))
         self._note(num_lacking, num_ends, num_empty_masks)
 
@@ -247,11 +249,11 @@ class ReagentTables(Tables):
         names = chunk.table.schema.names
         left_out = {*_RESTATED, POSSIBLE, POSSIBLE_MASK, _NOT_TERMINAL, _SPAN}
         left_out |= {name for name in names if name.endswith(f"features{_PRESENCE}")}
-        columns = {n: _storable(chunk.table.column(n)) for n in names if n not in left_out}
+        columns = {n: _to_storable(chunk.table.column(n)) for n in names if n not in left_out}
         if _SPAN in names:
             _refuse_spans(chunk)
-        state, following = _features(chunk, _STATE), _following(chunk)
-        ended = _ended(chunk, following)
+        state, following = _features(chunk, _STATE), _next_features(chunk)
+        ended = _find_terminal(chunk, following)
         columns[_STATE] = state.dense(self._keys).column(self._fill)
         if following is not None:
             has_next = following.present.any(axis=1) & ~ended
@@ -275,21 +277,21 @@ class ReagentFormat:
 
     def recognises(self, files: Sequence[SourceFile]) -> bool:
         if is_parquet(files[0]):
-            return _OWN.issubset(parquet_columns(files[0]))
-        return _OWN.issubset(first_object(files[0]) or ())
+            return _KNOWN_COLUMNS.issubset(parquet_columns(files[0]))
+        return _KNOWN_COLUMNS.issubset(first_object(files[0]) or ())
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
-        rows: Tables = ParquetTables(files) if is_parquet(files[0]) else JsonTables(files)
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
+        rows: TableSource = ParquetTables(files) if is_parquet(files[0]) else JsonTables(files)
         fill = {n: _number(n, text) for n, text in options.fill.items() if n in (_STATE, ACTION)}
         known = options.encoding.action_names if options.encoding is not None else None
-        tables = ReagentTables(rows, fill, Actions(known, fill.get(ACTION)))
+        tables = ReagentTables(rows, fill, SourceActions(known, fill.get(ACTION)))
         rest = {name: text for name, text in options.fill.items() if name not in fill}
         fields = _FIELDS | ({"next_observation": _NEXT} if _NEXT in tables.columns else {})
-        declared = Declared(fields, notes=tables.notes, observed=_STATE)
-        return TabularReading(tables, replace(options, fill=rest), files[0].name, declared)
+        declared = Declaration(fields, notes=tables.notes, observed=_STATE)
+        return TabularReader(tables, replace(options, fill=rest), files[0].name, declared)
 
 
-def _following(chunk: Chunk) -> Features | None:
+def _next_features(chunk: Chunk) -> Features | None:
     return _features(chunk, _NEXT) if _NEXT in chunk.table.schema.names else None
 
 
@@ -297,17 +299,17 @@ def _features(chunk: Chunk, name: str) -> Features:
     table, presence = chunk.table, f"{name}{_PRESENCE}"
     flags = table.column(presence) if presence in table.schema.names else None
     where = f"{chunk.file.name} from row {chunk.first_row}, column {name!r}"
-    return features_of(table.column(name), where, flags)
+    return parse_features(table.column(name), where, flags)
 
 
-def _ended(chunk: Chunk, following: Features | None) -> Array:
+def _find_terminal(chunk: Chunk, following: Features | None) -> Array:
     """Return which rows are terminal: by their flag, or because they have no next state."""
     if _NOT_TERMINAL not in chunk.table.schema.names:
         none = np.zeros(chunk.table.num_rows, np.bool_)
         return none if following is None else np.asarray(~following.present.any(axis=1))
     flags = chunk.table.column(_NOT_TERMINAL)
     if not pa.types.is_boolean(flags.type) or flags.null_count:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{chunk.file.name} from row {chunk.first_row}: column {_NOT_TERMINAL!r} is "
             f"{flags.type} with {flags.null_count} nulls, expected true or false in each row. "
             "Correct the log."
@@ -316,9 +318,9 @@ def _ended(chunk: Chunk, following: Features | None) -> Array:
 
 
 def _check_columns(chunk: Chunk) -> None:
-    for name in sorted(_OWN):
+    for name in sorted(_KNOWN_COLUMNS):
         if name not in chunk.table.schema.names:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{chunk.file.name} from row {chunk.first_row}: found no {name}, expected it as "
                 "ReAgent writes it. Name another format with --format."
             )
@@ -326,13 +328,13 @@ def _check_columns(chunk: Chunk) -> None:
 
 def _refuse_spans(chunk: Chunk) -> None:
     if others := [one for one in chunk.table.column(_SPAN).to_pylist() if one not in (1, None)]:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{chunk.file.name}: column {_SPAN!r} holds {others[0]}, expected 1: a row over "
             "several steps is no transition. Write the log with one step a row."
         )
 
 
-def _storable(column: Any) -> Any:
+def _to_storable(column: Any) -> Any:
     """Return a column as it is, but values by id, as of metrics, as JSON text."""
     if not is_sparse(column.type):
         return column
@@ -350,6 +352,6 @@ def _number(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--fill {name}={text}: found {text!r}, expected a number for absent features."
         ) from error

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.images import decode_images
 from replaylake.datastore.interchange.formats.rlds.tfrecord import Feature
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
@@ -45,13 +45,13 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnreadFeature:
     """A feature that is not read, and why."""
 
     reason: str
 
 
-Spec = Leaf | Unread | dict[str, "Spec"]
+Spec = Leaf | UnreadFeature | dict[str, "Spec"]
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Record:
     num_steps: int
     where: str
 
-    def wrong(self, found: str) -> SourceInvalid:
+    def wrong(self, found: str) -> SourceInvalidError:
         """Return the error for a feature that is not as features.json says."""
-        return SourceInvalid(
+        return SourceInvalidError(
             f"{self.where}: found {found}, as features.json and the other features say. The two "
             "do not belong together, or the file was written wrong: leave it out."
         )
@@ -79,7 +79,7 @@ class EpisodeSpec:
 
 
 def episode_spec(features: Any, where: str) -> EpisodeSpec:
-    """Interpret the JSON of features.json. Raises: SourceInvalid unless there are `steps`."""
+    """Interpret the JSON of features.json. Raises: SourceInvalidError unless there are `steps`."""
     try:
         top = _members(features)
         steps = top.pop("steps")["sequence"]["feature"]
@@ -88,7 +88,7 @@ def episode_spec(features: Any, where: str) -> EpisodeSpec:
             {name: _spec(one) for name, one in top.items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found no dataset feature `steps` ({type(error).__name__}: {error}), "
             "expected the features.json of RLDS episodes. Other TFDS datasets hold no steps."
         ) from error
@@ -98,37 +98,37 @@ def column(spec: Leaf | dict[str, Spec], key: str, record: Record, num: int) -> 
     """Return a feature's `num` values (one where it is the episode's) as a column.
 
     `key` is its flat name in the record. Numbers have the feature's dtype, dicts are structs, and
-    texts that are no UTF-8 are null. Raises: SourceInvalid.
+    texts that are no UTF-8 are null. Raises: SourceInvalidError.
     """
     if isinstance(spec, dict):
         parts = {
             name: column(one, f"{key}/{name}", record, num)
             for name, one in spec.items()
-            if not isinstance(one, Unread)
+            if not isinstance(one, UnreadFeature)
         }
         return pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
     if spec.is_ragged:
-        return _ragged(spec, key, record, num)
+        return _decode_ragged(spec, key, record, num)
     found = record.features.get(key, [])
     if spec.encoding == "image":
         return _images(spec, found, key, record, num)
     if spec.encoding in _ENCODED:
-        flat = _unpacked(spec, found, key, record, num)
+        flat = _decode_bytes(spec, found, key, record, num)
     else:
-        flat = _flat(spec, found, key, record)
+        flat = _decode_flat(spec, found, key, record)
     if len(flat) != num * math.prod(spec.shape):
         shape = f" of the shape {list(spec.shape)}" if spec.shape else ""
         raise record.wrong(f"{len(flat)} numbers or texts as {key}, expected {num}{shape}")
-    return _nested(flat, spec.shape)
+    return _nest(flat, spec.shape)
 
 
-def readable(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+def drop_unread(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return the features without those that are not read."""
     kept: dict[str, Spec] = {}
     for name, one in specs.items():
         if isinstance(one, dict):
-            one = readable(one)
-        if one and not isinstance(one, Unread):
+            one = drop_unread(one)
+        if one and not isinstance(one, UnreadFeature):
             kept[name] = one
     return kept
 
@@ -140,14 +140,14 @@ def has_images(spec: Spec) -> bool:
     return isinstance(spec, Leaf) and spec.encoding == "image"
 
 
-def unread(specs: Mapping[str, Spec], above: str = "") -> list[tuple[str, str]]:
+def list_unread(specs: Mapping[str, Spec], above: str = "") -> list[tuple[str, str]]:
     """Return the names of all features that are not read, and why."""
     found = []
     for name, one in specs.items():
-        if isinstance(one, Unread):
+        if isinstance(one, UnreadFeature):
             found.append((f"{above}{name}", one.reason))
         elif isinstance(one, dict):
-            found += unread(one, f"{above}{name}/")
+            found += list_unread(one, f"{above}{name}/")
     return found
 
 
@@ -160,7 +160,9 @@ def _members(feature: Any) -> dict[str, Any]:
 
 def _spec(feature: Any) -> Spec:
     if "featuresDict" in feature:
-        return {name: _spec(one) for name, one in _members(feature).items()} or Unread("is empty")
+        return {name: _spec(one) for name, one in _members(feature).items()} or UnreadFeature(
+            "is empty"
+        )
     if "sequence" in feature:
         return _sequence(feature["sequence"])
     if "tensor" in feature:
@@ -174,7 +176,7 @@ def _spec(feature: Any) -> Spec:
     if "image" in feature:
         return _image(feature["image"])
     kind = str(feature.get("pythonClassName", "")).rpartition(".")[2]
-    return Unread(f"a feature of the kind {kind or [*feature]} is not read")
+    return UnreadFeature(f"a feature of the kind {kind or [*feature]} is not read")
 
 
 def _leaf(one: Any, shape: tuple[int | None, ...], encoding: str) -> Spec:
@@ -182,12 +184,12 @@ def _leaf(one: Any, shape: tuple[int | None, ...], encoding: str) -> Spec:
     if dtype in _TEXT:
         dtype = "string"
     elif dtype not in _DTYPES:
-        return Unread(f"its dtype is {dtype}")
+        return UnreadFeature(f"its dtype is {dtype}")
     known = tuple(size for size in shape if size is not None)
     if len(known) < len(shape) or 0 in known:
-        return Unread(f"its shape is {list(shape)}")
+        return UnreadFeature(f"its shape is {list(shape)}")
     if encoding not in ("none", *_ENCODED) or (dtype == "string" and encoding != "none"):
-        return Unread(f"its encoding is {encoding}")
+        return UnreadFeature(f"its encoding is {encoding}")
     return Leaf(known, dtype, encoding)
 
 
@@ -199,14 +201,18 @@ def _sequence(sequence: Any) -> Spec:
         return Leaf((length, *inner.shape), inner.dtype)
     if isinstance(inner, Leaf) and is_plain and not inner.shape:
         return Leaf((), inner.dtype, is_ragged=True)
-    return inner if isinstance(inner, Unread) else Unread("it is a sequence of structured values")
+    return (
+        inner
+        if isinstance(inner, UnreadFeature)
+        else UnreadFeature("it is a sequence of structured values")
+    )
 
 
 def _image(image: Any) -> Spec:
     shape, dtype = _shape(image), str(image.get("dtype") or "uint8")
     if dtype not in ("uint8", "uint16"):
         # TFDS packs floats into the colours of a PNG.
-        return Unread(f"it is an image of {dtype}")
+        return UnreadFeature(f"it is an image of {dtype}")
     known = tuple(size for size in shape if size is not None)
     return Leaf(known if len(known) == len(shape) else (), dtype, "image")
 
@@ -216,7 +222,7 @@ def _shape(feature: Any) -> tuple[int | None, ...]:
     return tuple(size if size >= 0 else None for size in sizes)
 
 
-def _flat(spec: Leaf, found: Feature, key: str, record: Record) -> pa.Array:
+def _decode_flat(spec: Leaf, found: Feature, key: str, record: Record) -> pa.Array:
     """Return a list's values in the feature's dtype."""
     if spec.dtype == "string":
         if not isinstance(found, list):
@@ -242,21 +248,21 @@ def _text(value: bytes) -> str | None:
         return None
 
 
-def _ragged(spec: Leaf, key: str, record: Record, num: int) -> pa.Array:
+def _decode_ragged(spec: Leaf, key: str, record: Record, num: int) -> pa.Array:
     lengths: Array = np.asarray([len(record.features.get(key, []))])
     values = f"{key}/{_RAGGED_VALUES}"
     if values in record.features:
         lengths = np.asarray(record.features.get(f"{key}/{_RAGGED_LENGTHS}", []), np.int64)
     else:
         values = key
-    flat = _flat(spec, record.features.get(values, []), key, record)
+    flat = _decode_flat(spec, record.features.get(values, []), key, record)
     if len(lengths) != num or (lengths < 0).any() or lengths.sum() != len(flat):
         raise record.wrong(f"{len(flat)} values of {key} in {len(lengths)} lists, expected {num}")
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
 
-def _unpacked(spec: Leaf, found: Feature, key: str, record: Record, num: int) -> pa.Array:
+def _decode_bytes(spec: Leaf, found: Feature, key: str, record: Record, num: int) -> pa.Array:
     dtype = np.dtype(spec.dtype)
     num_bytes = math.prod(spec.shape) * dtype.itemsize
     if not isinstance(found, list) or len(found) != num:
@@ -266,7 +272,7 @@ def _unpacked(spec: Leaf, found: Feature, key: str, record: Record, num: int) ->
     for data in found:
         try:
             # Bounded by what features.json declares, whatever the stream would inflate to.
-            one = data if spec.encoding == "bytes" else _inflated(data, num_bytes)
+            one = data if spec.encoding == "bytes" else _inflate(data, num_bytes)
         except zlib.error as error:
             raise record.wrong(f"{error} in {key}, expected a zlib stream") from error
         if len(one) != num_bytes:
@@ -275,7 +281,7 @@ def _unpacked(spec: Leaf, found: Feature, key: str, record: Record, num: int) ->
     return pa.array(np.concatenate(parts) if parts else np.empty(0, dtype))
 
 
-def _inflated(data: bytes, num_bytes: int) -> bytes:
+def _inflate(data: bytes, num_bytes: int) -> bytes:
     return zlib.decompressobj().decompress(data, num_bytes + 1)
 
 
@@ -289,10 +295,10 @@ def _images(spec: Leaf, found: Feature, key: str, record: Record, num: int) -> p
             f"{pixels.dtype} images of {list(shape)} as {key}, expected {spec.dtype} of "
             f"{list(spec.shape)}"
         )
-    return _nested(pa.array(pixels.reshape(-1)), shape)
+    return _nest(pa.array(pixels.reshape(-1)), shape)
 
 
-def _nested(flat: pa.Array, shape: tuple[int, ...]) -> pa.Array:
+def _nest(flat: pa.Array, shape: tuple[int, ...]) -> pa.Array:
     """Lay flat values out as fixed-size lists, one level a dim."""
     for size in reversed(shape):
         flat = pa.FixedSizeListArray.from_arrays(flat, size)

@@ -26,23 +26,24 @@ from replaylake.datastore.episodes.spaces import (
     Space,
     Text,
 )
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
 from replaylake.datastore.interchange.formats.rlds.features import (
     EpisodeSpec,
     Leaf,
     Record,
     Spec,
     column,
+    drop_unread,
     episode_spec,
     has_images,
-    readable,
-    unread,
+    list_unread,
 )
 from replaylake.datastore.interchange.formats.rlds.tfrecord import Feature, parse_example, records
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Tables
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 _CHUNK_BYTES: Final = 16 << 20
 _OBSERVATION: Final = "observation"
@@ -63,7 +64,7 @@ _NOTES: Final = {
 }
 
 
-class RldsTables(Tables):
+class RldsTables(TableSource):
     """Chunks of whole episodes, a row a step; the final observation is on the last row.
 
     `notes` are complete after the first whole reading. Memory: a chunk, or an episode that is more.
@@ -74,13 +75,13 @@ class RldsTables(Tables):
         # Flat name in the record, column, feature.
         self._steps = [
             (f"steps/{name}", f"steps_{name}" if name in _OURS else name, one)
-            for name, one in readable(spec.steps).items()
+            for name, one in drop_unread(spec.steps).items()
             if name not in _FLAGS
         ]
         taken = {*_OURS, *(name for _, name, _ in self._steps)}
         self._metadata = [
             (name, f"metadata_{name}" if name in taken else name, one)
-            for name, one in readable(spec.metadata).items()
+            for name, one in drop_unread(spec.metadata).items()
         ]
         # Decoded images take many times the room of the files: they are rather decoded again.
         self.reread_cheaply = any(has_images(one) for _, _, one in self._steps)
@@ -95,7 +96,7 @@ class RldsTables(Tables):
             for number, data in enumerate(records(shard.file)):
                 table = self._episode(shard, number, data, columns)
                 if held and table.schema != held[0].schema:
-                    raise _other_schema(shard.file, number, held[0].schema, table.schema)
+                    raise _schema_mismatch_error(shard.file, number, held[0].schema, table.schema)
                 held.append(table)
                 num_bytes += table.nbytes
                 if num_bytes >= _CHUNK_BYTES:
@@ -139,14 +140,14 @@ class RldsTables(Tables):
         for key, name, spec in self._metadata:
             if wanted is not None and name not in wanted:
                 continue
-            columns[name] = column(_read(spec), key, record, 1)
-        columns = {name: _repeated(values, num) for name, values in columns.items()}
+            columns[name] = column(_readable_spec(spec), key, record, 1)
+        columns = {name: _repeat(values, num) for name, values in columns.items()}
         columns[_STEP] = pa.array(np.arange(num))
         for key, name, spec in self._steps:
             is_wanted = wanted is None or name in wanted
             if not (is_wanted or (name == _OBSERVATION and _FINAL in (wanted or ()))):
                 continue
-            values = column(_read(spec), key, record, num_rows)
+            values = column(_readable_spec(spec), key, record, num_rows)
             columns[name] = values.slice(0, num)
             if name == _OBSERVATION:
                 columns[_FINAL] = _final(values, num)
@@ -156,7 +157,7 @@ class RldsTables(Tables):
         columns[_TRUNCATED] = pa.array(ends | (is_end & ~terminal[-1]))
         self._counts["part"] += not first[0]
         self._counts["empty"] += not num
-        self._counts["reward"] += has_final and _is_rewarded(record)
+        self._counts["reward"] += has_final and _has_last_reward(record)
         table = pa.table(columns)
         return table if wanted is None else table.select(wanted)
 
@@ -171,10 +172,10 @@ class RldsFormat:
     def recognises(self, files: Sequence[SourceFile]) -> bool:
         return any(SHARD.fullmatch(file.base_name) for file in files)
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         features = [file for file in files if file.base_name == FEATURES]
         if len(features) != 1:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{files[0].name}: found {len(features)} {FEATURES} in the source, expected one "
                 "dataset's: without it nothing tells the shapes of what its records hold. Pass the "
                 "whole folder of one version of one dataset."
@@ -182,7 +183,7 @@ class RldsFormat:
         spec = episode_spec(read_json(features[0]), features[0].name)
         _refuse_unread(spec, features[0])
         shards, notes = find_shards(files)
-        left_out = unread({"steps": spec.steps, **spec.metadata})
+        left_out = list_unread({"steps": spec.steps, **spec.metadata})
         if left_out:
             shown = "; ".join(f"{name}: {reason}" for name, reason in left_out)
             notes.append(f"features that are not read: {shown}")
@@ -194,16 +195,16 @@ class RldsFormat:
         # Said, so that no feature that is called like an alias of theirs is asked.
         ours = [_EPISODE, _STEP, _TERMINATED, _TRUNCATED]
         ours += [name for name in (*_NEEDED, "reward") if name in spec.steps]
-        spaces = None if {*_NEEDED} & options.mapping.keys() else spaces_of(spec)
+        spaces = None if {*_NEEDED} & options.mapping.keys() else infer_spaces(spec)
         fields = {name: name for name in ours}
-        declared = Declared(fields, spaces, notes=notes, observed=_OBSERVATION)
-        return TabularReading(tables, options, shards[0].file.name, declared)
+        declared = Declaration(fields, spaces, notes=notes, observed=_OBSERVATION)
+        return TabularReader(tables, options, shards[0].file.name, declared)
 
 
 def _num_rows(features: dict[str, Feature], where: str) -> int:
     num = len(features.get("steps/is_last", []))
     if not num:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found no steps/is_last, expected one a step as in RLDS. The dataset "
             "holds no RLDS episodes, or this record is torn: leave it out."
         )
@@ -222,18 +223,18 @@ def _flag(name: str, record: Record) -> Array:
     return np.asarray(found == 1)
 
 
-def _is_rewarded(record: Record) -> bool:
+def _has_last_reward(record: Record) -> bool:
     """Whether the last row has a reward other than 0."""
     found = np.asarray(record.features.get("steps/reward", []))
     return len(found) == record.num_steps and found.dtype.kind in "fi" and bool(found[-1] != 0)
 
 
-def _read(spec: Spec) -> Leaf | dict[str, Spec]:
+def _readable_spec(spec: Spec) -> Leaf | dict[str, Spec]:
     assert isinstance(spec, Leaf | dict), "`readable` took the others out"
     return spec
 
 
-def _repeated(one: pa.Array, num: int) -> pa.Array:
+def _repeat(one: pa.Array, num: int) -> pa.Array:
     return one.take(pa.array(np.zeros(num, np.int64)))
 
 
@@ -244,24 +245,24 @@ def _final(observations: pa.Array, num: int) -> pa.Array:
 
 
 def _refuse_unread(spec: EpisodeSpec, file: SourceFile) -> None:
-    for name, reason in unread({n: spec.steps[n] for n in _NEEDED if n in spec.steps}):
-        raise SourceInvalid(
+    for name, reason in list_unread({n: spec.steps[n] for n in _NEEDED if n in spec.steps}):
+        raise SourceInvalidError(
             f"{file.name}: found the feature steps/{name} and {reason}, expected one that is: it "
             "belongs to what a policy sees or does. Write the dataset without it."
         )
 
 
-def _other_schema(
+def _schema_mismatch_error(
     file: SourceFile, number: int, first: pa.Schema, other: pa.Schema
-) -> SourceInvalid:
+) -> SourceInvalidError:
     differs = next(name for name in first.names if first.field(name) != other.field(name))
-    return SourceInvalid(
+    return SourceInvalidError(
         f"{file.name} record {number}: {differs!r} has another size than before it, expected one "
         "in all records. Resize images to one size where the dataset is written."
     )
 
 
-def spaces_of(spec: EpisodeSpec) -> tuple[Space, Space] | None:
+def infer_spaces(spec: EpisodeSpec) -> tuple[Space, Space] | None:
     """Return the observation and the action space; None where features.json leaves one open.
 
     Integers that are no class labels are open as actions: nothing says how many there are.
@@ -334,23 +335,23 @@ class Shard:
 def find_shards(files: Sequence[SourceFile]) -> tuple[list[Shard], list[str]]:
     """Return the record files, split by split, and what is to be said of them.
 
-    Raises: SourceInvalid if there are none, they are of several datasets, or not TFRecord.
+    Raises: SourceInvalidError if there are none, they are of several datasets, or not TFRecord.
     """
     found = [(file, match) for file in files if (match := SHARD.fullmatch(file.base_name))]
     if not found:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{files[0].name}: found no file like NAME-SPLIT.tfrecord-00000-of-00001, expected the "
             "records of a TFDS dataset. Pass its whole folder."
         )
     names = sorted({match["name"] for _, match in found})
     if len(names) > 1:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{found[0][0].name}: found the datasets {', '.join(names)}, expected one. Ingest them "
             "one by one."
         )
     kinds = sorted({match["kind"] for _, match in found} - {"tfrecord"})
     if kinds:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{found[0][0].name}: found {', '.join(kinds)} files, expected TFRecord. Write the "
             "dataset again with TFDS's file_format='tfrecord'."
         )
@@ -383,7 +384,7 @@ def _lengths(files: Sequence[SourceFile]) -> dict[str, list[int]]:
             splits = read_json(file).get("splits") or []
             return {one["name"]: [int(n) for n in one.get("shardLengths", [])] for one in splits}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{file.name}: found splits that cannot be read ({error!r}), expected names and "
                 "shardLengths as TFDS writes them. Leave the file out."
             ) from error
@@ -391,20 +392,23 @@ def _lengths(files: Sequence[SourceFile]) -> dict[str, list[int]]:
 
 
 def check_count(shard: Shard, num: int) -> None:
-    """Refuse a shard that holds another number of records than it should. Raises: SourceInvalid."""
+    """Refuse a shard that holds another number of records than it should.
+
+    Raises: SourceInvalidError.
+    """
     # A file that was cut between two records looks whole, so the number is compared too.
     if shard.num_records not in (None, num):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{shard.file.name}: found {num} records, expected {shard.num_records} as {_INFO} "
             "says. The file was cut or is of another version: copy it again."
         )
 
 
 def read_json(file: SourceFile) -> Any:
-    """Parse a file of JSON. Raises: SourceInvalid."""
+    """Parse a file of JSON. Raises: SourceInvalidError."""
     file.check_unchanged()
     try:
         with file.open() as stream:
             return json.loads(stream.read(_MAX_JSON_BYTES))
     except (OSError, EOFError, ValueError, RecursionError) as error:
-        raise unreadable(file.name, error) from error
+        raise unreadable_error(file.name, error) from error

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import ExtraMissing, SourceInvalid
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.errors import ExtraMissingError, SourceInvalidError
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 Feature = list[bytes] | Array
 """The values of one feature: a list of bytes, float32 [n] or int64 [n]."""
@@ -41,15 +42,15 @@ _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
 _KEY, _VALUE = 1, 2
 
 
-class _Torn(Exception):
-    """What is wrong with a record; becomes SourceInvalid where file and number are known."""
+class _TornRecordError(Exception):
+    """What is wrong with a record; becomes SourceInvalidError where file and number are known."""
 
 
 def records(file: SourceFile) -> Iterator[bytes]:
     """Read the records' data in order, both checksums compared.
 
-    Memory holds one record. Raises: SourceInvalid with the record's number (from 0) where a file is
-    torn or a checksum differs, ExtraMissing without google-crc32c.
+    Memory holds one record. Raises: SourceInvalidError with the record's number (from 0) where a
+    file is torn or a checksum differs, ExtraMissingError without google-crc32c.
     """
     crc32c = _crc32c()
     file.check_unchanged()
@@ -59,27 +60,27 @@ def records(file: SourceFile) -> Iterator[bytes]:
             while header := stream.read(_HEADER_BYTES):
                 yield _record(stream, header, crc32c)
                 number += 1
-    except _Torn as error:
-        raise torn_record(file, number, str(error)) from error
+    except _TornRecordError as error:
+        raise torn_record_error(file, number, str(error)) from error
     except (OSError, EOFError) as error:
-        raise unreadable(file.name, error) from error
+        raise unreadable_error(file.name, error) from error
 
 
 def parse_example(record: bytes, file: SourceFile, number: int) -> dict[str, Feature]:
     """Return the features of a serialised tf.train.Example.
 
     Floats that are packed are views of the record. A feature that is set without values is an empty
-    list. Raises: SourceInvalid naming file and record.
+    list. Raises: SourceInvalidError naming file and record.
     """
     try:
         return _features(memoryview(record))
-    except (_Torn, UnicodeDecodeError) as error:
-        raise torn_record(file, number, f"no tf.train.Example ({error})") from error
+    except (_TornRecordError, UnicodeDecodeError) as error:
+        raise torn_record_error(file, number, f"no tf.train.Example ({error})") from error
 
 
-def torn_record(file: SourceFile, number: int, found: str) -> SourceInvalid:
+def torn_record_error(file: SourceFile, number: int, found: str) -> SourceInvalidError:
     """Return the error for a record that does not hold what it should."""
-    return SourceInvalid(
+    return SourceInvalidError(
         f"{file.name} record {number}: found {found}, expected a whole TFRecord of one episode. "
         "The file may be torn: copy or write it again, or leave it out."
     )
@@ -89,7 +90,7 @@ def _crc32c() -> Callable[[bytes], int]:
     try:
         import google_crc32c
     except ImportError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             "TFRecord files: google-crc32c is not installed, expected it for their checksums. "
             "pip install 'replaylake[formats]'"
         ) from error
@@ -99,16 +100,16 @@ def _crc32c() -> Callable[[bytes], int]:
 
 def _record(stream: BinaryIO, header: bytes, crc32c: Callable[[bytes], int]) -> bytes:
     if len(header) < _HEADER_BYTES:
-        raise _Torn(f"{len(header)} bytes of a header of {_HEADER_BYTES}")
+        raise _TornRecordError(f"{len(header)} bytes of a header of {_HEADER_BYTES}")
     length, length_crc = struct.unpack("<QI", header)
-    if masked(crc32c(header[:8])) != length_crc:
-        raise _Torn("a length whose checksum differs")
+    if mask_crc(crc32c(header[:8])) != length_crc:
+        raise _TornRecordError("a length whose checksum differs")
     data = _read(stream, length)
     if len(data) < length:
-        raise _Torn(f"{len(data):,} of {length:,} bytes")
+        raise _TornRecordError(f"{len(data):,} of {length:,} bytes")
     (data_crc,) = struct.unpack("<I", _read(stream, _CRC_BYTES).ljust(_CRC_BYTES, b"\0"))
-    if masked(crc32c(data)) != data_crc:
-        raise _Torn("data whose checksum differs")
+    if mask_crc(crc32c(data)) != data_crc:
+        raise _TornRecordError("data whose checksum differs")
     return data
 
 
@@ -121,7 +122,7 @@ def _read(stream: BinaryIO, length: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def masked(crc: int) -> int:
+def mask_crc(crc: int) -> int:
     """Return a CRC-32C as TFRecords store it: a checksum of data that holds checksums is poor."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & _CRC_MAX
 
@@ -166,9 +167,9 @@ def _floats(message: memoryview) -> NDArray[np.float32]:
     for field, wire, content in _fields(message):
         if field == 1 and wire in (_LENGTH, _FIXED32):
             if len(content) % 4:
-                raise _Torn(f"{len(content)} bytes of packed floats of 4 each")
+                raise _TornRecordError(f"{len(content)} bytes of packed floats of 4 each")
             parts.append(np.frombuffer(content, "<f4"))
-    return _joined(parts, np.float32)
+    return _concatenate(parts, np.float32)
 
 
 def _integers(message: memoryview) -> NDArray[np.int64]:
@@ -176,10 +177,10 @@ def _integers(message: memoryview) -> NDArray[np.int64]:
     for field, wire, content in _fields(message):
         if field == 1 and wire in (_LENGTH, _VARINT):
             parts.append(_varints(np.frombuffer(content, np.uint8)))
-    return _joined(parts, np.int64)
+    return _concatenate(parts, np.int64)
 
 
-def _joined(parts: list[Any], dtype: Any) -> Array:
+def _concatenate(parts: list[Any], dtype: Any) -> Array:
     if len(parts) == 1:
         return np.asarray(parts[0], dtype)
     return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
@@ -192,11 +193,11 @@ def _varints(content: NDArray[np.uint8]) -> NDArray[np.int64]:
         return content.astype(np.int64)
     ends = np.flatnonzero(is_last) + 1
     if not is_last[-1]:
-        raise _Torn("packed integers that end inside one")
+        raise _TornRecordError("packed integers that end inside one")
     starts = np.concatenate([[0], ends[:-1]])
     lengths = ends - starts
     if lengths.max() > _MAX_VARINT_BYTES:
-        raise _Torn(f"an integer of more than {_MAX_VARINT_BYTES} bytes")
+        raise _TornRecordError(f"an integer of more than {_MAX_VARINT_BYTES} bytes")
     shifts = 7 * (np.arange(len(content)) - np.repeat(starts, lengths))
     bits = (content & 0x7F).astype(np.uint64) << shifts.astype(np.uint64)
     return np.bitwise_or.reduceat(bits, starts).view(np.int64)
@@ -222,9 +223,11 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
         elif wire in (_FIXED32, _FIXED64):
             at = start + (4 if wire == _FIXED32 else 8)
         else:
-            raise _Torn(f"wire type {wire}")
+            raise _TornRecordError(f"wire type {wire}")
         if at > end:
-            raise _Torn(f"a field of {at - start:,} bytes where {end - start:,} are left")
+            raise _TornRecordError(
+                f"a field of {at - start:,} bytes where {end - start:,} are left"
+            )
         yield field, wire, message[start:at]
 
 
@@ -235,4 +238,4 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * position
         if byte < 0x80:
             return value, at + position + 1
-    raise _Torn("an integer without an end")
+    raise _TornRecordError("an integer without an end")

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.rllib.unpacking import unpacked_batches
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.rllib.unpacking import unpack_batches
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
 
 TYPE: Final = "type"
 POLICY_BATCHES: Final = "policy_batches"
@@ -27,13 +27,13 @@ _NOT_PER_STEP: Final = ("seq_lens", "count")
 _SPACES: Final = ("obs", "actions")
 
 
-class BatchTables(Tables):
+class BatchTables(TableSource):
     """Chunks of rows, from tables with one batch a row; policy ids become a column `policy`.
 
     `notes` say what is left out.
     """
 
-    def __init__(self, batches: Tables, notes: list[str]) -> None:
+    def __init__(self, batches: TableSource, notes: list[str]) -> None:
         self._batches = batches
         self._notes = notes
 
@@ -51,7 +51,7 @@ class BatchTables(Tables):
                     row += chunk.table.num_rows
                     if policy is not None:
                         _check_spaces(chunk, policy, spaces)
-                    yield _named(chunk, policy) if is_multi else chunk
+                    yield _with_policy(chunk, policy) if is_multi else chunk
 
     def _note_left_out(self, names: Sequence[str], *, is_multi: bool) -> None:
         """Say what is of a batch and not of its steps; its type is what it is read by."""
@@ -62,7 +62,7 @@ class BatchTables(Tables):
                 self._notes.append(note)
 
 
-def _named(chunk: Chunk, policy: str | None) -> Chunk:
+def _with_policy(chunk: Chunk, policy: str | None) -> Chunk:
     names = pa.repeat(pa.scalar(policy, pa.string()), chunk.table.num_rows)
     table = chunk.table.append_column(POLICY, names)
     return Chunk(chunk.file, chunk.first_row, table, chunk.damage)
@@ -73,7 +73,7 @@ def _by_policy(lines: Chunk) -> Iterator[tuple[Chunk, str | None]]:
     table = lines.table
     batches = table.column(POLICY_BATCHES).combine_chunks()
     if not pa.types.is_struct(batches.type):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{lines.file.name}: {POLICY_BATCHES!r} holds {batches.type}, expected an object of "
             "one batch a policy, as RLlib's MultiAgentBatch has it."
         )
@@ -94,15 +94,15 @@ def _by_policy(lines: Chunk) -> Iterator[tuple[Chunk, str | None]]:
 def _rows(lines: Chunk, first_row: int, notes: list[str]) -> Iterator[Chunk]:
     """Lay the lists of each line out as rows: runs of lines with even lists at once."""
     line = lines.first_row
-    for part in unpacked_batches(lines, notes):
+    for part in unpack_batches(lines, notes):
         table = _columns_of_lists(part, lines.file.name)
-        for chunk in _laid_out(Chunk(lines.file, line, table), first_row):
+        for chunk in _lay_out(Chunk(lines.file, line, table), first_row):
             yield chunk
             first_row += chunk.table.num_rows
         line += part.num_rows
 
 
-def _laid_out(lines: Chunk, first_row: int) -> Iterator[Chunk]:
+def _lay_out(lines: Chunk, first_row: int) -> Iterator[Chunk]:
     table = lines.table
     if not table.num_columns or not table.num_rows:
         return
@@ -119,7 +119,7 @@ def _laid_out(lines: Chunk, first_row: int) -> Iterator[Chunk]:
             yield chunk
             continue
         for line in range(start, end):
-            chunk = _uneven(lines, table.slice(line, 1), line, first_row)
+            chunk = _lay_out_uneven(lines, table.slice(line, 1), line, first_row)
             first_row += chunk.table.num_rows
             yield chunk
 
@@ -131,7 +131,7 @@ def _columns_of_lists(table: pa.Table, where: str) -> pa.Table:
         if not (pa.types.is_list(f.type) or pa.types.is_large_list(f.type)) and not (
             pa.types.is_null(f.type)
         ):
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{where}: column {f.name!r} holds {f.type}, expected a list, one entry a step, or "
                 "a packed array. Name the format with --format jsonl if each line is one step."
             )
@@ -144,7 +144,7 @@ def _lengths(column: pa.ChunkedArray) -> Any:
     return np.asarray(pc.list_value_length(column).fill_null(-1))
 
 
-def _uneven(lines: Chunk, one: pa.Table, line: int, first_row: int) -> Chunk:
+def _lay_out_uneven(lines: Chunk, one: pa.Table, line: int, first_row: int) -> Chunk:
     """Lay out a line whose lists differ in length.
 
     Absent columns are nulls. Otherwise no row can be trusted to hold what belongs together, so all
@@ -180,7 +180,7 @@ def _check_spaces(chunk: Chunk, policy: str, seen: dict[str, tuple[str, str]]) -
             continue
         other, expected = seen.setdefault(name, (policy, found))
         if found != expected:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{chunk.file.name}: the {name} of policy {policy!r} are {found}, those of policy "
                 f"{other!r} {expected}, expected one space in a dataset. Write each policy's "
                 "batches to a log of its own, and ingest them into datasets of their own."

@@ -23,14 +23,14 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Values, as_batch, concatenate, num_bytes, take
-from replaylake.datastore.errors import StorageFailed
-from replaylake.datastore.interchange.formats.format import Written
-from replaylake.datastore.interchange.formats.tabular.episode_rows import CHUNK_BYTES, column_of
+from replaylake.datastore.errors import StorageError
+from replaylake.datastore.interchange.formats.format import WriteResult
+from replaylake.datastore.interchange.formats.tabular.episode_rows import CHUNK_BYTES, to_column
 from replaylake.datastore.storage.arrow_values import is_numeric
 
 _TENSOR: Final = "ray.data.arrow_tensor_v2"
 # Ours to RLlib's, in RLlib's order; further columns keep their names.
-_RENAMED: Final = {
+_RLLIB_NAMES: Final = {
     schema.EPISODE_ID: "eps_id",
     schema.AGENT_ID: "agent_id",
     schema.STEP: "t",
@@ -42,7 +42,7 @@ _RENAMED: Final = {
 }
 _GROUP_STEPS: Final = 131_072
 _ARRAYS: Final = ("obs", "actions", "new_obs")
-_KNOWN: Final = {*_RENAMED.values(), *_ARRAYS}
+_KNOWN: Final = {*_RLLIB_NAMES.values(), *_ARRAYS}
 _OPTIONAL: Final = (
     "action_logp",
     "module_id",
@@ -51,13 +51,13 @@ _OPTIONAL: Final = (
     schema.TIMESTAMP,
 )
 # RLlib's new_obs says the one; reading gives the other anew.
-_LEFT_OUT: Final = (schema.OBSERVATION, schema.ACTION, schema.FINAL_OBSERVATION)
+_EXCLUDED: Final = (schema.OBSERVATION, schema.ACTION, schema.FINAL_OBSERVATION)
 
 
-def write_columns(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+def write_columns(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
     """Write episodes of `spec` to one Parquet file; a row group holds about 16 MiB.
 
-    Raises: StorageFailed.
+    Raises: StorageError.
     """
     num_episodes = num_steps = num_unfollowed = 0
     last: tuple[str, str] | None = None
@@ -75,10 +75,10 @@ def write_columns(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) ->
         if num_steps == 0:
             file.write(pa.table({"eps_id": pa.array([], pa.string())}))
     except OSError as error:
-        raise StorageFailed(f"{path}: {error}. Free space or choose another folder.") from error
+        raise StorageError(f"{path}: {error}. Free space or choose another folder.") from error
     finally:
         file.close()
-    return Written(num_episodes, num_steps, tuple(_notes(spec, file.schema, num_unfollowed)))
+    return WriteResult(num_episodes, num_steps, tuple(_notes(spec, file.schema, num_unfollowed)))
 
 
 class _ColumnFile:
@@ -94,7 +94,7 @@ class _ColumnFile:
         self.schema = pa.schema([])
 
     def write(self, table: pa.Table) -> None:
-        names = [f.name for f in table.schema if not _says_nothing(table, f.name)]
+        names = [f.name for f in table.schema if not _is_empty_column(table, f.name)]
         missing = [name for name in names if name not in self.schema.names]
         if self._writer is None:
             self.schema = table.select(names).schema
@@ -121,11 +121,11 @@ class _ColumnFile:
         self._writer = self._open()
         with pq.ParquetFile(narrow) as parquet:
             for group in range(parquet.num_row_groups):
-                self._writer.write_table(_widened(parquet.read_row_group(group), self.schema))
+                self._writer.write_table(_widen(parquet.read_row_group(group), self.schema))
         narrow.unlink()
 
 
-def _says_nothing(table: pa.Table, name: str) -> bool:
+def _is_empty_column(table: pa.Table, name: str) -> bool:
     column = table.column(name)
     if name == schema.ENV_STEP:
         return bool(pc.all(pc.equal(column, table.column("t"))).as_py())
@@ -134,7 +134,7 @@ def _says_nothing(table: pa.Table, name: str) -> bool:
     return name in _OPTIONAL and column.null_count == len(column)
 
 
-def _widened(table: pa.Table, fields: pa.Schema) -> pa.Table:
+def _widen(table: pa.Table, fields: pa.Schema) -> pa.Table:
     num = table.num_rows
     filled = {schema.AGENT_ID: pa.repeat("", num), schema.ENV_STEP: table.column("t")}
     columns = [
@@ -179,7 +179,7 @@ def _batches(episodes: Iterator[Episode]) -> Iterator[list[Episode]]:
 
 def _table(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
     # Frames are binary in our own rows: the arrays are laid out here.
-    rows = encode(episodes, spec).drop_columns([*_LEFT_OUT, schema.SOURCE_EPISODE_ID])
+    rows = encode(episodes, spec).drop_columns([*_EXCLUDED, schema.SOURCE_EPISODE_ID])
     following, unknown = _following(episodes)
     arrays: dict[str, tuple[Values, Any]] = {
         "obs": (concatenate([episode.observations for episode in episodes]), None),
@@ -202,7 +202,7 @@ def _table(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
 
 def _name(ours: str) -> str:
     """Return RLlib's name for a column; one of another meaning there gets a name of its own."""
-    return _RENAMED.get(ours) or (f"extra_{ours}" if ours.lower() in _KNOWN else ours)
+    return _RLLIB_NAMES.get(ours) or (f"extra_{ours}" if ours.lower() in _KNOWN else ours)
 
 
 def _following(episodes: Sequence[Episode]) -> tuple[Values, Any]:
@@ -220,7 +220,7 @@ def _following(episodes: Sequence[Episode]) -> tuple[Values, Any]:
 
 def _array_column(name: str, values: Values, absent: Any) -> tuple[pa.Field, pa.Array]:
     if isinstance(values, Mapping):
-        column = column_of(values, name)
+        column = to_column(values, name)
     elif values.ndim == 1:
         column = pa.array(values)
     else:

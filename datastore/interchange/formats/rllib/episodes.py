@@ -15,12 +15,13 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from replaylake.datastore.episodes.spaces import Values, num_values, take
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.generic.parquet import PARQUET_ERRORS
-from replaylake.datastore.interchange.formats.packed.packed import Unread, message
-from replaylake.datastore.interchange.formats.tabular.episode_rows import EpisodeRows, chunks_of
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.formats.packed.packed import UnreadPart, decode_message
+from replaylake.datastore.interchange.formats.tabular.episode_rows import EpisodeRows, iter_chunks
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 ITEM: Final = "item"
 # States held at a time; one is an episode of up to some MB.
@@ -29,7 +30,7 @@ _MAX_STEPS: Final = 2**31 - 1
 _PARTS: Final = ("observations", "actions", "rewards")
 
 
-class EpisodeTables(Tables):
+class EpisodeStateTables(TableSource):
     """Chunks of rows, from files of episode states; what is left out is said in `notes`."""
 
     def __init__(self, files: Sequence[SourceFile], notes: list[str]) -> None:
@@ -38,12 +39,12 @@ class EpisodeTables(Tables):
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         for file in self._files:
-            yield from chunks_of(file, self._episodes(file))
+            yield from iter_chunks(file, self._episodes(file))
 
     def _episodes(self, file: SourceFile) -> Iterator[EpisodeRows]:
         for number, state in enumerate(_states(file)):
             where = f"{file.name} row {number}"
-            episode = _State(message(state, where), where)
+            episode = _EpisodeState(decode_message(state, where), where)
             rows = episode.rows()
             for note in episode.notes:
                 if note not in self._notes:
@@ -61,17 +62,17 @@ def _states(file: SourceFile) -> Iterator[bytes]:
             for batch in parquet.iter_batches(_BATCH_ROWS, columns=[ITEM]):
                 for cell in batch.column(0):
                     if not isinstance(state := cell.as_py(), bytes):
-                        raise SourceInvalid(
+                        raise SourceInvalidError(
                             f"{file.name}: column {ITEM!r} holds {cell.type}, expected RLlib's "
                             "episodes as bytes of msgpack. Write the log again, or map it as a "
                             "table with --format parquet."
                         )
                     yield state
     except PARQUET_ERRORS as error:
-        raise unreadable(file.name, error) from error
+        raise unreadable_error(file.name, error) from error
 
 
-class _State:
+class _EpisodeState:
     """One row's state, on its way to rows."""
 
     def __init__(self, state: Any, where: str) -> None:
@@ -79,14 +80,14 @@ class _State:
         self.notes: list[str] = []
         if not isinstance(state, dict) or not {"id_", *_PARTS} <= set(state):
             kind = "the state of a multi-agent episode" if _is_multi(state) else "another message"
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{where}: found {kind}, expected a SingleAgentEpisode's state. Write the log with "
                 "RLlib's single-agent recorder, or one episode an agent."
             )
         self._state: dict[Any, Any] = state
 
     def rows(self) -> EpisodeRows | None:
-        """Lay the steps out. None if there is no step. Raises: SourceInvalid."""
+        """Lay the steps out. None if there is no step. Raises: SourceInvalidError."""
         columns: dict[str, Values | None] = {}
         finals: dict[str, Values | None] = {}
         damage = None
@@ -125,7 +126,7 @@ class _State:
     def _first_step(self) -> int:
         first = self._state.get("t_started", 0)
         if not isinstance(first, int | np.integer) or not 0 <= first <= _MAX_STEPS:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{self._where}: found t_started {str(first)[:40]}, expected the number of the "
                 "episode's first step. Write the log again, or leave the file out."
             )
@@ -136,7 +137,7 @@ class _State:
         for column, key in (("terminateds", "is_terminated"), ("truncateds", "is_truncated")):
             flag = self._state.get(key, False)
             if not isinstance(flag, bool | np.bool_):
-                raise SourceInvalid(
+                raise SourceInvalidError(
                     f"{self._where}: found {key} {str(flag)[:40]}, expected true or false. Write "
                     "the log again, or leave the file out."
                 )
@@ -204,11 +205,11 @@ def _buffer(buffer: Any, name: str) -> Values:
     data = buffer["data"]
     # Finalized data is stacked already, or a structure of stacked arrays.
     is_stacked = isinstance(data, np.ndarray | dict) or buffer.get("finalized") is True
-    values = _structure(data, name) if is_stacked else _stacked(data, name)
-    return values if lookback == 0 else _sliced(values, lookback)
+    values = _structure(data, name) if is_stacked else _stack(data, name)
+    return values if lookback == 0 else _slice_from(values, lookback)
 
 
-def _sliced(values: Values, start: int) -> Values:
+def _slice_from(values: Values, start: int) -> Values:
     found: Values = take(values, slice(start, None))
     return found
 
@@ -220,24 +221,24 @@ def _structure(data: Any, name: str) -> Values:
         return {f"_{i}": _structure(part, f"{name}.{i}") for i, part in enumerate(data)}
     array = np.asarray(data) if isinstance(data, list) else data
     if not isinstance(array, np.ndarray) or array.ndim == 0:
-        raise ValueError(f"{name} holds {_what(data)}, expected an array")
+        raise ValueError(f"{name} holds {_describe(data)}, expected an array")
     return array
 
 
-def _stacked(steps: Any, name: str) -> Values:
+def _stack(steps: Any, name: str) -> Values:
     """Stack one value a step: arrays, numbers, or dicts and tuples of them."""
     if not isinstance(steps, list):
-        raise ValueError(f"{name} holds {_what(steps)}, expected a list of steps")
+        raise ValueError(f"{name} holds {_describe(steps)}, expected a list of steps")
     first = steps[0] if steps else 0.0
     if isinstance(first, dict):
         if not all(isinstance(step, dict) and set(step) == set(first) for step in steps):
             raise ValueError(f"{name} holds dicts of different keys")
-        return {str(k): _stacked([step[k] for step in steps], f"{name}.{k}") for k in first}
+        return {str(k): _stack([step[k] for step in steps], f"{name}.{k}") for k in first}
     if isinstance(first, list):
         if not all(isinstance(step, list) and len(step) == len(first) for step in steps):
             raise ValueError(f"{name} holds tuples of different lengths")
         return {
-            f"_{i}": _stacked([step[i] for step in steps], f"{name}.{i}") for i in range(len(first))
+            f"_{i}": _stack([step[i] for step in steps], f"{name}.{i}") for i in range(len(first))
         }
     if isinstance(first, str):
         if not all(isinstance(step, str) for step in steps):
@@ -245,7 +246,7 @@ def _stacked(steps: Any, name: str) -> Values:
         return np.asarray(steps, object)
     for step in steps:
         if not isinstance(step, np.ndarray | np.generic | int | float | bool):
-            raise ValueError(f"{name} holds {_what(step)}, expected numbers")
+            raise ValueError(f"{name} holds {_describe(step)}, expected numbers")
         if np.shape(step) != np.shape(first):
             raise ValueError(f"{name} holds shapes {np.shape(first)} and {np.shape(step)}")
     try:
@@ -265,8 +266,8 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(_what(value))
+    raise TypeError(_describe(value))
 
 
-def _what(value: Any) -> str:
-    return value.what if isinstance(value, Unread) else f"a {type(value).__name__}"
+def _describe(value: Any) -> str:
+    return value.what if isinstance(value, UnreadPart) else f"a {type(value).__name__}"

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables, first_object
 from replaylake.datastore.interchange.formats.generic.parquet import (
     PARQUET_ERRORS,
@@ -25,18 +25,29 @@ from replaylake.datastore.interchange.formats.generic.parquet import (
     parquet_columns,
     parquet_schema,
 )
-from replaylake.datastore.interchange.formats.generic.standard import declared_by
+from replaylake.datastore.interchange.formats.generic.standard import read_declaration
 from replaylake.datastore.interchange.formats.rllib.batches import POLICY_BATCHES, TYPE, BatchTables
 from replaylake.datastore.interchange.formats.rllib.columns import write_columns
-from replaylake.datastore.interchange.formats.rllib.episodes import ITEM, EpisodeTables
-from replaylake.datastore.interchange.formats.rllib.unpacking import UnpackedTables, WithoutColumns
+from replaylake.datastore.interchange.formats.rllib.episodes import ITEM, EpisodeStateTables
+from replaylake.datastore.interchange.formats.rllib.unpacking import (
+    TablesWithoutColumns,
+    UnpackedTables,
+)
 from replaylake.datastore.interchange.formats.tabular.arrays import is_text
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Tables
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 # Of RLlib's own column names, those that no other format of ours has.
-_OWN: Final = {"eps_id", "new_obs", "unroll_id", "agent_index", "action_dist_inputs", "terminateds"}
+_RLLIB_COLUMNS: Final = {
+    "eps_id",
+    "new_obs",
+    "unroll_id",
+    "agent_index",
+    "action_dist_inputs",
+    "terminateds",
+}
 _PICKLED_COLUMN: Final = "ray.data.arrow_pickled_object"
 _TENSORS: Final = ("obs", "actions", "new_obs")
 # Columns of text that name things.
@@ -62,38 +73,38 @@ class RllibFormat:
         found = first_object(files[0])
         return found is not None and (_is_batch(found) or _is_rllib(found))
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         where, notes = files[0].name, list[str]()
         if is_parquet(files[0]):
-            declared = _declared(files, options, notes)
-            return TabularReading(_parquet(files, notes), options, where, declared)
+            declared = _make_declaration(files, options, notes)
+            return TabularReader(_parquet(files, notes), options, where, declared)
         found = first_object(files[0])
         if found is None:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{where}: found neither Parquet nor a JSON object, expected one of "
                 "RLlib's files. Name the format with --format."
             )
         if not _is_batch(found):
-            tables: Tables = UnpackedTables(JsonTables(files), notes)
-            return TabularReading(tables, options, where, Declared(notes=notes, observed="obs"))
+            tables: TableSource = UnpackedTables(JsonTables(files), notes)
+            return TabularReader(tables, options, where, Declaration(notes=notes, observed="obs"))
         tables = BatchTables(JsonTables(files), notes)
         if not _has_ticks(found) or "step" in options.mapping:
-            return TabularReading(tables, options, where, Declared(notes=notes, observed="obs"))
+            return TabularReader(tables, options, where, Declaration(notes=notes, observed="obs"))
         # Agents that do not act at each tick have gaps in `t`: it puts their rows in order, and is
         # the environment's step, not theirs.
         notes.append("t of the multi-agent batches is taken as the environment's step")
         options = replace(options, order_by=options.order_by or (_TICK,))
         fields = {} if "env_step" in options.mapping else {"env_step": _TICK}
-        return TabularReading(
-            tables, options, where, Declared(fields=fields, notes=notes, observed="obs")
+        return TabularReader(
+            tables, options, where, Declaration(fields=fields, notes=notes, observed="obs")
         )
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         return write_columns(episodes, spec, path)
 
 
 def _is_rllib(columns: Sequence[str] | Mapping[str, Any]) -> bool:
-    return "obs" in columns and bool(_OWN & set(columns))
+    return "obs" in columns and bool(_RLLIB_COLUMNS & set(columns))
 
 
 def _is_batch(found: Mapping[str, Any]) -> bool:
@@ -115,45 +126,47 @@ def _is_episodes(schema: pa.Schema) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _declared(files: Sequence[SourceFile], options: ReadOptions, notes: list[str]) -> Declared:
-    said = declared_by(map(parquet_schema, files), options, files[0].name) or Declared()
+def _make_declaration(
+    files: Sequence[SourceFile], options: ReadOptions, notes: list[str]
+) -> Declaration:
+    said = read_declaration(map(parquet_schema, files), options, files[0].name) or Declaration()
     names = parquet_columns(files[0])
     # The module of the new API stack is what acted, as the policy of the old one is.
     is_named = _MODULE in names and not {"policy"} & {*names, *options.mapping}
-    fields = {"policy": _MODULE} if is_named and not _says_nothing(files, _MODULE) else {}
+    fields = {"policy": _MODULE} if is_named and not _is_empty_column(files, _MODULE) else {}
     return replace(said, fields=fields, notes=notes, observed="obs")
 
 
-def _parquet(files: Sequence[SourceFile], notes: list[str]) -> Tables:
+def _parquet(files: Sequence[SourceFile], notes: list[str]) -> TableSource:
     schema = parquet_schema(files[0])
     if _is_episodes(schema):
-        return EpisodeTables(files, notes)
-    tables: Tables = ParquetTables(files)
+        return EpisodeStateTables(files, notes)
+    tables: TableSource = ParquetTables(files)
     rewards = schema.field("rewards").type if "rewards" in schema.names else pa.null()
     if pa.types.is_list(rewards) or pa.types.is_large_list(rewards):
         return BatchTables(tables, notes)
     pickled = [f.name for f in schema if _extension(f) == _PICKLED_COLUMN]
     if pickled:
         notes.append(f"columns of pickled Python objects, not read: {', '.join(pickled)}")
-    tables, varying = _of_one_shape(tables, schema)
+    tables, varying = _with_one_shape(tables, schema)
     if varying:
         notes.append(f"columns of tensors of varying shape, not read: {', '.join(varying)}")
-    empty = [name for name in _OPTIONAL if name in schema.names and _says_nothing(files, name)]
+    empty = [name for name in _OPTIONAL if name in schema.names and _is_empty_column(files, name)]
     if empty:
         notes.append(f"columns that hold nothing, left out: {', '.join(empty)}")
     left_out = [*pickled, *varying, *empty]
-    known: Tables = WithoutColumns(tables, left_out) if left_out else tables
+    known: TableSource = TablesWithoutColumns(tables, left_out) if left_out else tables
     # RLlib packs any of its columns that are arrays, under whatever name.
     return UnpackedTables(known, notes) if any(_may_be_packed(f) for f in schema) else known
 
 
-def _of_one_shape(tables: Tables, schema: pa.Schema) -> tuple[Tables, list[str]]:
+def _with_one_shape(tables: TableSource, schema: pa.Schema) -> tuple[TableSource, list[str]]:
     """Return the tables with tensors of one shape, and the further columns that have several.
 
     Those that steps need stay as they are, and reading refuses them by name.
     """
     names = [f.name for f in schema if _extension(f) == VARIABLE]
-    shapes = {name: shape_of(tables, name) for name in names}
+    shapes = {name: find_common_shape(tables, name) for name in names}
     known = {name: shape for name, shape in shapes.items() if shape is not None}
     varying = [name for name in names if name not in known and name not in _TENSORS]
     return (OneShapeTables(tables, known) if known else tables), varying
@@ -170,7 +183,7 @@ def _extension(field: pa.Field) -> str:
     return name.decode(errors="replace")
 
 
-def _says_nothing(files: Sequence[SourceFile], name: str) -> bool:
+def _is_empty_column(files: Sequence[SourceFile], name: str) -> bool:
     """Whether by the footers a column holds nulls and empty texts alone."""
     for file in files:
         schema = parquet_schema(file)
@@ -179,7 +192,7 @@ def _says_nothing(files: Sequence[SourceFile], name: str) -> bool:
         try:
             metadata = pq.read_metadata(file.path)
         except PARQUET_ERRORS as error:
-            raise unreadable(file.name, error) from error
+            raise unreadable_error(file.name, error) from error
         for group in map(metadata.row_group, range(metadata.num_row_groups)):
             for column in map(group.column, range(group.num_columns)):
                 if column.path_in_schema.split(".")[0] != name:
@@ -200,12 +213,12 @@ _TENSOR: Final = "ray.data.arrow_tensor"
 Shape = tuple[int, ...]
 
 
-class OneShapeTables(Tables):
+class OneShapeTables(TableSource):
     """Tables some of whose variable-shaped tensor columns have a known shape."""
 
     reread_cheaply = True
 
-    def __init__(self, tables: Tables, shapes: Mapping[str, Shape]) -> None:
+    def __init__(self, tables: TableSource, shapes: Mapping[str, Shape]) -> None:
         self._tables = tables
         self._shapes = shapes
 
@@ -233,10 +246,10 @@ class OneShapeTables(Tables):
         return table
 
 
-def shape_of(tables: Tables, name: str) -> Shape | None:
+def find_common_shape(tables: TableSource, name: str) -> Shape | None:
     """Return the shape that all cells of a column have; None where two differ, or none is there.
 
-    Cost: a pass over the column. Raises: SourceInvalid for cells that are no tensors.
+    Cost: a pass over the column. Raises: SourceInvalidError for cells that are no tensors.
     """
     found: Shape | None = None
     for chunk in tables.chunks([name]):
@@ -265,7 +278,7 @@ def _cells(column: Any, name: str, where: str) -> pa.ChunkedArray:
         column = pa.chunked_array(chunks, column.type.storage_type)
     names = {f.name for f in column.type} if pa.types.is_struct(column.type) else set()
     if not {"data", "shape"} <= names:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: column {name!r} holds {column.type}, expected a struct of data and shape, "
             "as Ray writes tensors of varying shape. Write it as lists of numbers."
         )

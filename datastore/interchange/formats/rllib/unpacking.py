@@ -19,23 +19,27 @@ from replaylake.datastore.episodes.spaces import (
     num_bytes,
     num_values,
 )
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.packed.packed import NoArrays, Unpacker, is_packed
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.packed.packed import (
+    NoArraysError,
+    Unpacker,
+    is_packed,
+)
 from replaylake.datastore.interchange.formats.tabular.arrays import is_text
-from replaylake.datastore.interchange.formats.tabular.episode_rows import CHUNK_BYTES, column_of
+from replaylake.datastore.interchange.formats.tabular.episode_rows import CHUNK_BYTES, to_column
 from replaylake.datastore.interchange.formats.tabular.fields import ALIASES, DONE_ALIASES
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, Tables
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
 
 # What steps are made of; any other column may be left out.
 _NEEDED: Final = {*DONE_ALIASES}.union(*ALIASES.values())
 
 
-class WithoutColumns(Tables):
+class TablesWithoutColumns(TableSource):
     """Tables of Parquet files, without some of their columns."""
 
     reread_cheaply = True
 
-    def __init__(self, tables: Tables, names: Sequence[str]) -> None:
+    def __init__(self, tables: TableSource, names: Sequence[str]) -> None:
         self._tables = tables
         self._names = {*names}
 
@@ -52,17 +56,17 @@ class WithoutColumns(Tables):
         return [name for name in schema.names if name not in self._names]
 
 
-class UnpackedTables(Tables):
+class UnpackedTables(TableSource):
     """Tables of one row a step, some of whose cells are packed; `notes` say what is left out."""
 
-    def __init__(self, tables: Tables, notes: list[str]) -> None:
+    def __init__(self, tables: TableSource, notes: list[str]) -> None:
         self._tables = tables
         self._notes = notes
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         for chunk in self._tables.chunks(columns):
             start = 0
-            for part in _unpacked(chunk, "row", self._notes, per_row=True):
+            for part in _unpack(chunk, "row", self._notes, per_row=True):
                 yield chunk.part(start, part)
                 start += part.num_rows
 
@@ -75,16 +79,16 @@ def is_packed_column(column: pa.ChunkedArray) -> bool:
     return first is not None and is_packed(first.as_py())
 
 
-def unpacked_batches(lines: Chunk, notes: list[str]) -> Iterator[pa.Table]:
+def unpack_batches(lines: Chunk, notes: list[str]) -> Iterator[pa.Table]:
     """Yield runs of batches whose packed columns are lists, one entry a step.
 
     A further column whose cells hold no arrays, as infos do, is left out, which `notes` say.
-    Raises: SourceInvalid for a cell that is no packed array.
+    Raises: SourceInvalidError for a cell that is no packed array.
     """
-    yield from _unpacked(lines, "batch", notes, per_row=False)
+    yield from _unpack(lines, "batch", notes, per_row=False)
 
 
-def _unpacked(chunk: Chunk, what: str, notes: list[str], *, per_row: bool) -> Iterator[pa.Table]:
+def _unpack(chunk: Chunk, what: str, notes: list[str], *, per_row: bool) -> Iterator[pa.Table]:
     """Cut a table where its packed cells change in kind, or are 16 MiB, and unpack them."""
     table = _without_objects(chunk.table, notes)
     packed = [name for name in table.schema.names if is_packed_column(table.column(name))]
@@ -104,13 +108,13 @@ def _unpacked(chunk: Chunk, what: str, notes: list[str], *, per_row: bool) -> It
         }
         now = {name: _kind(values) for name, values in found.items()}
         if held and (now != kinds or held_bytes >= CHUNK_BYTES):
-            yield _replaced(table.slice(start, len(held)), held, per_row)
+            yield _replace_columns(table.slice(start, len(held)), held, per_row)
             start, held, held_bytes = row, [], 0
         held.append(found)
         kinds = now
         held_bytes += sum(num_bytes(values) for values in found.values() if values is not None)
     if held:
-        yield _replaced(table.slice(start, len(held)), held, per_row)
+        yield _replace_columns(table.slice(start, len(held)), held, per_row)
 
 
 def _without_objects(table: pa.Table, notes: list[str]) -> pa.Table:
@@ -120,13 +124,13 @@ def _without_objects(table: pa.Table, notes: list[str]) -> pa.Table:
             continue
         try:
             Unpacker()(next(cell.as_py() for cell in table.column(name) if cell.is_valid), name)
-        except NoArrays as error:
+        except NoArraysError as error:
             found = str(error).split(", expected", 1)[0].removeprefix(f"{name}: found ")
             note = f"column {name!r} holds {found}, packed: left out"
             if note not in notes:
                 notes.append(note)
             table = table.drop_columns([name])
-        except SourceInvalid:
+        except SourceInvalidError:
             continue  # refused below, with its place
     return table
 
@@ -139,7 +143,7 @@ def _cell(text: Any, unpacked: Unpacker, where: str, per_row: bool) -> Values | 
     if per_row:
         values = as_batch(values)
     if len(lengths := set(_lengths(values))) > 1 or None in lengths:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{where}: found packed arrays with {sorted(map(str, lengths))} entries, expected one "
             "entry a step in each. Write the log again, or leave the file out."
         )
@@ -154,13 +158,15 @@ def _lengths(values: Values) -> Iterator[int | None]:
         yield len(values) if values.ndim else None
 
 
-def _replaced(table: pa.Table, held: list[dict[str, Values | None]], per_row: bool) -> pa.Table:
+def _replace_columns(
+    table: pa.Table, held: list[dict[str, Values | None]], per_row: bool
+) -> pa.Table:
     for name in held[0]:
         # Cells of one run are all there or all absent.
         parts = [part for found in held if (part := found[name]) is not None]
         array = pa.nulls(len(held))
         if parts:
-            array = column_of(concatenate(parts), name)
+            array = to_column(concatenate(parts), name)
         if parts and not per_row:
             offsets = np.cumsum([0, *map(num_values, parts)]).astype(np.int32)
             array = pa.ListArray.from_arrays(pa.array(offsets), array)

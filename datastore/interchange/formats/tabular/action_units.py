@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array, Values
-from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.tabular.arrays import Mask
 
@@ -33,11 +33,11 @@ class ActionUnits:
     def convert(self, actions: Values, column: str) -> tuple[Array, Mask]:
         """Return float actions [n, ...] in their units, and the rows bool [n] that are outside.
 
-        Raises: SourceInvalid for actions that are no floats.
+        Raises: SourceInvalidError for actions that are no floats.
         """
         if isinstance(actions, Mapping) or actions.dtype.kind != "f":
             kind = "a struct" if isinstance(actions, Mapping) else str(actions.dtype)
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"column {column!r}: found actions of {kind}, expected floats: only they have "
                 "units. Leave out --action-scale, --action-low and --action-high."
             )
@@ -71,23 +71,25 @@ class ActionUnits:
         return [what]
 
 
-def units_of(options: ReadOptions) -> ActionUnits:
-    """Return the units that were asked for. Raises: ConfigInvalid."""
+def parse_units(options: ReadOptions) -> ActionUnits:
+    """Return the units that were asked for. Raises: ConfigInvalidError."""
     scale, span = options.action_scale, options.action_range
     if scale is not None and span is not None:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--action-scale: found {scale} beside --action-low {span[0]} and --action-high "
             f"{span[1]}, expected one or the other."
         )
     if scale is not None:
         if scale == 0 or not math.isfinite(scale):
-            raise ConfigInvalid(f"--action-scale: found {scale}, expected a number other than 0.")
+            raise ConfigInvalidError(
+                f"--action-scale: found {scale}, expected a number other than 0."
+            )
         return ActionUnits(scale)
     if span is None:
         return ActionUnits()
     low, high = span
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--action-low: found {low} and {high}, expected two finite numbers, the lower first."
         )
     return ActionUnits((high - low) / 2, (high + low) / 2, is_bounded=True)

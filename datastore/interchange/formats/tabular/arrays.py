@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from replaylake.datastore.episodes.schema import TIMESTAMP_TYPE, widened
+from replaylake.datastore.episodes.schema import TIMESTAMP_TYPE, widen
 from replaylake.datastore.episodes.spaces import Array, Values
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.tabular.fields import column_name
 from replaylake.datastore.storage.arrow_values import is_list
 
@@ -25,14 +25,14 @@ _RAY_TENSORS: Final = ("ray.data.arrow_tensor", "ray.data.arrow_tensor_v2")
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedColumn:
     """Values [n, ...] and, for each check that some row fails, the failing rows bool [n]."""
 
     values: Any
     faults: Mapping[str, Mask]
 
 
-def decode(column: pa.Array, shape: tuple[int, ...] | None = None) -> Decoded:
+def decode(column: pa.Array, shape: tuple[int, ...] | None = None) -> DecodedColumn:
     """Decode a column to an array [n, ...], or to a mapping of arrays for a struct.
 
     Rows that are null (`missing`), of another length than most (`shape`) or not finite
@@ -45,7 +45,7 @@ def decode(column: pa.Array, shape: tuple[int, ...] | None = None) -> Decoded:
         faults: dict[str, Mask] = {}
         for part in parts.values():
             faults = _either(faults, part.faults)
-        return Decoded({name: part.values for name, part in parts.items()}, faults)
+        return DecodedColumn({name: part.values for name, part in parts.items()}, faults)
     values, missing, uneven = _dense(column)
     if shape is not None and values.ndim > 1:
         values = values.reshape(len(values), *shape)
@@ -56,32 +56,34 @@ def decode(column: pa.Array, shape: tuple[int, ...] | None = None) -> Decoded:
         bad = ~finite.reshape(len(values), -1).all(axis=1)
         if (bad & ~missing).any():
             faults["not_finite"] = bad & ~missing
-    return Decoded(values, faults)
+    return DecodedColumn(values, faults)
 
 
-def stack(parts: list[Decoded], names: list[str], what: str) -> Decoded:
-    """Join several columns, in order, into one vector a row. Raises: SourceInvalid."""
+def stack(parts: list[DecodedColumn], names: list[str], what: str) -> DecodedColumn:
+    """Join several columns, in order, into one vector a row. Raises: SourceInvalidError."""
     if len(parts) == 1:
         return parts[0]
     faults: dict[str, Mask] = {}
     arrays = []
     for part, name in zip(parts, names, strict=True):
         if isinstance(part.values, Mapping) or part.values.dtype.kind not in "fiub":
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"column {name!r}: found text or a struct, expected numbers to build {what} from. "
                 "Leave it out of the mapping; a new dataset encodes text beside numbers."
             )
         faults = _either(faults, part.faults)
         arrays.append(part.values.reshape(len(part.values), -1))
-    return Decoded(np.concatenate(arrays, axis=1), faults)
+    return DecodedColumn(np.concatenate(arrays, axis=1), faults)
 
 
-def whole_numbers(column: pa.Array) -> Decoded:
+def whole_numbers(column: pa.Array) -> DecodedColumn:
     """Decode to int64; rows that are not whole numbers are marked `not_whole`."""
     decoded = decode(column)
     values = decoded.values
     if isinstance(values, Mapping) or values.ndim != 1 or values.dtype.kind not in "fiub":
-        return Decoded(np.zeros(len(column), np.int64), {"not_whole": np.ones(len(column), bool)})
+        return DecodedColumn(
+            np.zeros(len(column), np.int64), {"not_whole": np.ones(len(column), bool)}
+        )
     with np.errstate(invalid="ignore"):
         cast = values.astype(np.int64)
     # Above 2**53 a float no longer names one integer.
@@ -89,53 +91,60 @@ def whole_numbers(column: pa.Array) -> Decoded:
     faults = dict(decoded.faults)
     if inexact.any():
         faults["not_whole"] = inexact
-    return Decoded(cast, faults)
+    return DecodedColumn(cast, faults)
 
 
-def flags(column: pa.Array) -> Decoded:
+def flags(column: pa.Array) -> DecodedColumn:
     """Decode to bool; 0 and 1 count, other values are marked `not_a_flag`."""
     decoded = decode(column)
     values = decoded.values
     if isinstance(values, Mapping) or values.ndim != 1 or values.dtype.kind not in "fiub":
-        return Decoded(np.zeros(len(column), bool), {"not_a_flag": np.ones(len(column), bool)})
+        return DecodedColumn(
+            np.zeros(len(column), bool), {"not_a_flag": np.ones(len(column), bool)}
+        )
     faults = dict(decoded.faults)
     if values.dtype.kind != "b" and (other := (values != 0) & (values != 1)).any():
         faults["not_a_flag"] = other
-    return Decoded(values == 1, faults)
+    return DecodedColumn(values == 1, faults)
 
 
-def names_of(column: pa.Array, what: str) -> pa.Array:
-    """Return a column of ids or names as text. Raises: SourceInvalid on types that name nothing."""
+def decode_names(column: pa.Array, what: str) -> pa.Array:
+    """Return a column of ids or names as text.
+
+    Raises: SourceInvalidError on types that name nothing.
+    """
     kind = column.type
     if pa.types.is_floating(kind):
         whole = whole_numbers(column)
         if "not_whole" in whole.faults or "not_finite" in whole.faults:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{what}: found {kind} values that are not exact whole numbers, expected text or "
                 "integers. Write ids as text (integers over 2**53 do not survive as floats)."
             )
         column = pa.array(whole.values, mask=np.asarray(column.is_null()))
     elif not (pa.types.is_integer(kind) or is_text(kind) or pa.types.is_null(kind)):
-        raise SourceInvalid(f"{what}: found {kind}, expected text or integers. Map another column.")
+        raise SourceInvalidError(
+            f"{what}: found {kind}, expected text or integers. Map another column."
+        )
     return column.cast(pa.string())
 
 
 def microseconds(column: pa.Array, what: str) -> Array:
     """Decode times to int64 us since 1970, UTC, an absent one to 0.
 
-    Raises: SourceInvalid on naive or inexact ones.
+    Raises: SourceInvalidError on naive or inexact ones.
     """
     kind = column.type
     has_zone = pa.types.is_timestamp(kind) and kind.tz is not None
     if not (has_zone or is_text(kind)):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{what}: found {kind}, expected times with a zone, such as 2026-01-31T12:00:00Z. Add "
             f"the zone, or keep the column under another name with --map NEW={what}."
         )
     try:
         cast = column.cast(TIMESTAMP_TYPE)
     except pa.ArrowException as error:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{what}: {error}. Expected times with a zone, such as 2026-01-31T12:00:00Z, exact to "
             f"the microsecond. Or keep the column as it is with --map NEW={what}."
         ) from error
@@ -149,11 +158,11 @@ def is_text(kind: pa.DataType) -> bool:
     )
 
 
-def plain(field: pa.Field, column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, Any]:
+def to_plain(field: pa.Field, column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, Any]:
     """Return a column's storage without extension and dictionary types, and a tensor's shape.
 
     Ray's tensor columns are read without ray: their storage is a list, their shape in the field's
-    metadata. Raises: SourceInvalid on tensors of varying shape.
+    metadata. Raises: SourceInvalidError on tensors of varying shape.
     """
     shape = None
     name = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
@@ -164,7 +173,7 @@ def plain(field: pa.Field, column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, An
         name = _ARROW_TENSOR
         column = pa.chunked_array([c.storage for c in column.chunks], column.type.storage_type)
     elif isinstance(column.type, pa.BaseExtensionType):
-        name, extension = column.type.extension_name, _serialized(column.type)
+        name, extension = column.type.extension_name, _serialize_type(column.type)
         chunks = [chunk.storage for chunk in column.chunks]
         column = pa.chunked_array(chunks, column.type.storage_type)
     if name in _RAY_TENSORS:
@@ -172,7 +181,7 @@ def plain(field: pa.Field, column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, An
     elif name == _ARROW_TENSOR:
         shape = tuple(int(size) for size in json.loads(extension)["shape"])
     elif name.startswith("ray.data."):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"column {field.name!r}: found {name}, expected a tensor column of one shape. "
             "Write it as lists of numbers."
         )
@@ -181,11 +190,11 @@ def plain(field: pa.Field, column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, An
     return column, shape
 
 
-def stored(column: pa.Array, name: str) -> pa.Array | None:
+def to_storable(column: pa.Array, name: str) -> pa.Array | None:
     """Return a further column as it can be stored, or None where nothing is in it (nulls, {}).
 
-    Struct members are renamed and pruned by the same rules as columns. Raises: SchemaMismatch,
-    SourceInvalid if two members would have one name.
+    Struct members are renamed and pruned by the same rules as columns. Raises: SchemaMismatchError,
+    SourceInvalidError if two members would have one name.
     """
     kind = column.type
     if pa.types.is_null(kind):
@@ -194,11 +203,11 @@ def stored(column: pa.Array, name: str) -> pa.Array | None:
         column = column.cast(kind.value_type)
     if pa.types.is_struct(kind):
         members = {
-            column_name(f.name, i): stored(pc.struct_field(column, f.name), f"{name}.{f.name}")
+            column_name(f.name, i): to_storable(pc.struct_field(column, f.name), f"{name}.{f.name}")
             for i, f in enumerate(kind)
         }
         if len(members) < kind.num_fields:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"column {name!r}: found members {[f.name for f in kind]}, expected names that "
                 "stay distinct once characters outside [A-Za-z0-9_] are replaced. Rename one."
             )
@@ -210,12 +219,12 @@ def stored(column: pa.Array, name: str) -> pa.Array | None:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         column = column.cast(pa.list_(kind.value_field)) if pa.types.is_large_list(kind) else column
         start, end = column.offsets[0].as_py(), column.offsets[-1].as_py()
-        inner = stored(column.values.slice(start, end - start), name)
+        inner = to_storable(column.values.slice(start, end - start), name)
         if inner is None:
             return None
         mask = column.is_null() if column.null_count else None
         return pa.ListArray.from_arrays(pc.subtract(column.offsets, start), inner, mask=mask)
-    return widened(column, name)
+    return widen(column, name)
 
 
 def unfilled_members(kind: pa.DataType, name: str) -> list[str]:
@@ -234,7 +243,7 @@ def unfilled_members(kind: pa.DataType, name: str) -> list[str]:
     return found
 
 
-def _serialized(kind: Any) -> str:
+def _serialize_type(kind: Any) -> str:
     raw = kind.__arrow_ext_serialize__() if hasattr(kind, "__arrow_ext_serialize__") else b""
     return bytes(raw).decode(errors="replace")
 

@@ -13,13 +13,17 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import Array, Values
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.tabular import arrays
 from replaylake.datastore.interchange.formats.tabular.action_units import ActionUnits
-from replaylake.datastore.interchange.formats.tabular.arrays import Decoded, Mask
+from replaylake.datastore.interchange.formats.tabular.arrays import DecodedColumn, Mask
 from replaylake.datastore.interchange.formats.tabular.encoder import Encoder
-from replaylake.datastore.interchange.formats.tabular.fields import EPISODE, HEAD_COLUMNS, Layout
-from replaylake.datastore.interchange.formats.tabular.steps import Fault, Steps
+from replaylake.datastore.interchange.formats.tabular.fields import (
+    EPISODE,
+    HEAD_COLUMNS,
+    ColumnLayout,
+)
+from replaylake.datastore.interchange.formats.tabular.steps import RowFault, TableSteps
 from replaylake.datastore.interchange.formats.tabular.tables import DAMAGE, MISFITS, ORIGIN, Survey
 from replaylake.datastore.storage.arrow_values import is_list
 
@@ -31,39 +35,44 @@ _AS_LOGGED = ActionUnits()
 
 def decode_steps(
     table: pa.Table,
-    layout: Layout,
+    layout: ColumnLayout,
     seen: Survey,
     encoder: Encoder = _PLAIN,
     units: ActionUnits = _AS_LOGGED,
-) -> Steps:
+) -> TableSteps:
     """Decode rows; those that fail a check are marked in `faults`, never dropped or changed.
 
     `encoder` makes numbers of text columns; `units` are those that actions are brought to.
 
-    Raises: SourceInvalid for a column whose type cannot be its field's at all.
+    Raises: SourceInvalidError for a column whose type cannot be its field's at all.
     """
     return _Decoder(table, layout, seen, encoder, units).steps()
 
 
 class _Decoder:
     def __init__(
-        self, table: pa.Table, layout: Layout, seen: Survey, encoder: Encoder, units: ActionUnits
+        self,
+        table: pa.Table,
+        layout: ColumnLayout,
+        seen: Survey,
+        encoder: Encoder,
+        units: ActionUnits,
     ) -> None:
         self._encoder = encoder
         self._units = units
         self._table = table
         self._layout = layout
         self._shapes = seen.shapes
-        self._faults: list[Fault] = []
+        self._faults: list[RowFault] = []
         self._absent: dict[str, Mask] = {}
 
-    def steps(self) -> Steps:
+    def steps(self) -> TableSteps:
         observations = self._vector("observation")
         actions = self._actions()
         terminated, truncated = self._ends()
         next_observations, has_next = self._sparse("next_observation")
         final_observations, has_final = self._sparse("final_observation")
-        steps = Steps(
+        steps = TableSteps(
             origins=np.asarray(self._column(ORIGIN)),
             observations=arrays.as_vectors(observations),
             actions=arrays.as_vectors(actions),
@@ -91,7 +100,7 @@ class _Decoder:
         steps.faults = [*misfits, *_without(self._faults, misfits)]
         return steps
 
-    def _misfits(self) -> list[Fault]:
+    def _misfits(self) -> list[RowFault]:
         """Return the cells of another type than their column, which are null in it."""
         column = self._column(MISFITS)
         if column.null_count == len(column):
@@ -103,7 +112,7 @@ class _Decoder:
             for name, (_, message) in json.loads(text or "{}").items():
                 found.setdefault(name, {})[origins[row]] = message
                 rows.setdefault(name, np.zeros(len(column), dtype=np.bool_))[row] = True
-        return [Fault("dtype", name, rows[name], said) for name, said in found.items()]
+        return [RowFault("dtype", name, rows[name], said) for name, said in found.items()]
 
     def _mark_unnamed(self) -> None:
         named = [self._layout.one("episode_id"), self._layout.one("agent_id")]
@@ -111,19 +120,19 @@ class _Decoder:
             if name is not None and self._table.column(name).null_count:
                 unnamed = np.asarray(self._table.column(name).is_null())
                 shown = ",".join(self._layout.episode_by) if name == EPISODE else name
-                self._faults.append(Fault("missing", shown, unnamed))
+                self._faults.append(RowFault("missing", shown, unnamed))
 
     def _column(self, theirs: str) -> pa.Array:
         column = self._table.column(theirs)
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
-    def _mark(self, decoded: Decoded, column: str, *, but: str | None = None) -> Any:
+    def _mark(self, decoded: DecodedColumn, column: str, *, but: str | None = None) -> Any:
         for check, rows in decoded.faults.items():
             if check != but:
-                self._faults.append(Fault(check, column, rows))
+                self._faults.append(RowFault(check, column, rows))
         return decoded.values
 
-    def _parts(self, ours: str) -> tuple[Any, list[Fault]] | None:
+    def _parts(self, ours: str) -> tuple[Any, list[RowFault]] | None:
         """Decode the columns of a field to one value a row, and mark what fails in each."""
         theirs = self._layout.fields.get(ours)
         if not theirs:
@@ -141,14 +150,14 @@ class _Decoder:
             values = arrays.stack(parts, list(theirs), ours).values
             found = [dict(part.faults) for part in parts]
         faults = [
-            Fault(check, name, rows)
+            RowFault(check, name, rows)
             for name, wrong in zip(theirs, found, strict=True)
             for check, rows in wrong.items()
         ]
         return values, faults
 
     def _vector(self, ours: str) -> Values:
-        nothing: tuple[Any, list[Fault]] = (None, [])
+        nothing: tuple[Any, list[RowFault]] = (None, [])
         values, faults = self._parts(ours) or nothing
         self._faults += faults
         known: Values = values
@@ -170,14 +179,14 @@ class _Decoder:
         is_text = arrays.is_text(self._table.schema.field(column).type)
         if is_text and self._encoder.names_actions:
             codes, faults = self._encoder.actions(self._column(column))
-            self._faults += [Fault(check, column, rows) for check, rows in faults.items()]
+            self._faults += [RowFault(check, column, rows) for check, rows in faults.items()]
             return codes
         actions = self._vector("action")
         if not self._units.changes:
             return actions
         actions, outside = self._units.convert(actions, ",".join(self._layout.fields["action"]))
         if outside.any():
-            self._faults.append(Fault("action_range", column, outside))
+            self._faults.append(RowFault("action_range", column, outside))
         return actions
 
     def _rewards(self) -> Array:
@@ -190,7 +199,7 @@ class _Decoder:
         decoded = arrays.decode(self._column(column))
         values = self._mark(decoded, column, but="missing" if is_optional else None)
         if isinstance(values, Mapping) or values.ndim != 1 or values.dtype.kind not in "fiub":
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"column {column!r}: found {self._table.column(column).type}"
                 f"{_example(values)}, expected one number a step as the reward. Map another column."
             )
@@ -235,7 +244,7 @@ class _Decoder:
         values = arrays.decode(self._column(name)).values
         missing = np.asarray(self._column(name).is_null())
         if isinstance(values, Mapping) or values.ndim != 1 or values.dtype.kind not in "fiu":
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"column {name!r}: found {self._table.column(name).type}, expected one number a "
                 f"step as the {ours}. Map another column."
             )
@@ -251,7 +260,7 @@ class _Decoder:
                 outside = np.isinf(values) | ((values > 1e-3) & is_discrete)
                 values = np.where((values > 0) & is_discrete & ~outside, 0.0, values)
         if outside.any():
-            self._faults.append(Fault("propensity", name, outside))
+            self._faults.append(RowFault("propensity", name, outside))
         if self._units.changes and not isinstance(actions, Mapping):
             values = values + self._units.log_density_shift(actions)
         return None if np.isnan(values).all() else values.astype(np.float32)
@@ -265,11 +274,11 @@ class _Decoder:
             if self._lacks(self._column(theirs[0]), "masks"):
                 return None
             absent = self._absent.get("masks", np.zeros(self._table.num_rows, dtype=np.bool_))
-            faults = [Fault(f.check, f.column, f.rows & ~absent) for f in faults]
+            faults = [RowFault(f.check, f.column, f.rows & ~absent) for f in faults]
         self._faults += [fault for fault in faults if fault.rows.any()]
         if isinstance(masks, Mapping) or masks.ndim != 2 or masks.dtype.kind not in "fiub":
             columns = ",".join(self._layout.fields["action_mask"])
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"column {columns!r}: expected a list of flags a step as the action_mask. "
                 "Map another column."
             )
@@ -284,12 +293,12 @@ class _Decoder:
     def _policies(self) -> NDArray[np.object_] | None:
         if (name := self._layout.one("policy")) is None:
             return None
-        names: NDArray[np.object_] = arrays.names_of(self._column(name), name).to_numpy(False)
+        names: NDArray[np.object_] = arrays.decode_names(self._column(name), name).to_numpy(False)
         return names
 
     def _extras(self) -> dict[str, pa.Array]:
         found = {
-            ours: arrays.stored(self._column(theirs), theirs)
+            ours: arrays.to_storable(self._column(theirs), theirs)
             for theirs, ours in self._layout.extras.items()
         }
         return {name: column for name, column in found.items() if column is not None}
@@ -308,7 +317,7 @@ class _Decoder:
         return {i: text for i, text in enumerate(column.to_pylist()) if text is not None}
 
 
-def _without(faults: list[Fault], misfits: list[Fault]) -> list[Fault]:
+def _without(faults: list[RowFault], misfits: list[RowFault]) -> list[RowFault]:
     """Return the faults, without those cells said to be missing that hold something else."""
     known = {fault.column: fault.rows for fault in misfits}
     found = [
@@ -324,7 +333,7 @@ def _refuse_packed(values: Any, column: str) -> None:
     if isinstance(values, Mapping) or values.dtype != object or not len(values):
         return
     if isinstance(values[0], str) and values[0].startswith(_PACKED):
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"column {column!r}: found packed arrays (base64 of LZ4 of a pickle), expected lists "
             "of numbers. RLlib writes them: read the log with --format rllib."
         )

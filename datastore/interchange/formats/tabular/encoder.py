@@ -12,15 +12,15 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.encoding import CATEGORY, FLAG, NUMBER, TIME, Encoding, Field
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.tabular.arrays import Mask, decode, is_text
-from replaylake.datastore.interchange.formats.tabular.fields import Layout
+from replaylake.datastore.interchange.formats.tabular.fields import ColumnLayout
 from replaylake.datastore.interchange.formats.tabular.text_columns import (
-    Contents,
+    TextContents,
     blank_to_null,
-    refuse_many,
     time_text,
+    too_many_texts_error,
 )
 
 # What holds observations, and is encoded alike.
@@ -76,7 +76,7 @@ class Encoder:
             return []
         notes = []
         if self.encodes:
-            said = "; ".join(f"{one.name} {_said(one)}" for one in encoding.fields)
+            said = "; ".join(f"{one.name} {_describe_field(one)}" for one in encoding.fields)
             whose = " as the dataset has it" if self.is_old else ""
             notes.append(f"observation is {encoding.width} float32 numbers{whose}: {said}")
         if encoding.action_names is not None and not self.is_old:
@@ -90,8 +90,8 @@ class Encoder:
         return notes
 
 
-def columns_to_look_at(
-    layout: Layout, schema: pa.Schema, options: ReadOptions, *, encodes_lone: bool
+def find_text_columns(
+    layout: ColumnLayout, schema: pa.Schema, options: ReadOptions, *, encodes_lone: bool
 ) -> list[str]:
     """Return the text columns whose contents decide how they are read."""
     found = [*layout.order_by]
@@ -109,9 +109,9 @@ def columns_to_look_at(
 
 
 def find_encoder(
-    layout: Layout,
+    layout: ColumnLayout,
     schema: pa.Schema,
-    contents: Mapping[str, Contents],
+    contents: Mapping[str, TextContents],
     fills: Mapping[str, pa.Scalar],
     options: ReadOptions,
     *,
@@ -119,13 +119,15 @@ def find_encoder(
 ) -> Encoder:
     """Decide what is encoded; `schema` is that of the rows once they are ready.
 
-    Raises: SourceInvalid for columns that cannot be encoded, or not as the dataset has them.
+    Raises: SourceInvalidError for columns that cannot be encoded, or not as the dataset has them.
     """
     known = options.encoding
     if known is not None:
         _check_known(known, layout, schema)
         unknown = {name: one.num_unknown for name, one in contents.items() if one.known is not None}
-        return Encoder(known or None, _encoded(known, layout, schema), unknown, is_old=True)
+        return Encoder(
+            known or None, _find_encoded_fields(known, layout, schema), unknown, is_old=True
+        )
     observations = layout.fields["observation"]
     kinds = [schema.field(name).type for name in observations]
     is_one = len(observations) == 1 and not (encodes_lone and is_text(kinds[0]))
@@ -145,10 +147,10 @@ def find_encoder(
     if len(action) == 1 and is_text(schema.field(action[0]).type) and not is_transcript:
         names = _vocabulary(action, contents, fills, options, "action names")
     found = Encoding(fields, names, dtype)
-    return Encoder(found or None, _encoded(found, layout, schema))
+    return Encoder(found or None, _find_encoded_fields(found, layout, schema))
 
 
-def used_by(encoder: Encoder, layout: Layout) -> list[str]:
+def list_encoded_columns(encoder: Encoder, layout: ColumnLayout) -> list[str]:
     """Return the columns that are encoded, which are kept as they are beside it."""
     used: list[str] = []
     for ours in OBSERVATIONS:
@@ -156,7 +158,9 @@ def used_by(encoder: Encoder, layout: Layout) -> list[str]:
     return [*used, *(layout.fields["action"] if encoder.names_actions else ())]
 
 
-def _encoded(encoding: Encoding, layout: Layout, schema: pa.Schema) -> frozenset[str]:
+def _find_encoded_fields(
+    encoding: Encoding, layout: ColumnLayout, schema: pa.Schema
+) -> frozenset[str]:
     """Return our fields that are made of encoded columns, not of vectors, nor of numbers alone."""
     fields = encoding.fields
     if all(one.kind == NUMBER for one in fields):
@@ -169,7 +173,7 @@ def _encoded(encoding: Encoding, layout: Layout, schema: pa.Schema) -> frozenset
     )
 
 
-def _parts(layout: Layout) -> dict[str, list[str]]:
+def _parts(layout: ColumnLayout) -> dict[str, list[str]]:
     """Return, for each observation column, the columns that hold the same thing."""
     observations = layout.fields["observation"]
     alike = [layout.fields.get(ours, ()) for ours in OBSERVATIONS]
@@ -180,7 +184,7 @@ def _parts(layout: Layout) -> dict[str, list[str]]:
 def _field(
     names: Sequence[str],
     kind: str | None,
-    contents: Mapping[str, Contents],
+    contents: Mapping[str, TextContents],
     fills: Mapping[str, pa.Scalar],
     options: ReadOptions,
 ) -> Field:
@@ -197,7 +201,7 @@ def _field(
 
 def _vocabulary(
     names: Sequence[str],
-    contents: Mapping[str, Contents],
+    contents: Mapping[str, TextContents],
     fills: Mapping[str, pa.Scalar],
     options: ReadOptions,
     what: str,
@@ -209,7 +213,7 @@ def _vocabulary(
         if name in fills:
             values.add(str(fills[name].as_py()))
     if len(values) > options.max_categories:
-        raise refuse_many(names[0], what, options.max_categories)
+        raise too_many_texts_error(names[0], what, options.max_categories)
     return tuple(sorted(values))
 
 
@@ -237,12 +241,12 @@ def _common_dtype(kinds: Sequence[pa.DataType]) -> str:
     return "float32" if common == "float16" else str(common)
 
 
-def _check_known(known: Encoding, layout: Layout, schema: pa.Schema) -> None:
+def _check_known(known: Encoding, layout: ColumnLayout, schema: pa.Schema) -> None:
     observations = layout.fields["observation"]
     names = [one.name for one in known.fields]
     is_vector = len(observations) == 1 and _kind_of(schema.field(observations[0]).type) is None
     if names and not is_vector and list(observations) != names and not known.is_plain:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"observation: found the columns {', '.join(observations)}, expected "
             f"{', '.join(names)}, which the dataset's observations are encoded from. Map those, or "
             "ingest into a new dataset."
@@ -253,7 +257,7 @@ def _check_known(known: Encoding, layout: Layout, schema: pa.Schema) -> None:
         kind = _kind_of(schema.field(one.name).type)
         fits = {NUMBER: (NUMBER, FLAG), CATEGORY: (CATEGORY, NUMBER)}.get(one.kind, (one.kind,))
         if kind not in fits and not pa.types.is_null(schema.field(one.name).type):
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"column {one.name!r}: found {schema.field(one.name).type}, expected a {one.kind} "
                 "as the dataset's encoding has it. Correct the column, or ingest into a new "
                 "dataset."
@@ -284,7 +288,7 @@ def _values(one: Field, column: pa.Array) -> tuple[Any, dict[str, Mask]]:
     return np.where(np.isfinite(values), values, 0), faults
 
 
-def _said(one: Field) -> str:
+def _describe_field(one: Field) -> str:
     if one.kind == CATEGORY:
         return f"one of {len(one.vocabulary)} categories or other"
     if one.kind == TIME:

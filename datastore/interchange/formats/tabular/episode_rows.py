@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.episodes.spaces import Array, Values, concatenate, num_bytes, take
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk
 from replaylake.datastore.interchange.sources.source import SourceFile
 
@@ -33,7 +33,7 @@ class EpisodeRows:
     damage: str | None = None
 
 
-def chunks_of(file: SourceFile, episodes: Iterable[EpisodeRows]) -> Iterator[Chunk]:
+def iter_chunks(file: SourceFile, episodes: Iterable[EpisodeRows]) -> Iterator[Chunk]:
     """Join episodes of one file to chunks of about 16 MiB whose columns have one type each."""
     held: list[EpisodeRows] = []
     kinds: dict[str, Any] = {}
@@ -55,14 +55,14 @@ def chunks_of(file: SourceFile, episodes: Iterable[EpisodeRows]) -> Iterator[Chu
         yield _chunk(file, first_row, held)
 
 
-def evened(
+def truncate_to_shortest(
     file: SourceFile, episode: str, columns: Mapping[str, Values]
 ) -> tuple[dict[str, Values], int, str | None]:
     """Return columns of one length, the length, and what is wrong if they had several.
 
     Rows of columns that differ in length cannot be trusted to belong together: they are cut to the
-    shortest and their episode is rejected with what is said here. Raises: SourceInvalid if nothing
-    is left of an episode that has steps.
+    shortest and their episode is rejected with what is said here. Raises: SourceInvalidError if
+    nothing is left of an episode that has steps.
     """
     lengths: dict[str, int] = {}
     for name, values in columns.items():
@@ -76,7 +76,7 @@ def evened(
         f"{lengths[longest]}, expected equal lengths"
     )
     if num == 0:
-        raise SourceInvalid(f"{damage}. Leave the episode out of the file.")
+        raise SourceInvalidError(f"{damage}. Leave the episode out of the file.")
     return {name: take(values, slice(num)) for name, values in columns.items()}, num, damage
 
 
@@ -90,17 +90,17 @@ def leaf_lengths(values: Values, name: str = "") -> dict[str, int]:
     return lengths
 
 
-def column_of(values: Values, name: str) -> pa.Array:
+def to_column(values: Values, name: str) -> pa.Array:
     """Return values [n, ...] as a column, without copying numbers.
 
     Values of several dims are fixed-size lists within one another, so that their shape stays known
-    inside structs too. Raises: SourceInvalid for values of no numbers.
+    inside structs too. Raises: SourceInvalidError for values of no numbers.
     """
     if isinstance(values, Mapping):
-        parts = [column_of(sub, f"{name}.{key}") for key, sub in values.items()]
+        parts = [to_column(sub, f"{name}.{key}") for key, sub in values.items()]
         return pa.StructArray.from_arrays(parts, names=[*values])
     if 0 in values.shape[1:]:
-        raise SourceInvalid(
+        raise SourceInvalidError(
             f"{name}: found values of shape {list(values.shape[1:])}, expected at least one number "
             "a step. Leave it out of the file."
         )
@@ -112,7 +112,7 @@ def column_of(values: Values, name: str) -> pa.Array:
 
 def _chunk(file: SourceFile, first_row: int, episodes: list[EpisodeRows]) -> Chunk:
     lengths = np.asarray([episode.num_steps for episode in episodes])
-    columns = {EPISODE_ID: pa.array([e.episode_id for e in episodes]).take(_repeated(lengths))}
+    columns = {EPISODE_ID: pa.array([e.episode_id for e in episodes]).take(_row_episodes(lengths))}
     for name in dict.fromkeys(name for episode in episodes for name in episode.columns):
         columns[name] = _column(name, [episode.columns.get(name) for episode in episodes], lengths)
     for name in dict.fromkeys(name for episode in episodes for name in episode.finals):
@@ -125,7 +125,7 @@ def _chunk(file: SourceFile, first_row: int, episodes: list[EpisodeRows]) -> Chu
     return Chunk(file, first_row, pa.table(columns), damage)
 
 
-def _repeated(lengths: Array) -> pa.Array:
+def _row_episodes(lengths: Array) -> pa.Array:
     return pa.array(np.repeat(np.arange(len(lengths)), lengths))
 
 
@@ -133,7 +133,7 @@ def _column(name: str, parts: list[Values | None], lengths: Array) -> pa.Array:
     known = [part for part in parts if part is not None]
     if not known:
         return pa.nulls(int(lengths.sum()))
-    joined = column_of(concatenate(known) if len(known) > 1 else known[0], name)
+    joined = to_column(concatenate(known) if len(known) > 1 else known[0], name)
     if len(known) == len(parts):
         return joined
     has = np.repeat([part is not None for part in parts], lengths)
@@ -146,7 +146,7 @@ def _lasts(name: str, parts: list[Values | None], lengths: Array) -> pa.Array:
         return pa.nulls(int(lengths.sum()))
     has = np.zeros(int(lengths.sum()), bool)
     has[(np.cumsum(lengths) - 1)[[part is not None for part in parts]]] = True
-    return column_of(concatenate(known), name).take(pa.array(np.cumsum(has) - 1, mask=~has))
+    return to_column(concatenate(known), name).take(pa.array(np.cumsum(has) - 1, mask=~has))
 
 
 def _kinds(episode: EpisodeRows) -> dict[str, Any]:

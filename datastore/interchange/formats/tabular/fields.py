@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from replaylake.datastore.episodes.schema import STANDARD_COLUMNS
-from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
-from replaylake.datastore.interchange.sources.refusal import listed
+from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
+from replaylake.datastore.interchange.sources.refusal import format_names
 from replaylake.datastore.names import is_column_name
 
 # What a misspelt name is compared with.
@@ -68,7 +68,7 @@ _REQUIRED: Final = ("observation", "action", "reward")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ColumnLayout:
     """The columns of a source: `fields` maps ours to theirs, `extras` theirs to our column name.
 
     episode_by: the columns that EPISODE is made of. order_by: what puts an episode's rows in order.
@@ -115,7 +115,7 @@ def lay_out(
     rewards_optional: bool = False,
     episode_by: Sequence[str] = (),
     order_by: Sequence[str] = (),
-) -> Layout:
+) -> ColumnLayout:
     """Assign columns to fields.
 
     Args:
@@ -127,12 +127,12 @@ def lay_out(
         order_by: the columns that put an episode's rows in order; a step column is then one only
             where `mapping` names it.
 
-    Raises: SourceInvalid if a mapped or required column is absent, two columns are one field's
-    aliases, or two names collide; ConfigInvalid if `mapping` itself is wrong.
+    Raises: SourceInvalidError if a mapped or required column is absent, two columns are one field's
+    aliases, or two names collide; ConfigInvalidError if `mapping` itself is wrong.
     """
-    _check_there(names, episode_by, "--episode-by", where)
-    _check_there(names, order_by, "--order-by", where)
-    explicit, renamed = _explicit(names, mapping, where, episode_by)
+    _check_present(names, episode_by, "--episode-by", where)
+    _check_present(names, order_by, "--order-by", where)
+    explicit, renamed = _parse_mapping(names, mapping, where, episode_by)
     if episode_by:
         explicit["episode_id"] = tuple(episode_by) if len(episode_by) == 1 else (EPISODE,)
     taken = {name for theirs in explicit.values() for name in theirs} | set(renamed)
@@ -147,7 +147,7 @@ def lay_out(
         if ours in fields or not found:
             continue
         if len(found) > 1:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{where}: found the columns {found}, expected one that is the {ours}. "
                 f"Say which with --map {ours}={found[0]}."
             )
@@ -159,8 +159,9 @@ def lay_out(
     for ours in _REQUIRED:
         if ours not in fields and not (ours == "reward" and rewards_optional):
             hint = ", or say --no-reward where the log has none" if ours == "reward" else ""
-            raise SourceInvalid(
-                f"{where}: found the columns {_listed(names)}, expected one that is the {ours}. "
+            raise SourceInvalidError(
+                f"{where}: found the columns {_quote_names(names)}, expected one that is the "
+                f"{ours}. "
                 f"Name it with --map {ours}=COLUMN{hint}."
             )
     done = None
@@ -169,10 +170,10 @@ def lay_out(
     used = {name for theirs in fields.values() for name in theirs} | {done}
     extras, renames = _extras(names, used, renamed, replaced, where)
     by = tuple(episode_by) if len(episode_by) > 1 else ()
-    return Layout(fields, extras, done, renames, rewards_optional, by, tuple(order_by))
+    return ColumnLayout(fields, extras, done, renames, rewards_optional, by, tuple(order_by))
 
 
-def _explicit(
+def _parse_mapping(
     names: Sequence[str], mapping: Mapping[str, str], where: str, episode_by: Sequence[str]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     fields: dict[str, tuple[str, ...]] = {}
@@ -184,14 +185,14 @@ def _explicit(
     # What is named is not meant by a pattern as well.
     taken = {name for theirs in said.values() for name in theirs} | set(episode_by)
     for ours, spelled in mapping.items():
-        theirs = _expanded(said[ours], names, taken, f"{ours}={spelled}", where)
+        theirs = _expand_patterns(said[ours], names, taken, f"{ours}={spelled}", where)
         if ours not in ALIASES and (not is_column_name(ours) or ours in STANDARD_COLUMNS):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"--map {ours}={spelled}: found {ours!r}, expected one of {', '.join(ALIASES)}, or "
                 "a new name for a further column ([A-Za-z_][A-Za-z0-9_]*)."
             )
         if len(theirs) > 1 and ours not in VECTOR_FIELDS:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"--map {ours}={spelled}: found {len(theirs)} columns, expected one. Only "
                 f"{', '.join(VECTOR_FIELDS)} are built from several."
             )
@@ -199,7 +200,7 @@ def _explicit(
             fields[ours] = theirs
             continue
         if (other := renamed.get(theirs[0])) is not None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"--map {ours}={spelled}: found the column kept as {other} too, expected one name. "
                 "Leave one out."
             )
@@ -207,7 +208,7 @@ def _explicit(
     return fields, renamed
 
 
-def _expanded(
+def _expand_patterns(
     spelled: Sequence[str], names: Sequence[str], taken: set[str], said: str, where: str
 ) -> tuple[str, ...]:
     """Return the columns that are meant: patterns in the source's order, names as they come."""
@@ -215,7 +216,7 @@ def _expanded(
     for part in spelled:
         if part in names:
             if part in found:
-                raise ConfigInvalid(f"--map {said}: found {part!r} twice, expected it once.")
+                raise ConfigInvalidError(f"--map {said}: found {part!r} twice, expected it once.")
             found.append(part)
             continue
         matched = []
@@ -224,23 +225,27 @@ def _expanded(
             matched = [name for name in free if fnmatchcase(name, part)]
         if not matched:
             what = "columns that match" if _PATTERN.search(part) else "the column"
-            raise SourceInvalid(
-                f"{where}: found the columns {_listed(names)}, expected {what} {part!r}, which the "
-                f"mapping {said} names.{meant(part, names)} Correct --map."
+            raise SourceInvalidError(
+                f"{where}: found the columns {_quote_names(names)}, expected {what} {part!r}, "
+                f"which the "
+                f"mapping {said} names.{suggest_name(part, names)} Correct --map."
             )
         found += matched
     return tuple(found)
 
 
-def _check_there(names: Sequence[str], wanted: Sequence[str], option: str, where: str) -> None:
+def _check_present(names: Sequence[str], wanted: Sequence[str], option: str, where: str) -> None:
     for name in wanted:
         if name not in names:
-            raise SourceInvalid(
-                f"{where}: found the columns {_listed(names)}, expected {name!r}, which {option} "
-                f"names.{meant(name, names)} Correct it."
+            raise SourceInvalidError(
+                f"{where}: found the columns {_quote_names(names)}, expected {name!r}, which "
+                f"{option} "
+                f"names.{suggest_name(name, names)} Correct it."
             )
     if len(set(wanted)) < len(wanted):
-        raise ConfigInvalid(f"{option} {','.join(wanted)}: found a column twice, expected it once.")
+        raise ConfigInvalidError(
+            f"{option} {','.join(wanted)}: found a column twice, expected it once."
+        )
 
 
 def _extras(
@@ -260,7 +265,7 @@ def _extras(
         if name in replaced and ours in STANDARD_COLUMNS:
             ours = f"logged_{ours}"  # --episode-by or --order-by stands in its place
         if (other := taken.get(ours.lower())) is not None:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{where}: column {name!r} would be stored as {ours!r}, which {other} is already "
                 f"(names differ by more than case). Rename it with --map NEW={name}."
             )
@@ -270,7 +275,7 @@ def _extras(
     return extras, renames
 
 
-def without_fields(layout: Layout, unread: Sequence[str]) -> Layout:
+def without_fields(layout: ColumnLayout, unread: Sequence[str]) -> ColumnLayout:
     """Return the layout with the columns of some fields as further columns.
 
     One whose name is a column of ours is called `logged_NAME`.
@@ -283,10 +288,10 @@ def without_fields(layout: Layout, unread: Sequence[str]) -> Layout:
     # Of two fields from one column, the other one still has it.
     left = {name for theirs in fields.values() for name in theirs}
     rest = [name for name in dict.fromkeys(names) if name not in left]
-    return keeping(replace(layout, fields=fields, done=done), rest, rest)
+    return retain_columns(replace(layout, fields=fields, done=done), rest, rest)
 
 
-def keeping(layout: Layout, used: Sequence[str], names: Sequence[str]) -> Layout:
+def retain_columns(layout: ColumnLayout, used: Sequence[str], names: Sequence[str]) -> ColumnLayout:
     """Return the layout with columns that fields are made of as further columns too.
 
     One whose name is a column of ours is called `logged_NAME`.
@@ -311,7 +316,7 @@ def column_name(name: str, position: int) -> str:
     return f"_{cleaned}" if cleaned[0].isdigit() else cleaned
 
 
-def meant(name: str, names: Sequence[str]) -> str:
+def suggest_name(name: str, names: Sequence[str]) -> str:
     """Return ` Did you mean 'reward'?` if one of the names is nearly this one, else nothing."""
     # Comparing takes time that grows with the square of a name's length.
     candidates = [other for other in names[:_MAX_COMPARED] if len(other) <= _MAX_COMPARED_LENGTH]
@@ -319,5 +324,5 @@ def meant(name: str, names: Sequence[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _listed(names: Sequence[str]) -> str:
-    return listed([*map(repr, names)], 20)
+def _quote_names(names: Sequence[str]) -> str:
+    return format_names([*map(repr, names)], 20)

@@ -18,16 +18,20 @@ from replaylake.datastore.interchange.formats.checks import (
     NOTED,
     Check,
     Finding,
-    Places,
+    RowLocations,
 )
-from replaylake.datastore.interchange.formats.format import LoggedEpisode, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    LoggedEpisode,
+    ReadOptions,
+    RejectedEpisode,
+)
 from replaylake.datastore.interchange.formats.tabular.arrays import Mask
 from replaylake.datastore.interchange.formats.tabular.census import Census
 from replaylake.datastore.interchange.formats.tabular.steps import (
-    MAY_LACK,
-    Fault,
-    Steps,
+    OPTIONAL_FIELDS,
+    RowFault,
     StepSlices,
+    TableSteps,
 )
 from replaylake.datastore.interchange.formats.tabular.tables import MISFITS, Survey
 
@@ -50,61 +54,65 @@ class Groups:
 
 
 def group(
-    steps: Steps,
+    steps: TableSteps,
     groups: Groups,
     raw: pa.Table,
     mapping: Mapping[str, str],
     seen: Survey,
     options: ReadOptions,
     census: Census,
-) -> Iterator[Episode | Rejected]:
+) -> Iterator[Episode | RejectedEpisode]:
     """Yield the episodes of whole groups, in the order of their first rows.
 
     `raw` has the rows of `steps` as the log has them, in the same order, and `mapping` says which
     of their columns are fields of ours. With options.gaps `split`
     each contiguous run of an episode is yielded, under the same id, one after the other.
     """
-    order = _sorted_rows(groups.codes, steps.numbers)
+    order = _sort_order(groups.codes, steps.numbers)
     if order is not None:
         steps, groups = steps.take(order), replace(groups, codes=groups.codes[order])
     starts = np.flatnonzero(np.diff(groups.codes, prepend=-1))
-    faults = [*steps.faults, *neighbour_faults(steps, groups.codes, seen), *_partly(steps, starts)]
+    faults = [
+        *steps.faults,
+        *find_neighbor_faults(steps, groups.codes, seen),
+        *_find_partial(steps, starts),
+    ]
     cuts = None
     if options.gaps == "split":
         cuts = next((np.flatnonzero(fault.rows) for fault in faults if fault.check == "gap"), None)
         faults = [fault for fault in faults if fault.check != "gap"]
     rejects = findings(faults, steps, starts, seen)
-    found = _Found(steps, groups, starts, seen, options)
+    found = _GroupBounds(steps, groups, starts, seen, options)
     found.accepted[list(rejects)] = False
     found.settle_ends(census)
-    found.tell(census, _moved(steps.origins, groups.codes), cuts)
+    found.tell(census, _find_moved(steps.origins, groups.codes), cuts)
     for g in np.argsort(np.minimum.reduceat(steps.origins, starts), kind="stable").tolist():
         if g not in rejects:
             yield from found.episodes(g, cuts)
             continue
         rows = slice(int(starts[g]), int(found.ends[g]))
-        yield Rejected(
+        yield RejectedEpisode(
             source_episode_id=groups.ids[found.codes[g]],
             num_steps=rows.stop - rows.start,
             findings=tuple(rejects[g]),
             agent_id="" if groups.agents is None else groups.agents[found.codes[g]],
             rows=_as_logged(raw, rows, order),
-            places=Places(steps.origins[rows], found.locate),
+            places=RowLocations(steps.origins[rows], found.locate),
             mapping=mapping,
         )
 
 
-class _Found:
+class _GroupBounds:
     """The groups of one block: where each starts and ends, and how."""
 
     def __init__(
-        self, steps: Steps, groups: Groups, starts: Array, seen: Survey, options: ReadOptions
+        self, steps: TableSteps, groups: Groups, starts: Array, seen: Survey, options: ReadOptions
     ) -> None:
         self._steps, self._groups, self._seen, self._options = steps, groups, seen, options
         self.starts, self.ends = starts, np.append(starts[1:], len(steps))
         self.codes: list[int] = groups.codes[starts].tolist()
         self.accepted = np.ones(len(starts), dtype=np.bool_)
-        self.locate = locator(seen)
+        self.locate = make_locator(seen)
         self._terminated = steps.terminated[self.ends - 1]
         self._truncated = steps.truncated[self.ends - 1]
         self._columns = StepSlices(steps)
@@ -170,7 +178,7 @@ class _Found:
             terminated=is_last and bool(self._terminated[g]),
             truncated=is_last and bool(self._truncated[g]),
             source_episode_id=self._groups.ids[code],
-            places=Places(self._steps.origins[start:end], self.locate),
+            places=RowLocations(self._steps.origins[start:end], self.locate),
             **self._columns.of(start, end),
         )
 
@@ -206,10 +214,10 @@ class _Found:
             census.counts.add(Check(name, outcome, num, num, text, advice, place))
 
     def _named(self, g: int, row: int) -> tuple[str, str]:
-        return self._groups.name(self.codes[g]), place_of(self._steps, row, self._seen)
+        return self._groups.name(self.codes[g]), describe_place(self._steps, row, self._seen)
 
 
-def _sorted_rows(codes: Array, numbers: Array | None) -> Array | None:
+def _sort_order(codes: Array, numbers: Array | None) -> Array | None:
     """Return the rows in order of group, then step; None where they are so already."""
     jumps = np.diff(codes)
     if numbers is None:
@@ -219,17 +227,17 @@ def _sorted_rows(codes: Array, numbers: Array | None) -> Array | None:
     return np.lexsort((numbers, codes))
 
 
-def _partly(steps: Steps, starts: Array) -> Iterator[Fault]:
+def _find_partial(steps: TableSteps, starts: Array) -> Iterator[RowFault]:
     """Mark the rows without a value that other rows of their episode have."""
     lengths = np.diff(np.append(starts, len(steps)))
     for name, absent in steps.absent.items():
         num_absent = np.add.reduceat(absent, starts, dtype=np.int64)
         partly = np.repeat((num_absent > 0) & (num_absent < lengths), lengths)
         if partly.any():
-            yield Fault("missing", MAY_LACK[name][1], absent & partly)
+            yield RowFault("missing", OPTIONAL_FIELDS[name][1], absent & partly)
 
 
-def _moved(origins: Array, codes: Array) -> Mask | None:
+def _find_moved(origins: Array, codes: Array) -> Mask | None:
     """Return which rows have another place in their episode than in the source; None if none."""
     if not ((np.diff(origins) < 0) & (np.diff(codes) == 0)).any():
         return None
@@ -251,7 +259,7 @@ def _mask(rows: Array, num: int) -> Mask:
     return mask
 
 
-def neighbour_faults(steps: Steps, codes: Array, seen: Survey) -> list[Fault]:
+def find_neighbor_faults(steps: TableSteps, codes: Array, seen: Survey) -> list[RowFault]:
     """Compare each row with the next one of its episode; rows are in order of `codes` and step."""
     follows = np.zeros(len(codes), bool)
     follows[1:] = codes[1:] == codes[:-1]
@@ -262,54 +270,54 @@ def neighbour_faults(steps: Steps, codes: Array, seen: Survey) -> list[Fault]:
     if steps.numbers is None:
         # Nothing but the flag says which rows are one episode's: what comes after it is another.
         after = np.append(False, ended[:-1]) if len(ended) else ended
-        faults.append(Fault("id_reused", "terminated or truncated", after))
+        faults.append(RowFault("id_reused", "terminated or truncated", after))
     else:
         jump = np.diff(steps.numbers, prepend=0)
         is_next[:-1] &= jump[1:] == 1
         twice = follows & (jump == 0)
-        reused = _begun_again(steps, codes, twice, seen)
-        faults.append(Fault("id_reused", "step", reused))
+        reused = _find_reused_ids(steps, codes, twice, seen)
+        faults.append(RowFault("id_reused", "step", reused))
         # One cause, one name.
         told = np.isin(codes, codes[reused]) if reused.any() else np.zeros(len(codes), bool)
-        faults.append(Fault("step_twice", "step", twice & ~told))
-        faults.append(Fault("gap", "step", follows & (jump > 1)))
-        faults.append(Fault("negative_step", "step", steps.numbers < 0))
-        faults.append(Fault("end_inside", "terminated or truncated", ended & ~told))
+        faults.append(RowFault("step_twice", "step", twice & ~told))
+        faults.append(RowFault("gap", "step", follows & (jump > 1)))
+        faults.append(RowFault("negative_step", "step", steps.numbers < 0))
+        faults.append(RowFault("end_inside", "terminated or truncated", ended & ~told))
     if steps.next_observations is not None and steps.has_next is not None:
         differs = np.zeros(len(codes), bool)
         following = take(steps.observations, slice(1, None))
-        differs[:-1] = _differ(take(steps.next_observations, slice(-1)), following)
+        differs[:-1] = _compare_rows(take(steps.next_observations, slice(-1)), following)
         differs &= is_next & steps.has_next & ~ended
-        faults.append(Fault("next_observation", "next_observation", differs))
+        faults.append(RowFault("next_observation", "next_observation", differs))
     return [fault for fault in faults if fault.rows.any()]
 
 
 def findings(
-    faults: list[Fault], steps: Steps, starts: Array, seen: Survey
+    faults: list[RowFault], steps: TableSteps, starts: Array, seen: Survey
 ) -> dict[int, list[Finding]]:
     """Blame groups for their rows' faults; one finding a check, column and group."""
     rejects: dict[int, list[Finding]] = {}
-    locate = locator(seen)
+    locate = make_locator(seen)
     for fault in faults:
         rows = np.flatnonzero(fault.rows)
         owners = np.searchsorted(starts, rows, side="right") - 1
         blamed, at, nums = np.unique(owners, return_index=True, return_counts=True)
         for g, row, num in zip(blamed.tolist(), rows[at].tolist(), nums.tolist(), strict=True):
-            place = Places(steps.origins[row : row + 1], locate).text()
+            place = RowLocations(steps.origins[row : row + 1], locate).text()
             message = f"{place}, column {fault.column!r}: {CHECKS[fault.check]}"
             message = fault.messages.get(int(steps.origins[row]), message)
             rejects.setdefault(g, []).append(Finding(fault.check, message, num, place))
     return _with_damage(rejects, steps.damage, starts)
 
 
-def locator(seen: Survey) -> partial[tuple[list[str], list[int]]]:
+def make_locator(seen: Survey) -> partial[tuple[list[str], list[int]]]:
     """Return what finds files and row numbers, for `Places`."""
     return partial(_locate, seen, _starts(seen))
 
 
-def place_of(steps: Steps, row: int, seen: Survey) -> str:
+def describe_place(steps: TableSteps, row: int, seen: Survey) -> str:
     """Return `FILE row N` of a row of `steps`."""
-    return Places(steps.origins[row : row + 1], locator(seen)).text()
+    return RowLocations(steps.origins[row : row + 1], make_locator(seen)).text()
 
 
 def _with_damage(
@@ -330,7 +338,7 @@ def _with_damage(
 
 def _locate(seen: Survey, starts: Array, rows: Array) -> tuple[list[str], list[int]]:
     extents = seen.extents
-    at = _extents_of(starts, rows)
+    at = _find_extents(starts, rows)
     numbers = [
         row - extents[i].start + extents[i].first_row
         for i, row in zip(at.tolist(), rows.tolist(), strict=True)
@@ -342,11 +350,11 @@ def _starts(seen: Survey) -> Array:
     return np.asarray([extent.start for extent in seen.extents])
 
 
-def _extents_of(starts: Array, rows: Array) -> Array:
+def _find_extents(starts: Array, rows: Array) -> Array:
     return np.asarray(np.searchsorted(starts, rows, side="right") - 1)
 
 
-def _begun_again(steps: Steps, codes: Array, twice: Mask, seen: Survey) -> Mask:
+def _find_reused_ids(steps: TableSteps, codes: Array, twice: Mask, seen: Survey) -> Mask:
     """Return the rows at which, as the source has them, an episode's id begins from the start.
 
     That is a row with the episode's first step again, after an end or in another file.
@@ -363,7 +371,7 @@ def _begun_again(steps: Steps, codes: Array, twice: Mask, seen: Survey) -> Mask:
     files = [extent.file.name for extent in seen.extents]
     kinds = {name: i for i, name in enumerate(dict.fromkeys(files))}
     file = np.asarray([kinds[name] for name in files])[
-        _extents_of(_starts(seen), steps.origins[as_read])
+        _find_extents(_starts(seen), steps.origins[as_read])
     ]
     ended = (steps.terminated | steps.truncated)[as_read]
     again = (
@@ -375,12 +383,12 @@ def _begun_again(steps: Steps, codes: Array, twice: Mask, seen: Survey) -> Mask:
     return reused
 
 
-def _differ(first: Values, second: Values) -> Mask:
+def _compare_rows(first: Values, second: Values) -> Mask:
     """Compare rows: exactly in one dtype, else after rounding to float32."""
     if isinstance(first, Mapping) or isinstance(second, Mapping):
         if isinstance(first, Mapping) != isinstance(second, Mapping) or set(first) != set(second):
             return np.ones(num_values(first), dtype=np.bool_)
-        parts = [_differ(first[key], second[key]) for key in first]
+        parts = [_compare_rows(first[key], second[key]) for key in first]
         return np.asarray(np.any(parts, axis=0))
     if first.shape != second.shape:
         return np.ones(len(first), dtype=np.bool_)

@@ -14,7 +14,7 @@ import pyarrow as pa
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import TIMESTAMP_TYPE
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk
 
 INFOS: Final = "infos"
@@ -29,13 +29,13 @@ _FIELDS: Final = {
 }
 
 
-def declared_fields(columns: Iterable[str]) -> dict[str, str]:
+def find_declared_fields(columns: Iterable[str]) -> dict[str, str]:
     """Return ours=theirs for those columns that an export of ours made of fields."""
     present = set(columns)
     return {ours: theirs for ours, theirs in _FIELDS.items() if theirs in present}
 
 
-def infos_of(episode: Episode) -> tuple[dict[str, Array], set[str]]:
+def collect_infos(episode: Episode) -> tuple[dict[str, Array], set[str]]:
     """Return arrays [T, ...] by path, and the names of columns that no array can hold.
 
     Strings are object arrays. A column with nulls, of structs, or of lists of several lengths has
@@ -62,11 +62,11 @@ def infos_of(episode: Episode) -> tuple[dict[str, Array], set[str]]:
     return found, lost
 
 
-def known_rewards(episode: Episode, format_name: str) -> Array:
-    """Return the rewards, float64 [T]. Raises: SpaceUnsupported if one is not known."""
+def require_rewards(episode: Episode, format_name: str) -> Array:
+    """Return the rewards, float64 [T]. Raises: SpaceUnsupportedError if one is not known."""
     rewards = np.asarray(episode.rewards, np.float64)
     if np.isnan(rewards).any():
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"{format_name}: episode {episode.episode_id} has steps whose reward is not known, "
             "expected one a step. Leave them out with --where."
         )

@@ -18,27 +18,31 @@ import pyarrow.compute as pc
 from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Array, Space
-from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.checks import Check
-from replaylake.datastore.interchange.formats.format import ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import ReadOptions, RejectedEpisode
 from replaylake.datastore.interchange.formats.tabular.arrays import (
+    decode_names,
     flags,
     is_text,
-    names_of,
-    stored,
+    to_storable,
     unfilled_members,
     whole_numbers,
 )
 from replaylake.datastore.interchange.formats.tabular.census import Census
 from replaylake.datastore.interchange.formats.tabular.decoding import decode_steps
-from replaylake.datastore.interchange.formats.tabular.fields import Layout, lay_out, without_fields
+from replaylake.datastore.interchange.formats.tabular.fields import (
+    ColumnLayout,
+    lay_out,
+    without_fields,
+)
 from replaylake.datastore.interchange.formats.tabular.grouping import Groups, group
-from replaylake.datastore.interchange.formats.tabular.row_plan import known_columns, plan_rows
-from replaylake.datastore.interchange.formats.tabular.steps import Fault
+from replaylake.datastore.interchange.formats.tabular.row_plan import find_known_columns, plan_rows
+from replaylake.datastore.interchange.formats.tabular.steps import RowFault
 from replaylake.datastore.interchange.formats.tabular.tables import (
     ORIGIN,
-    Kept,
-    Tables,
+    CachedTables,
+    TableSource,
     survey,
     uniform_chunks,
 )
@@ -49,14 +53,14 @@ _ENDS: Final = ("terminated", "truncated")
 
 
 @dataclass(frozen=True)
-class Declared:
+class Declaration:
     """What a format knows of its files beside the rows.
 
     fields: ours=theirs, which aliases do not decide and `--map` overrides. spaces: as the files
-    state them. one_step: each row is an episode of one decision, which ends there. notes: what a
-    person should know of the files. rewards_optional: a missing reward column, or a null in it, is
-    an unknown reward; elsewhere that is an error unless the options say so. encoding: how the
-    observations that are there were made of named fields, where the files say it. observed: the
+    state them. one_step_episodes: each row is an episode of one decision, which ends there. notes:
+    what a person should know of the files. rewards_optional: a missing reward column, or a null in
+    it, is an unknown reward; elsewhere that is an error unless the options say so. encoding: how
+    the observations that are there were made of named fields, where the files say it. observed: the
     column whose next and final values the format knows; of another one they say nothing.
     """
 
@@ -69,27 +73,31 @@ class Declared:
     observed: str = ""
 
 
-class TabularReading:
-    """A columnar source as episodes. Raises: SourceInvalid on opening and on iteration."""
+class TabularReader:
+    """A columnar source as episodes. Raises: SourceInvalidError on opening and on iteration."""
 
     def __init__(
         self,
-        tables: Tables,
+        tables: TableSource,
         options: ReadOptions,
         where: str = "source",
-        declared: Declared | None = None,
+        declared: Declaration | None = None,
         *,
         block_bytes: int = _BLOCK_BYTES,
     ) -> None:
-        self._tables = tables if isinstance(tables, Kept) else Kept(tables, on_rows=options.on_rows)
+        self._tables = (
+            tables
+            if isinstance(tables, CachedTables)
+            else CachedTables(tables, on_rows=options.on_rows)
+        )
         self._options = options
-        self._declared = declared or Declared()
+        self._declared = declared or Declaration()
         self._block_bytes = block_bytes
         self._seen = survey(self._tables)
         if self._seen.num_rows == 0:
-            raise SourceInvalid(f"{where}: found no rows, expected at least one step.")
+            raise SourceInvalidError(f"{where}: found no rows, expected at least one step.")
         names = self._seen.schema.names
-        known = known_columns(options, names)
+        known = find_known_columns(options, names)
         self._refuse_idle_mapping(where)
         mapping = {**self._declared_fields(), **known, **options.mapping}
         self.rewards_optional = self._declared.rewards_optional or options.reward_unknown
@@ -119,7 +127,9 @@ class TabularReading:
         )
         layout = self._ready.layout
         self._seen = self._ready.preparation.survey()
-        kinds = {n: stored(pa.array([], self._seen.schema.field(n).type), n) for n in layout.extras}
+        kinds = {
+            n: to_storable(pa.array([], self._seen.schema.field(n).type), n) for n in layout.extras
+        }
         self._dropped = [name for name, kind in kinds.items() if kind is None]
         for name in (n for n, kind in kinds.items() if kind is not None):
             self._dropped += unfilled_members(self._seen.schema.field(name).type, name)
@@ -127,7 +137,7 @@ class TabularReading:
         self._layout = replace(layout, extras=kept)
         self._extras = {kept[n]: kind.type for n, kind in kinds.items() if kind is not None}
         if not (self._by_id or self._one_step or self._has_flags):
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{where}: found no column that tells episodes apart, expected an episode id, or "
                 "terminated flags in rows that are in order. Name it with --map episode_id=COLUMN."
             )
@@ -184,7 +194,7 @@ class TabularReading:
     def checks(self) -> Sequence[Check]:
         return self._census.checks(self._options.time_limit)
 
-    def __iter__(self) -> Iterator[Episode | Rejected]:
+    def __iter__(self) -> Iterator[Episode | RejectedEpisode]:
         self._ahead = self._ahead or self._look_ahead()
         self._census = Census(counts_from_1=self._ahead.least_step == 1)
         self._head_widths = set()
@@ -205,22 +215,24 @@ class TabularReading:
     def _has_flags(self) -> bool:
         return self._layout.done is not None or self._layout.one("terminated") is not None
 
-    def _by_rows(self) -> Iterator[Episode | Rejected]:
+    def _by_rows(self) -> Iterator[Episode | RejectedEpisode]:
         num_before = 0
         for table in self._blocks(whole=self._tables.fill()):
             num = table.num_rows
             ids = [str(num_before + i) for i in range(num)]
             num_before += num
             if (name := self._layout.one("episode_id")) is not None:
-                ids = names_of(_joined(table, name), name).fill_null("null").to_pylist()
+                ids = decode_names(_combine_column(table, name), name).fill_null("null").to_pylist()
             agents = None
             if (agent := self._layout.one("agent_id")) is not None:
-                agents = names_of(_joined(table, agent), agent).fill_null("null").to_pylist()
+                agents = (
+                    decode_names(_combine_column(table, agent), agent).fill_null("null").to_pylist()
+                )
             yield from self._episodes(
                 table, Groups(np.arange(num), ids, agents), self._reused(table, ids)
             )
 
-    def _by_ids(self) -> Iterator[Episode | Rejected]:
+    def _by_ids(self) -> Iterator[Episode | RejectedEpisode]:
         name = str(self._layout.one("episode_id"))
         carried: pa.Table | None = None
         for block in self._blocks(whole=self._tables.fill()):
@@ -233,9 +245,9 @@ class TabularReading:
             if table.num_rows:
                 yield from self._episodes(table, self._groups(table, name))
 
-    def _by_flags(self) -> Iterator[Episode | Rejected]:
+    def _by_flags(self) -> Iterator[Episode | RejectedEpisode]:
         if self._layout.one("agent_id") is not None:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"column {self._layout.one('agent_id')!r}: found several agents and no episode id, "
                 "expected one. Name it with --map episode_id=COLUMN."
             )
@@ -260,7 +272,7 @@ class TabularReading:
                 yield from self._episodes(table, Groups(codes, ids))
             block = following
 
-    def _reused(self, table: pa.Table, ids: Sequence[str]) -> list[Fault]:
+    def _reused(self, table: pa.Table, ids: Sequence[str]) -> list[RowFault]:
         """Mark the rows of one decision whose key other rows have too."""
         rows = np.asarray([one in self._repeated for one in ids]) if self._repeated else None
         if rows is None or not rows.any():
@@ -273,13 +285,13 @@ class TabularReading:
             "expected an id of each decision's own"
             for origin, one in zip(origins, found, strict=True)
         }
-        return [Fault("id_reused", name, rows, said)]
+        return [RowFault("id_reused", name, rows, said)]
 
     def _episodes(
-        self, table: pa.Table, groups: Groups, faults: Sequence[Fault] = ()
-    ) -> Iterator[Episode | Rejected]:
+        self, table: pa.Table, groups: Groups, faults: Sequence[RowFault] = ()
+    ) -> Iterator[Episode | RejectedEpisode]:
         if self._layout.order_by:
-            table, groups = in_order(table, groups, self._layout.order_by)
+            table, groups = sort_rows(table, groups, self._layout.order_by)
         steps = decode_steps(
             table, self._layout, self._seen, self._ready.encoder, self._ready.units
         )
@@ -296,16 +308,18 @@ class TabularReading:
         for name in names:
             if name is not None:
                 # What is no flag ends nothing here; decoding marks its row.
-                ended |= flags(_joined(table, name)).values
+                ended |= flags(_combine_column(table, name)).values
         return ended
 
     def _groups(self, table: pa.Table, name: str) -> Groups:
-        ids = names_of(_joined(table, name), name).fill_null("null").dictionary_encode()
+        ids = decode_names(_combine_column(table, name), name).fill_null("null").dictionary_encode()
         codes = np.asarray(ids.indices).astype(np.int64)
         labels = ids.dictionary.to_pylist()
         if (agent := self._layout.one("agent_id")) is None:
             return Groups(codes, labels)
-        agents = names_of(_joined(table, agent), agent).fill_null("null").dictionary_encode()
+        agents = (
+            decode_names(_combine_column(table, agent), agent).fill_null("null").dictionary_encode()
+        )
         pairs = codes * len(agents.dictionary) + np.asarray(agents.indices)
         distinct, codes = np.unique(pairs, return_inverse=True)
         episode, one = np.divmod(distinct, len(agents.dictionary))
@@ -335,7 +349,7 @@ class TabularReading:
     def _is_whole(
         self, table: pa.Table, name: str, last: int, last_rows: Mapping[str, int]
     ) -> Array:
-        ids = names_of(_joined(table, name), name).fill_null("null").dictionary_encode()
+        ids = decode_names(_combine_column(table, name), name).fill_null("null").dictionary_encode()
         known = np.asarray([last_rows[label] <= last for label in ids.dictionary.to_pylist()])
         return np.asarray(known[np.asarray(ids.indices)])
 
@@ -350,7 +364,7 @@ class TabularReading:
                 fields.pop(other, None)
         return fields
 
-    def _with_own_observations(self, layout: Layout) -> Layout:
+    def _with_own_observations(self, layout: ColumnLayout) -> ColumnLayout:
         """Return the layout without next and final values of what is not the observation."""
         mapping, observed = self._options.mapping, self._declared.observed
         if not observed or mapping.get("observation", observed) == observed:
@@ -369,7 +383,7 @@ class TabularReading:
             )
         return kept
 
-    def _with_one_step(self, layout: Layout) -> Layout:
+    def _with_one_step(self, layout: ColumnLayout) -> ColumnLayout:
         """Return the layout of rows that end by themselves, keyed where a column tells them apart.
 
         Columns that say otherwise are further columns. A key that `--map` does not name has to be
@@ -394,46 +408,46 @@ class TabularReading:
         """Refuse what `--map` says and nothing would follow."""
         mapping, options = self._options.mapping, self._options
         if self._one_step and (idle := [ours for ours in _ENDS if ours in mapping]):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"--map {idle[0]}={mapping[idle[0]]}: found it with format bandit ({where}), whose "
                 "rows are a decision each and end there, expected any field but terminated and "
                 "truncated. Keep the column under a name of its own: --map "
                 f"logged_{idle[0]}={mapping[idle[0]]}."
             )
         if options.episode_by and "episode_id" in mapping:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"--map episode_id={mapping['episode_id']}: found it beside --episode-by "
                 f"{','.join(options.episode_by)}, expected one of them. Leave one out."
             )
         if {"behavior_prob", "behavior_log_prob"} <= mapping.keys():
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"--map behavior_prob={mapping['behavior_prob']}: found it beside --map "
                 f"behavior_log_prob={mapping['behavior_log_prob']}, expected one of them: they say "
                 "the same. Leave one out."
             )
 
-    def _refuse_partial(self, layout: Layout) -> None:
+    def _refuse_partial(self, layout: ColumnLayout) -> None:
         for name in layout.columns():
             if (file := self._seen.incomplete.get(name)) is not None:
-                raise SourceInvalid(
+                raise SourceInvalidError(
                     f"{file.name}: found no column {name!r}, expected it as in the other files. "
                     "Ingest files of different columns one kind at a time."
                 )
 
-    def _refuse_idle(self, layout: Layout) -> None:
+    def _refuse_idle(self, layout: ColumnLayout) -> None:
         """Refuse what would change nothing, and would be taken for having done so."""
         if self._one_step and (self._options.episode_by or layout.order_by):
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 "--episode-by and --order-by: found one for rows that are an episode each, "
                 "expected neither. Leave it out."
             )
         if layout.order_by and layout.one("episode_id") is None:
-            raise ConfigInvalid(
+            raise ConfigInvalidError(
                 f"--order-by {','.join(layout.order_by)}: found no episode id, expected one: rows "
                 "are put in order within their episode. Name it with --episode-by."
             )
 
-    def _without_lone_agent(self, layout: Layout) -> Layout:
+    def _without_lone_agent(self, layout: ColumnLayout) -> ColumnLayout:
         """RLlib numbers the one agent of a single-agent log too; it stays as a further column."""
         name = layout.one("agent_id")
         if name != "agent_index" or "agent_id" in self._options.mapping:
@@ -447,7 +461,7 @@ class TabularReading:
         return replace(layout, fields=fields, extras={**layout.extras, name: name})
 
 
-def _joined(table: pa.Table, name: str) -> pa.Array:
+def _combine_column(table: pa.Table, name: str) -> pa.Array:
     return table.column(name).combine_chunks()
 
 
@@ -473,7 +487,7 @@ def look_ahead(tables: Iterable[pa.Table], episode_id: str | None, step: str | N
             least += [] if wrong.all() else [int(numbers.values[~wrong].min())]
         if episode_id is not None:
             column = table.column(episode_id).combine_chunks()
-            ids = names_of(column, episode_id).fill_null("null").dictionary_encode()
+            ids = decode_names(column, episode_id).fill_null("null").dictionary_encode()
             last = np.zeros(len(ids.dictionary), np.int64)
             np.maximum.at(last, np.asarray(ids.indices), np.asarray(table.column(ORIGIN)))
             last_rows.update(zip(ids.dictionary.to_pylist(), last.tolist(), strict=True))
@@ -497,21 +511,23 @@ def repeated_ids(read: Callable[[], Iterable[pa.Table]], name: str) -> frozenset
 
 
 def _texts(table: pa.Table, name: str) -> list[str]:
-    texts: list[str] = names_of(table.column(name).combine_chunks(), name).drop_null().to_pylist()
+    texts: list[str] = (
+        decode_names(table.column(name).combine_chunks(), name).drop_null().to_pylist()
+    )
     return texts
 
 
-def in_order(table: pa.Table, groups: Groups, columns: Sequence[str]) -> tuple[pa.Table, Groups]:
+def sort_rows(table: pa.Table, groups: Groups, columns: Sequence[str]) -> tuple[pa.Table, Groups]:
     """Sort rows by group, then by each column, first to last: times, numbers, text or flags.
 
-    Rows that are alike in all of them stay in the source's order. Raises: SourceInvalid for a
+    Rows that are alike in all of them stay in the source's order. Raises: SourceInvalidError for a
     column of another kind.
     """
     keys = {"group": pa.array(groups.codes)}
     for number, name in enumerate(columns):
         kind = table.schema.field(name).type
         if not _is_ordered(kind):
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"column {name!r}: found {kind}, expected times, numbers or text to put rows in "
                 "order by. Correct --order-by."
             )

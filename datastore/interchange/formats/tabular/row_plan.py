@@ -13,37 +13,37 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.encoding import CATEGORY, Encoding, check_timezone
 from replaylake.datastore.episodes.schema import TIMESTAMP_TYPE
-from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.formats.tabular.action_units import ActionUnits, units_of
-from replaylake.datastore.interchange.formats.tabular.arrays import is_text, names_of
+from replaylake.datastore.interchange.formats.tabular.action_units import ActionUnits, parse_units
+from replaylake.datastore.interchange.formats.tabular.arrays import decode_names, is_text
 from replaylake.datastore.interchange.formats.tabular.encoder import (
     OBSERVATIONS,
     Encoder,
-    columns_to_look_at,
     find_encoder,
-    used_by,
+    find_text_columns,
+    list_encoded_columns,
 )
 from replaylake.datastore.interchange.formats.tabular.fields import (
     ALIASES,
     EPISODE,
-    Layout,
-    keeping,
-    meant,
+    ColumnLayout,
+    retain_columns,
+    suggest_name,
 )
 from replaylake.datastore.interchange.formats.tabular.tables import (
     HIDDEN,
     MISFITS,
     ORIGIN,
-    Kept,
+    CachedTables,
     Survey,
     uniform_chunks,
 )
 from replaylake.datastore.interchange.formats.tabular.text_columns import (
     NAIVE_TYPE,
-    Contents,
+    TextContents,
     blank_to_null,
-    contents_of,
+    read_contents,
     time_text,
 )
 
@@ -52,7 +52,7 @@ from replaylake.datastore.interchange.formats.tabular.text_columns import (
 class RowPlan:
     """How rows become steps: made ready first, then laid out, encoded and given units."""
 
-    layout: Layout
+    layout: ColumnLayout
     preparation: Preparation
     encoder: Encoder
     units: ActionUnits
@@ -76,9 +76,9 @@ class RowPlan:
 
 
 def plan_rows(
-    tables: Kept,
+    tables: CachedTables,
     seen: Survey,
-    layout: Layout,
+    layout: ColumnLayout,
     options: ReadOptions,
     where: str,
     *,
@@ -89,16 +89,16 @@ def plan_rows(
 
     encodes_lone: a text alone is encoded too, and is not the observation itself. is_stated: the
     files state their spaces, so nothing is encoded.
-    Raises: SourceInvalid, ConfigInvalid.
+    Raises: SourceInvalidError, ConfigInvalidError.
     """
     if options.timezone is not None:
         check_timezone(options.timezone)
-    units = units_of(options)
-    fills = typed_fills(_with_known_fills(options, seen), seen, where)
+    units = parse_units(options)
+    fills = parse_fills(_with_known_fills(options, seen), seen, where)
     if is_stated and options.encoding is None:
         options = replace(options, encoding=Encoding())
-    looked_at = columns_to_look_at(layout, seen.schema, options, encodes_lone=encodes_lone)
-    contents = contents_of(
+    looked_at = find_text_columns(layout, seen.schema, options, encodes_lone=encodes_lone)
+    contents = read_contents(
         tables, seen, looked_at, _vocabularies(options.encoding), options.max_categories
     )
     preparation = Preparation(
@@ -111,11 +111,11 @@ def plan_rows(
     schema = preparation.survey().schema
     encoder = find_encoder(layout, schema, contents, fills, options, encodes_lone=encodes_lone)
     _refuse_without_zone(layout, schema, encoder)
-    layout = keeping(layout, used_by(encoder, layout), seen.schema.names)
+    layout = retain_columns(layout, list_encoded_columns(encoder, layout), seen.schema.names)
     return RowPlan(layout, preparation, encoder, units)
 
 
-def known_columns(options: ReadOptions, names: list[str]) -> Mapping[str, str]:
+def find_known_columns(options: ReadOptions, names: list[str]) -> Mapping[str, str]:
     """Return a mapping to the columns that a dataset's observations are encoded from.
 
     Empty where the log lacks one, has vectors of its own, or the options name others.
@@ -148,13 +148,13 @@ def _vocabularies(encoding: Encoding | None) -> dict[str, tuple[str, ...]]:
 
 
 def _times(
-    layout: Layout,
-    contents: Mapping[str, Contents],
+    layout: ColumnLayout,
+    contents: Mapping[str, TextContents],
     fills: Mapping[str, pa.Scalar],
     options: ReadOptions,
     seen: Survey,
 ) -> list[str]:
-    """Return the columns that are read as times. Raises: SourceInvalid for want of a zone."""
+    """Return the columns that are read as times. Raises: SourceInvalidError for want of a zone."""
     categories = _vocabularies(options.encoding)
     observed = {name for ours in OBSERVATIONS for name in layout.fields.get(ours, ())}
     times = [name for name in observed if options.timezone and _is_date(seen, name)]
@@ -166,7 +166,7 @@ def _times(
         if found.has_zones or options.timezone is not None:
             times.append(name)
         elif name in observed:
-            raise _no_zone(name, "text")
+            raise _missing_zone_error(name, "text")
     return times
 
 
@@ -174,16 +174,16 @@ def _is_date(seen: Survey, name: str) -> bool:
     return bool(pa.types.is_date(seen.schema.field(name).type))
 
 
-def _refuse_without_zone(layout: Layout, schema: pa.Schema, encoder: Encoder) -> None:
+def _refuse_without_zone(layout: ColumnLayout, schema: pa.Schema, encoder: Encoder) -> None:
     for ours in encoder.encodes:
         for name in layout.fields[ours]:
             kind = schema.field(name).type
             if pa.types.is_date(kind) or (pa.types.is_timestamp(kind) and kind.tz is None):
-                raise _no_zone(name, str(kind))
+                raise _missing_zone_error(name, str(kind))
 
 
-def _no_zone(name: str, kind: str) -> SourceInvalid:
-    return SourceInvalid(
+def _missing_zone_error(name: str, kind: str) -> SourceInvalidError:
+    return SourceInvalidError(
         f"column {name!r}: found times without a zone ({kind}), expected times with one, such as "
         "2026-01-31T12:00:00Z. Say which with --timezone, or leave the column out."
     )
@@ -211,10 +211,12 @@ class Preparation:
             fields.append(pa.field(EPISODE, pa.string()))
         return replace(self.seen, schema=pa.schema(fields))
 
-    def chunks(self, tables: Kept, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    def chunks(
+        self, tables: CachedTables, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.Table]:
         """Read rows, or some columns of them, and make them ready; see `tables.uniform_chunks`.
 
-        Raises: SourceInvalid naming the row of a time that its zone has twice, or not at all.
+        Raises: SourceInvalidError naming the row of a time that its zone has twice, or not at all.
         """
         for table in uniform_chunks(tables, self.seen, self._sources(columns)):
             yield self._ready(table)
@@ -242,7 +244,7 @@ class Preparation:
                 column = self._with_zone(self._with_fill(column, name, table), name, table)
             columns[name] = column
         if self.episode_by and all(name in columns for name in self.episode_by):
-            columns[EPISODE] = joined_ids(
+            columns[EPISODE] = join_ids(
                 [columns[n].combine_chunks() for n in self.episode_by], self.episode_by
             )
         return pa.table(columns)
@@ -297,7 +299,7 @@ def _misfits_in(table: pa.Table, name: str) -> pa.Array:
 
 
 def in_zone(column: pa.ChunkedArray, name: str, timezone: str, place: Any) -> pa.ChunkedArray:
-    """Take times without a zone for local ones. Raises: SourceInvalid naming the row.
+    """Take times without a zone for local ones. Raises: SourceInvalidError naming the row.
 
     `place(row)` says where a row is.
     """
@@ -314,45 +316,45 @@ def in_zone(column: pa.ChunkedArray, name: str, timezone: str, place: Any) -> pa
         differs = np.flatnonzero(np.asarray(pc.not_equal(first, last).fill_null(False)))
         if len(differs):
             row = int(differs[0])
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{place(row)}, column {name!r}: found {column[row].as_py()}, which {timezone} has "
                 f"{what}: the clocks were changed. Expected times that name one moment. Write them "
                 "with their offset, as in 2026-01-31T12:00:00+01:00."
             )
-    raise SourceInvalid(
+    raise SourceInvalidError(
         f"column {name!r}: found times that {timezone} has no rule for, expected others. Write "
         "them with their offset."
     )
 
 
-def joined_ids(parts: Sequence[pa.Array], names: Sequence[str]) -> pa.Array:
+def join_ids(parts: Sequence[pa.Array], names: Sequence[str]) -> pa.Array:
     """Join ids with `/`; a part's own `/` and `%` become %2F and %25, so no two ids fall together.
 
-    Null where a part is. Raises: SourceInvalid for columns that name nothing.
+    Null where a part is. Raises: SourceInvalidError for columns that name nothing.
     """
     texts = []
     for part, name in zip(parts, names, strict=True):
-        text = names_of(part, name)
+        text = decode_names(part, name)
         text = pc.replace_substring(text, "%", "%25")
         texts.append(pc.replace_substring(text, "/", "%2F"))
     return pc.binary_join_element_wise(*texts, "/")
 
 
-def typed_fills(fills: Mapping[str, str], seen: Survey, where: str) -> dict[str, pa.Scalar]:
-    """Return each fill as its column's type. Raises: SourceInvalid, ConfigInvalid."""
+def parse_fills(fills: Mapping[str, str], seen: Survey, where: str) -> dict[str, pa.Scalar]:
+    """Return each fill as its column's type. Raises: SourceInvalidError, ConfigInvalidError."""
     typed = {}
     for name, text in fills.items():
         if name not in seen.schema.names:
             listed = ", ".join(map(repr, seen.schema.names[:20]))
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{where}: found the columns {listed}, expected {name!r}, which --fill "
-                f"{name}={text} names.{meant(name, seen.schema.names)} Correct it."
+                f"{name}={text} names.{suggest_name(name, seen.schema.names)} Correct it."
             )
-        typed[name] = _typed(seen.schema.field(name).type, name, text)
+        typed[name] = _parse_fill(seen.schema.field(name).type, name, text)
     return typed
 
 
-def _typed(kind: pa.DataType, name: str, text: str) -> pa.Scalar:
+def _parse_fill(kind: pa.DataType, name: str, text: str) -> pa.Scalar:
     if pa.types.is_null(kind):
         for guess in (pa.int64(), pa.float64(), pa.bool_()):
             try:
@@ -365,7 +367,7 @@ def _typed(kind: pa.DataType, name: str, text: str) -> pa.Scalar:
     try:
         return pa.scalar(text).cast(kind)
     except pa.ArrowException as error:
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--fill {name}={text}: found {text!r}, expected a value of the column's type, {kind}. "
             "Correct it."
         ) from error

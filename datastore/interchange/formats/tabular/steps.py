@@ -34,7 +34,7 @@ _PER_ROW: Final = (
     "policy_versions",
 )
 # What an Episode calls those that some episodes may lack, and a log's column.
-MAY_LACK: Final = {
+OPTIONAL_FIELDS: Final = {
     "env_steps": ("env_steps", "env_step"),
     "masks": ("action_masks", "action_mask"),
     "timestamps": ("timestamps", "timestamp"),
@@ -43,7 +43,7 @@ MAY_LACK: Final = {
 
 
 @dataclass(frozen=True)
-class Fault:
+class RowFault:
     """Rows that fail one check in one column; `messages` say by their origin what is there."""
 
     check: str
@@ -53,7 +53,7 @@ class Fault:
 
 
 @dataclass
-class Steps:
+class TableSteps:
     """n rows, in the source's order.
 
     `origins` int64 [n] number the source's rows; `terminated` is True where the log says so or, for
@@ -83,13 +83,13 @@ class Steps:
     """For env_steps, masks, timestamps and policy_versions the rows without one, if others have."""
     extras: dict[str, pa.Array] = field(default_factory=dict)
     head_widths: set[int] = field(default_factory=set)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[RowFault] = field(default_factory=list)
     damage: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rewards)
 
-    def take(self, order: Array) -> Steps:
+    def take(self, order: Array) -> TableSteps:
         """Return the rows of these numbers, in that order."""
 
         def pick(values: Any) -> Any:
@@ -110,7 +110,7 @@ class Steps:
 class StepSlices:
     """Slices of the steps' arrays, under the names that an Episode has for them."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: TableSteps) -> None:
         self._steps = steps
         named = {
             "behavior_log_probs": steps.log_probs,
@@ -122,7 +122,7 @@ class StepSlices:
             "rewards": steps.rewards,
         }
         self._arrays = {name: array for name, array in named.items() if array is not None}
-        self._absent = {MAY_LACK[name][0]: rows for name, rows in steps.absent.items()}
+        self._absent = {OPTIONAL_FIELDS[name][0]: rows for name, rows in steps.absent.items()}
 
     def of(self, start: int, end: int) -> dict[str, Any]:
         steps, rows = self._steps, slice(start, end)

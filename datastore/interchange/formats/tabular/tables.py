@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 import pyarrow as pa
 
-from replaylake.datastore.errors import SourceInvalid, StorageFailed
-from replaylake.datastore.interchange.formats.tabular.arrays import plain
+from replaylake.datastore.errors import SourceInvalidError, StorageError
+from replaylake.datastore.interchange.formats.tabular.arrays import to_plain
 from replaylake.datastore.interchange.sources.source import OnRows, SourceFile
 
 # Hidden columns of a chunk: the row's number in the whole source, what is wrong with it, and its
@@ -71,13 +71,13 @@ class Chunk:
         )
 
     def refuse_misfits(self) -> None:
-        """Raise SourceInvalid at the first misfit, for rows that are more than a step each."""
+        """Raise SourceInvalidError at the first misfit, for rows that are more than a step each."""
         for i, cells in self.misfits.items():
             for name, value in cells.items():
                 kind = pa.null()
                 if name in self.table.schema.names:
                     kind = self.table.schema.field(name).type
-                raise SourceInvalid(
+                raise SourceInvalidError(
                     f"{self.place(i)}, column {name!r}: found {_shown(value)}, expected "
                     f"{_called(kind)}. Correct the line, or leave the file out."
                 )
@@ -94,7 +94,7 @@ class ChunkSchema:
     mixed: frozenset[str] = frozenset()
 
 
-class Tables(Protocol):
+class TableSource(Protocol):
     """The chunks of a columnar source; reading may start over any number of times.
 
     A format's class derives from this one, and says itself what is not as here.
@@ -106,7 +106,7 @@ class Tables(Protocol):
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """Read from the first file to the last; `columns` are those needed, where that is cheaper.
 
-        Raises: SourceInvalid naming file and row.
+        Raises: SourceInvalidError naming file and row.
         """
 
     def schemas(self) -> Iterator[ChunkSchema]:
@@ -123,14 +123,14 @@ class Tables(Protocol):
         return
 
 
-class Kept(Tables):
+class CachedTables(TableSource):
     """Tables that are parsed once: kept in memory, or where they are too large in a file.
 
     Those that say of themselves that they `reread_cheaply`, as Parquet's, are read again instead.
     """
 
     def __init__(
-        self, tables: Tables, keep_bytes: int = _KEEP_BYTES, on_rows: OnRows | None = None
+        self, tables: TableSource, keep_bytes: int = _KEEP_BYTES, on_rows: OnRows | None = None
     ) -> None:
         self._tables = tables
         self._on_rows = on_rows
@@ -192,7 +192,7 @@ class Kept(Tables):
             self._described.append(describe(chunk))
             if self._spool is not None:
                 self._spool.append(_table_with_misfits(chunk))
-                chunk = _emptied(chunk)
+                chunk = _empty_chunk(chunk)
             self._kept.append(chunk)
         self._is_filled = True
 
@@ -200,10 +200,10 @@ class Kept(Tables):
         self._spool = Spool()
         for chunk in self._kept:
             self._spool.append(_table_with_misfits(chunk))
-        self._kept = [_emptied(chunk) for chunk in self._kept]
+        self._kept = [_empty_chunk(chunk) for chunk in self._kept]
 
 
-def _emptied(chunk: Chunk) -> Chunk:
+def _empty_chunk(chunk: Chunk) -> Chunk:
     # Not a slice of it, which would hold its memory.
     return replace(chunk, table=chunk.table.schema.empty_table(), misfits={})
 
@@ -252,11 +252,11 @@ class Survey:
         return f"{extent.file.name} row {row - extent.start + extent.first_row}"
 
 
-def survey(tables: Tables) -> Survey:
+def survey(tables: TableSource) -> Survey:
     """Find one schema for every chunk: of each column the type that most values have.
 
-    Cost: a further pass over the columns whose chunks disagree. Raises: SourceInvalid for tensors
-    of several shapes, or a column of which two types have equally many values.
+    Cost: a further pass over the columns whose chunks disagree. Raises: SourceInvalidError for
+    tensors of several shapes, or a column of which two types have equally many values.
     """
     kinds: dict[str, dict[pa.DataType, None]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -293,7 +293,7 @@ def survey(tables: Tables) -> Survey:
 
 
 def uniform_chunks(
-    tables: Tables, seen: Survey, columns: Sequence[str] | None = None
+    tables: TableSource, seen: Survey, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
     """Read chunks under the survey's schema, or some of its columns, and add the hidden columns."""
     start = 0
@@ -336,7 +336,7 @@ def plain_table(table: pa.Table) -> tuple[pa.Table, dict[str, tuple[int, ...]]]:
     shapes = {}
     columns = {}
     for f, column in zip(table.schema, table.columns, strict=True):
-        columns[f.name], shape = plain(f, column)
+        columns[f.name], shape = to_plain(f, column)
         if shape is not None:
             shapes[f.name] = shape
     return pa.table(columns), shapes
@@ -368,7 +368,7 @@ def _signed(kind: pa.DataType) -> pa.DataType:
     return pa.int64() if pa.types.is_uint64(kind) else kind
 
 
-def _most_common(tables: Tables, names: Sequence[str]) -> dict[str, pa.DataType]:
+def _most_common(tables: TableSource, names: Sequence[str]) -> dict[str, pa.DataType]:
     """Return the type that most values of each column have, whatever their order is."""
     if not names:
         return {}
@@ -389,7 +389,7 @@ def _most_common(tables: Tables, names: Sequence[str]) -> dict[str, pa.DataType]
     for name, kinds in found.items():
         if len(kinds) > 1 and kinds[0][0] == kinds[1][0]:
             second = next(k for k in counts[name] if _unified([k, kinds[1][1]]) is not None)
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{files[name, second].name}: column {name!r} is {kinds[1][1]} in "
                 f"{kinds[1][0]:,} values, expected {kinds[0][1]} as in as many others. Make the "
                 "column one type."
@@ -425,7 +425,7 @@ def _same_shapes(
 ) -> None:
     for name, shape in found.items():
         if shapes.setdefault(name, shape) != shape:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{file.name}: column {name!r} has shape {list(shape)}, expected "
                 f"{list(shapes[name])} as in the files before it. Ingest it into another dataset."
             )
@@ -590,7 +590,7 @@ class Spool:
         self._end = 0
 
     def append(self, table: pa.Table) -> None:
-        """Write one table. Raises: StorageFailed if the disk takes no more."""
+        """Write one table. Raises: StorageError if the disk takes no more."""
         sink = pa.BufferOutputStream()
         options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
         with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
@@ -600,7 +600,7 @@ class Spool:
             self._file.write(data)
             self._file.flush()
         except OSError as error:
-            raise StorageFailed(
+            raise StorageError(
                 f"{tempfile.gettempdir()}: no room for the parsed source ({error.strerror}), "
                 f"expected {(self._end + data.size) >> 20} MiB or more. Free some, or set TMPDIR "
                 "to a folder on a larger disk."

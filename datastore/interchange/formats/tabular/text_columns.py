@@ -10,14 +10,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.schema import TIMESTAMP_TYPE
-from replaylake.datastore.errors import SourceInvalid
-from replaylake.datastore.interchange.formats.tabular.tables import Kept, Survey, uniform_chunks
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.tabular.tables import (
+    CachedTables,
+    Survey,
+    uniform_chunks,
+)
 
 NAIVE_TYPE: Final = pa.timestamp("us")
 
 
 @dataclass
-class Contents:
+class TextContents:
     """What one text column holds.
 
     has_zones and is_naive: every text is a time, with a zone or without. values: the distinct
@@ -41,8 +45,8 @@ class Contents:
         texts = blank_to_null(column).drop_null()
         if not len(texts):
             return
-        self.has_zones = self.has_zones and _casts(texts, TIMESTAMP_TYPE)
-        self.is_naive = self.is_naive and _casts(texts, NAIVE_TYPE)
+        self.has_zones = self.has_zones and _can_cast(texts, TIMESTAMP_TYPE)
+        self.is_naive = self.is_naive and _can_cast(texts, NAIVE_TYPE)
         if self.known is not None:
             self.num_unknown += len(texts) - int(pc.sum(pc.is_in(texts, self.known)).as_py() or 0)
         elif not self.is_too_many:
@@ -50,16 +54,16 @@ class Contents:
             self.is_too_many = len(self.values) > max_values
 
 
-def contents_of(
-    tables: Kept,
+def read_contents(
+    tables: CachedTables,
     seen: Survey,
     columns: Sequence[str],
     known: Mapping[str, Sequence[str]],
     max_values: int,
-) -> dict[str, Contents]:
+) -> dict[str, TextContents]:
     """Look through text columns; `known` are the vocabularies that a dataset has already."""
     found = {
-        name: Contents(pa.array(known[name], pa.string()) if name in known else None)
+        name: TextContents(pa.array(known[name], pa.string()) if name in known else None)
         for name in columns
     }
     if columns:
@@ -69,9 +73,9 @@ def contents_of(
     return found
 
 
-def refuse_many(name: str, what: str, max_values: int) -> SourceInvalid:
+def too_many_texts_error(name: str, what: str, max_values: int) -> SourceInvalidError:
     """Return the refusal of a column of too many texts."""
-    return SourceInvalid(
+    return SourceInvalidError(
         f"column {name!r}: found more than {max_values} distinct texts, expected fewer to make "
         f"{what} of. Leave the column out, or raise --max-categories."
     )
@@ -102,7 +106,7 @@ def blank_to_null(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Ar
     return pc.if_else(is_blank, pa.scalar(None, column.type), column)
 
 
-def _casts(texts: pa.ChunkedArray, kind: pa.DataType) -> bool:
+def _can_cast(texts: pa.ChunkedArray, kind: pa.DataType) -> bool:
     try:
         # One first: most columns are no times, and then the whole need not be tried.
         texts.slice(0, 1).cast(kind)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.tabular.tables import is_encodable
-from replaylake.datastore.interchange.formats.transcripts.json_values import dumped
+from replaylake.datastore.interchange.formats.transcripts.json_values import dump_json
 
 Message = dict[str, Any]
 
@@ -96,17 +96,17 @@ def is_generated(message: Mapping[str, Any]) -> bool:
     return message["role"] in GENERATED
 
 
-def dialogues_of(record: Any) -> list[Dialogue]:
+def parse_dialogues(record: Any) -> list[Dialogue]:
     """Return the dialogues of a record: one, or one for each completion of its prompt.
 
-    Raises: SourceInvalid for what is none of the known shapes, without its place.
+    Raises: SourceInvalidError for what is none of the known shapes, without its place.
     """
     if isinstance(record, list):
         record = {"messages": record}
     if not isinstance(record, dict):
-        raise _unknown(record)
+        raise _unknown_record_error(record)
     if _DISPLAY in record:
-        return [_dialogue(record, _displayed(record[_DISPLAY]), "tau-bench", _DISPLAY)]
+        return [_dialogue(record, _parse_display(record[_DISPLAY]), "tau-bench", _DISPLAY)]
     if all(_is_side(record.get(name)) for name in _PAIR):
         # Some repeat the chosen answer as `messages`.
         return list(_completions(record))
@@ -123,28 +123,28 @@ def _dialogue(
 ) -> Dialogue:
     num_turns = sum(map(is_generated, messages))
     if "traj" in record:
-        status, terminated, truncated = end_of_task(record)
+        status, terminated, truncated = parse_task_end(record)
     else:
-        status, terminated, truncated = end_of(record)
+        status, terminated, truncated = parse_end(record)
     num_prompt = next((i for i, m in enumerate(messages) if is_generated(m)), len(messages))
-    group_id, source = group_of(record, messages[:num_prompt])
+    group_id, source = parse_group(record, messages[:num_prompt])
     episode_id = first_id(record, IDS)
     if episode_id is None and (task := first_id(record, ("task_id",))) is not None:
         trial = first_id(record, ("trial",))
         episode_id = task if trial is None else f"{task}-{trial}"
     return Dialogue(
         messages=messages,
-        framework=text_of(record, "source_framework") or framework,
+        framework=parse_text(record, "source_framework") or framework,
         episode_id=episode_id,
         group_id=group_id,
         group_id_source=source,
         sample_id=first_id(record, SAMPLES),
-        rewards=rewards_of(record, num_turns),
+        rewards=parse_rewards(record, num_turns),
         status=status,
         terminated=terminated,
         truncated=truncated,
-        model=text_of(record, "model"),
-        metadata=metadata_of(record, used),
+        model=parse_text(record, "model"),
+        metadata=collect_metadata(record, used),
     )
 
 
@@ -152,7 +152,7 @@ def _completions(record: Mapping[str, Any]) -> list[Dialogue]:
     """Return a dialogue for each thing that was answered to one prompt."""
     answers = _answers(record)
     if not answers or (record.get("prompt") is None and isinstance(answers[0][2], str)):
-        raise _unknown(record)
+        raise _unknown_record_error(record)
     prompt = [] if record.get("prompt") is None else _side(record["prompt"], "prompt", "user")
     base = {name: value for name, value in record.items() if name not in ("rewards", "reward")}
     found = []
@@ -181,8 +181,9 @@ def _answers(record: Mapping[str, Any]) -> list[tuple[str, str | None, Any, Any]
             rewards = record.get("rewards", record.get("scores"))
             rewards = [None] * len(several) if rewards is None else rewards
             if not isinstance(rewards, list) or len(rewards) != len(several):
-                raise SourceInvalid(
-                    f"rewards: found {short(rewards)}, expected a list of {len(several)}, one for "
+                raise SourceInvalidError(
+                    f"rewards: found {shorten(rewards)}, expected a list of {len(several)}, one "
+                    f"for "
                     f"each of the {name}"
                 )
             pairs = zip(several, rewards, strict=True)
@@ -220,19 +221,19 @@ def _is_message(value: Any) -> bool:
 
 def _messages(value: Any, name: str) -> list[Message]:
     if not isinstance(value, list):
-        raise SourceInvalid(f"{name}: found {short(value)}, expected a list of messages")
+        raise SourceInvalidError(f"{name}: found {shorten(value)}, expected a list of messages")
     found = []
     for number, message in enumerate(value):
         if not _is_message(message):
-            raise SourceInvalid(
-                f"{name}: found {short(message)} as message {number}, expected an object with a "
+            raise SourceInvalidError(
+                f"{name}: found {shorten(message)} as message {number}, expected an object with a "
                 "role and content (or from and value)"
             )
-        found.append(_of_one_shape(message))
+        found.append(_normalize_message(message))
     return found
 
 
-def _of_one_shape(message: Message) -> Message:
+def _normalize_message(message: Message) -> Message:
     """Return a message with `role` and, if it says anything, `content`."""
     if "role" not in message:
         speaker, content = ("from", "value") if "from" in message else ("type", "content")
@@ -245,18 +246,20 @@ def _of_one_shape(message: Message) -> Message:
     return {"content" if k == other else k: v for k, v in message.items() if k != "content"}
 
 
-def _displayed(text: Any) -> list[Message]:
+def _parse_display(text: Any) -> list[Message]:
     """Return the messages of `role: text` lines.
 
     An assistant's `None` is a call of a tool, which such lines do not tell. A line of a text that
     begins as a message does cannot be told from one.
     """
     if not isinstance(text, str):
-        raise SourceInvalid(f"{_DISPLAY}: found {short(text)}, expected lines of `role: text`")
+        raise SourceInvalidError(
+            f"{_DISPLAY}: found {shorten(text)}, expected lines of `role: text`"
+        )
     starts = list(_SPOKEN.finditer(text))
     if not starts or starts[0].start():
-        raise SourceInvalid(
-            f"{_DISPLAY}: found {short(text)}, expected it to begin with `user: ` or another role"
+        raise SourceInvalidError(
+            f"{_DISPLAY}: found {shorten(text)}, expected it to begin with `user: ` or another role"
         )
     ends = [match.start() - 1 for match in starts[1:]] + [len(text)]
     messages: list[Message] = []
@@ -267,10 +270,10 @@ def _displayed(text: Any) -> list[Message]:
     return messages
 
 
-def _unknown(record: Any) -> SourceInvalid:
+def _unknown_record_error(record: Any) -> SourceInvalidError:
     found = sorted(record) if isinstance(record, dict) else type(record).__name__
-    return SourceInvalid(
-        f"found {short(found)}, expected a transcript: an object with messages, traj, "
+    return SourceInvalidError(
+        f"found {shorten(found)}, expected a transcript: an object with messages, traj, "
         "conversations, messages_display, or prompt and completion"
     )
 
@@ -322,7 +325,7 @@ _COLUMNS: Final[Mapping[str, type | tuple[type, ...]]] = {
 _DIGITS: Final = 16
 
 
-def end_of_task(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
+def parse_task_end(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
     """Return status, terminated and truncated of a tau-bench result.
 
     Its environment puts `reward_info` into `info` when the task is over. It stays null where the
@@ -336,10 +339,10 @@ def end_of_task(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
     return "completed", True, False
 
 
-def end_of(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
+def parse_end(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
     """Return status, terminated and truncated where the record says so; open where it does not."""
     names = ("status", "finish_reason", "stop_reason")
-    status = next((found for name in names if (found := text_of(record, name))), None)
+    status = next((found for name in names if (found := parse_text(record, name))), None)
     terminated, truncated = record.get("terminated"), record.get("truncated")
     if isinstance(terminated, bool) or isinstance(truncated, bool):
         return status, terminated is True, truncated is True
@@ -347,7 +350,7 @@ def end_of(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
     return status, word in _ENDED, word in _CUT_OFF
 
 
-def group_of(
+def parse_group(
     record: Mapping[str, Any], prompt: Sequence[Mapping[str, Any]]
 ) -> tuple[str | None, str]:
     """Return the id of a record's group and where it is from: given, derived of the prompt, none.
@@ -361,10 +364,10 @@ def group_of(
     if not prompt:
         return None, NONE
     said = [[message["role"], message.get("content")] for message in prompt]
-    return hashlib.sha256(dumped(said).encode()).hexdigest()[:_DIGITS], DERIVED
+    return hashlib.sha256(dump_json(said).encode()).hexdigest()[:_DIGITS], DERIVED
 
 
-def rewards_of(record: Mapping[str, Any], num_turns: int) -> list[float | None]:
+def parse_rewards(record: Mapping[str, Any], num_turns: int) -> list[float | None]:
     """Return a reward for each generated turn.
 
     One of the whole dialogue is what its last turn got, after 0 for those before it: so the return
@@ -372,8 +375,8 @@ def rewards_of(record: Mapping[str, Any], num_turns: int) -> list[float | None]:
     """
     if (several := record.get("rewards")) is not None:
         if not isinstance(several, list) or len(several) != num_turns:
-            raise SourceInvalid(
-                f"rewards: found {short(several)}, expected a list of {num_turns}, one for each "
+            raise SourceInvalidError(
+                f"rewards: found {shorten(several)}, expected a list of {num_turns}, one for each "
                 "generated turn"
             )
         return [_number(value, "rewards") for value in several]
@@ -391,10 +394,10 @@ def _number(value: Any, name: str) -> float | None:
             return float(value)
     except OverflowError:
         pass
-    raise SourceInvalid(f"{name}: found {short(value)}, expected a number or null")
+    raise SourceInvalidError(f"{name}: found {shorten(value)}, expected a number or null")
 
 
-def metadata_of(record: Mapping[str, Any], used: Sequence[str]) -> dict[str, Any]:
+def collect_metadata(record: Mapping[str, Any], used: Sequence[str]) -> dict[str, Any]:
     """Return all of a record that becomes no column of its own; `used` holds its messages."""
     return {
         name: value
@@ -404,7 +407,7 @@ def metadata_of(record: Mapping[str, Any], used: Sequence[str]) -> dict[str, Any
 
 
 def first_id(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Return the first of these that the record has. Raises: SourceInvalid if it is no id."""
+    """Return the first of these that the record has. Raises: SourceInvalidError if it is no id."""
     for name in names:
         if (value := record.get(name)) is not None:
             return _id(value, name)
@@ -414,16 +417,16 @@ def first_id(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
 def _id(value: Any, name: str) -> str:
     if isinstance(value, str | int) and not isinstance(value, bool) and is_encodable(str(value)):
         return str(value)
-    raise SourceInvalid(f"{name}: found {short(value)}, expected text or a whole number")
+    raise SourceInvalidError(f"{name}: found {shorten(value)}, expected text or a whole number")
 
 
-def text_of(record: Mapping[str, Any], name: str) -> str | None:
+def parse_text(record: Mapping[str, Any], name: str) -> str | None:
     """Return a text, or None where there is none, or one that UTF-8 cannot hold."""
     value = record.get(name)
     return value if isinstance(value, str) and is_encodable(value) else None
 
 
-def short(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return a value for a message."""
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.tabular.tables import is_encodable
-from replaylake.datastore.interchange.sources.source import SourceFile, unreadable
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source import SourceFile
 
 # One value may be this long, in characters: a log's records are apart from one another.
 MAX_VALUE_CHARS: Final = 64 << 20
@@ -33,7 +34,7 @@ class JsonValue:
     value: Any
 
 
-class _DuplicateKey(ValueError):
+class _DuplicateKeyError(ValueError):
     """An object names a key twice: which of the two is meant is not known."""
 
 
@@ -45,12 +46,12 @@ def json_values(
     `as_lines` takes arrays as values too, as of lines that are arrays each. Cost: the reading, and
     for a value longer than a block another attempt each time that what was read has doubled.
 
-    Raises: SourceInvalid naming file and line, for what is no JSON, nested too deeply, or longer
-    than `max_chars`.
+    Raises: SourceInvalidError naming file and line, for what is no JSON, nested too deeply, or
+    longer than `max_chars`.
     """
     file.check_unchanged()
     with file.open() as stream:
-        text = _Text(file, stream, max_chars)
+        text = _TextStream(file, stream, max_chars)
         is_array = not as_lines and text.skip("") == "["
         if is_array:
             text.position += 1
@@ -68,7 +69,7 @@ def json_values(
             raise text.error("found the end of the file inside its array", "]")
 
 
-def dumped(value: Any) -> str:
+def dump_json(value: Any) -> str:
     """Return a value as compact JSON, in text that UTF-8 can hold whatever the value has.
 
     Raises: RecursionError where it is nested too deeply.
@@ -78,7 +79,7 @@ def dumped(value: Any) -> str:
     return text if is_encodable(text) else json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-class _Text:
+class _TextStream:
     """The decoded text of a stream, from `position` on, read as it is needed."""
 
     def __init__(self, file: SourceFile, stream: BinaryIO, max_chars: int) -> None:
@@ -138,9 +139,9 @@ class _Text:
                     self.position = end
                     return value
 
-    def error(self, found: str, expected: str) -> SourceInvalid:
+    def error(self, found: str, expected: str) -> SourceInvalidError:
         """Return the error of what is at `position`."""
-        return SourceInvalid(
+        return SourceInvalidError(
             f"{self._file.name} in the value that begins in line {self.line}: {found}, expected "
             f"{expected}. Correct it, or leave the file out."
         )
@@ -166,7 +167,7 @@ class _Text:
         except UnicodeDecodeError as error:
             raise self.error(f"found bytes that are no UTF-8 ({error.reason})", "text") from error
         except (OSError, EOFError) as error:
-            raise unreadable(self._file.name, error) from error
+            raise unreadable_error(self._file.name, error) from error
         self._is_at_end = not data
         self._lines_before += self._buffer.count("\n", 0, self.position)
         self._buffer, self.position = self._buffer[self.position :] + text, 0
@@ -178,7 +179,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _DuplicateKey(f"the key {twice!r} twice in one object")
+        raise _DuplicateKeyError(f"the key {twice!r} twice in one object")
     return found
 
 

@@ -16,22 +16,22 @@ import pyarrow as pa
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Text
-from replaylake.datastore.errors import SourceInvalid, SpaceUnsupported
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Written
-from replaylake.datastore.interchange.formats.tabular.reading import Declared, TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables, is_encodable
+from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
+from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource, is_encodable
 from replaylake.datastore.interchange.formats.transcripts.dialogues import (
     GENERATED,
     Dialogue,
     Message,
-    dialogues_of,
     is_generated,
     is_transcript,
+    parse_dialogues,
 )
 from replaylake.datastore.interchange.formats.transcripts.json_values import (
     MAX_VALUE_CHARS,
     JsonValue,
-    dumped,
+    dump_json,
     json_values,
 )
 from replaylake.datastore.interchange.sources.source import SourceFile
@@ -42,7 +42,7 @@ _LOOK_CHARS: Final = 8 << 20
 _NOTE_EXAMPLES: Final = 3
 
 
-class TranscriptTables(Tables):
+class TranscriptTables(TableSource):
     """Rows of the dialogues of some files; `notes` are of the last whole reading."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
@@ -64,7 +64,7 @@ class TranscriptTables(Tables):
                 for turns in found:
                     if not turns:
                         silent.append(f"{file.name} line {value.line}")
-                    unsaid += _num_unsaid(value, turns)
+                    unsaid += _count_lost_calls(value, turns)
                     rows += turns
                     num_rows += len(turns)
                     num_chars += sum(map(_num_chars, turns))
@@ -73,9 +73,9 @@ class TranscriptTables(Tables):
                     first_row += len(rows)
                     rows, num_chars, damage = [], 0, {}
             yield Chunk(file, first_row, _table(rows), damage)
-        self.notes[:] = [*_silence(silent), *ids.notes(), *_unsaid(unsaid)]
+        self.notes[:] = [*_silent_notes(silent), *ids.notes(), *_lost_call_notes(unsaid)]
         if silent and not num_rows:
-            raise SourceInvalid(
+            raise SourceInvalidError(
                 f"{silent[0]}: found no turn of an assistant in any of {len(silent)} transcripts, "
                 f"expected a message of role {', '.join(sorted(GENERATED))}: a row is such a turn. "
                 "Rename the role of those that the policy said."
@@ -95,36 +95,36 @@ class TranscriptsFormat:
             return False
         try:
             first = next(_values(files[0], _LOOK_CHARS), None)
-        except SourceInvalid:
+        except SourceInvalidError:
             return False
         return first is not None and is_transcript(first.value)
 
-    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> Reading:
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         tables = TranscriptTables(files)
-        declared = Declared(
+        declared = Declaration(
             fields=FIELDS,
             spaces=None if {*FIELDS} & options.mapping.keys() else (Text(), Text()),
             notes=tables.notes,
             rewards_optional=True,
             observed=FIELDS["observation"],
         )
-        return TabularReading(tables, options, files[0].name, declared)
+        return TabularReader(tables, options, files[0].name, declared)
 
-    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> Written:
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         """Write a line for each dialogue; the episodes of its agents come one after the other.
 
-        Raises: SpaceUnsupported for steps that are no transcripts.
+        Raises: SpaceUnsupportedError for steps that are no transcripts.
         """
         num_episodes = num_steps = num_later = 0
         with path.open("x", encoding="utf-8", newline="\n") as file:
             for _, several in groupby(episodes, lambda episode: episode.episode_id):
                 agents = list(several)
-                file.write(dumped(record_of(agents)) + "\n")
+                file.write(dump_json(make_record(agents)) + "\n")
                 num_episodes += len(agents)
                 num_steps += sum(map(len, agents))
                 num_later += sum(episode.first_step > 0 for episode in agents)
         notes = (f"{num_later} begin within a dialogue: what was said before is left out",)
-        return Written(num_episodes, num_steps, notes if num_later else ())
+        return WriteResult(num_episodes, num_steps, notes if num_later else ())
 
 
 class _EpisodeIds:
@@ -160,7 +160,7 @@ class _EpisodeIds:
 def _values(file: SourceFile, max_chars: int = MAX_VALUE_CHARS) -> Iterator[JsonValue]:
     """Read a file's records, whether it is an array of them, or lines, also of lists of messages.
 
-    Raises: SourceInvalid.
+    Raises: SourceInvalidError.
     """
     first = next(json_values(file, max_chars=max_chars), None)
     # An array whose elements are messages is a record itself.
@@ -177,19 +177,19 @@ def _dialogues(
 ) -> tuple[list[list[dict[str, Any]]], str | None]:
     """Return the rows of each dialogue of a record; for a malformed one an empty row, and why."""
     try:
-        dialogues = dialogues_of(value.value)
-        return [[*rows_of(one, ids.next(one.episode_id))] for one in dialogues], None
-    except (SourceInvalid, RecursionError, ValueError) as error:
-        return [[empty_row(ids.next(None))]], _malformed(value, file, error)
+        dialogues = parse_dialogues(value.value)
+        return [[*iter_rows(one, ids.next(one.episode_id))] for one in dialogues], None
+    except (SourceInvalidError, RecursionError, ValueError) as error:
+        return [[empty_row(ids.next(None))]], _describe_malformed(value, file, error)
 
 
 def _table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(rows, ROW_SCHEMA)
 
 
-def _malformed(value: JsonValue, file: SourceFile, error: Exception) -> str:
+def _describe_malformed(value: JsonValue, file: SourceFile, error: Exception) -> str:
     """Return what is wrong with a record, after the name of the check."""
-    found = error if isinstance(error, SourceInvalid) else f"found {error}"
+    found = error if isinstance(error, SourceInvalidError) else f"found {error}"
     return f"malformed\0{file.name} record {value.number} (line {value.line}): {found}"
 
 
@@ -197,13 +197,13 @@ def _num_chars(row: Mapping[str, Any]) -> int:
     return sum(len(value) for value in row.values() if isinstance(value, str))
 
 
-def _num_unsaid(value: JsonValue, turns: Sequence[dict[str, Any]]) -> int:
+def _count_lost_calls(value: JsonValue, turns: Sequence[dict[str, Any]]) -> int:
     if not isinstance(value.value, dict) or "messages_display" not in value.value:
         return 0
     return sum('"content":null' in row["completion_messages"] for row in turns)
 
 
-def _silence(places: Sequence[str]) -> list[str]:
+def _silent_notes(places: Sequence[str]) -> list[str]:
     if not places:
         return []
     more = ", ..." if len(places) > _NOTE_EXAMPLES else ""
@@ -213,7 +213,7 @@ def _silence(places: Sequence[str]) -> list[str]:
     ]
 
 
-def _unsaid(num: int) -> list[str]:
+def _lost_call_notes(num: int) -> list[str]:
     if not num:
         return []
     return [f"{num} turns are calls of tools that the log shows as None: name and arguments lost"]
@@ -263,7 +263,7 @@ FIELDS: Final = {
 _CONSTANT: Final = ("group_id", "group_id_source", "sample_id", "source_framework", "status")
 
 
-def rows_of(dialogue: Dialogue, episode_id: str) -> Iterator[dict[str, Any]]:
+def iter_rows(dialogue: Dialogue, episode_id: str) -> Iterator[dict[str, Any]]:
     """Yield a row of ROW_SCHEMA for each generated turn, in order.
 
     A row has the messages since the turn before it, whoever's that was. Where several agents speak,
@@ -287,25 +287,25 @@ def rows_of(dialogue: Dialogue, episode_id: str) -> Iterator[dict[str, Any]]:
             "agent_id": agent,
             "step": counts[agent],
             "env_step": number,
-            "prompt_text": _shown(prompt),
-            "final_text": _shown(final) if final else None,
-            "completion_text": _said(message),
+            "prompt_text": _format_messages(prompt),
+            "final_text": _format_messages(final) if final else None,
+            "completion_text": _message_text(message),
             "reward": dialogue.rewards[number],
             "terminated": is_last and dialogue.terminated,
             "truncated": is_last and dialogue.truncated,
             "policy": dialogue.model,
             "role": _clean(message["role"]),
-            PROMPT_MESSAGES: dumped(prompt),
-            COMPLETION_MESSAGES: dumped([message]),
-            FINAL_MESSAGES: dumped(final) if final else None,
+            PROMPT_MESSAGES: dump_json(prompt),
+            COMPLETION_MESSAGES: dump_json([message]),
+            FINAL_MESSAGES: dump_json(final) if final else None,
             "tool_name": next((_clean(name) for name, _ in map(_call, calls) if name), None),
-            "tool_calls": dumped(calls) if calls else None,
+            "tool_calls": dump_json(calls) if calls else None,
             "group_id": dialogue.group_id,
             "group_id_source": dialogue.group_id_source,
             "sample_id": dialogue.sample_id,
             "source_framework": dialogue.framework,
             "status": dialogue.status,
-            "metadata": dumped(dialogue.metadata) if dialogue.metadata and not number else None,
+            "metadata": dump_json(dialogue.metadata) if dialogue.metadata and not number else None,
         }
 
 
@@ -317,11 +317,11 @@ def empty_row(episode_id: str) -> dict[str, Any]:
     return {**dict.fromkeys(ROW_SCHEMA.names), **given, **dict.fromkeys(texts, ""), **ends}
 
 
-def record_of(episodes: Sequence[Episode]) -> dict[str, Any]:
+def make_record(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Return one dialogue's record, with `messages` whole, from the episodes of its agents.
 
-    It reads as what `rows_of` made these episodes of. Raises: SpaceUnsupported for episodes that
-    are no transcripts.
+    It reads as what `rows_of` made these episodes of. Raises: SpaceUnsupportedError for episodes
+    that are no transcripts.
     """
     first = episodes[0]
     turns = sorted(turn for episode in episodes for turn in _turns(episode))
@@ -345,10 +345,10 @@ def record_of(episodes: Sequence[Episode]) -> dict[str, Any]:
     return record if policy is None else {**record, "model": policy}
 
 
-def _turns(episode: Episode) -> Iterator[tuple[int, _Row]]:
+def _turns(episode: Episode) -> Iterator[tuple[int, _TickRow]]:
     needed = (PROMPT_MESSAGES, COMPLETION_MESSAGES)
     if missing := [name for name in needed if name not in episode.extras]:
-        raise SpaceUnsupported(
+        raise SpaceUnsupportedError(
             f"episode {episode.episode_id}: found no column {', '.join(missing)}, expected them as "
             "in datasets that were ingested from transcripts. Export it to another format."
         )
@@ -360,10 +360,10 @@ def _turns(episode: Episode) -> Iterator[tuple[int, _Row]]:
     ticks = range(len(episode)) if episode.env_steps is None else episode.env_steps.tolist()
     for row, tick in enumerate(ticks):
         values = {name: column[row] for name, column in columns.items()}
-        yield tick, _Row(values | {"reward": float(episode.rewards[row])})
+        yield tick, _TickRow(values | {"reward": float(episode.rewards[row])})
 
 
-class _Row(dict[str, Any]):
+class _TickRow(dict[str, Any]):
     """A row that sorts by its tick alone."""
 
     def __lt__(self, other: object) -> bool:
@@ -407,22 +407,22 @@ def _call(call: Any) -> tuple[str, str]:
     if not isinstance(inner, dict):
         return "", ""
     name, given = inner.get("name"), inner.get("arguments", inner.get("input", ""))
-    return str(name or ""), given if isinstance(given, str) else dumped(given)
+    return str(name or ""), given if isinstance(given, str) else dump_json(given)
 
 
-def _shown(messages: Sequence[Message]) -> str:
+def _format_messages(messages: Sequence[Message]) -> str:
     """Return messages for people, as lines of `role: text`."""
-    return "\n".join(f"{_clean(message['role'])}: {_said(message)}" for message in messages)
+    return "\n".join(f"{_clean(message['role'])}: {_message_text(message)}" for message in messages)
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _message_text(message: Mapping[str, Any]) -> str:
     """Return the text of a message, then its calls as `name(arguments)`."""
     content = message.get("content")
     parts = [content] if isinstance(content, str) else []
     if isinstance(content, list):
         parts = [text for part in content if (text := _part(part))]
     elif content is not None and not isinstance(content, str):
-        parts = [dumped(content)]
+        parts = [dump_json(content)]
     parts += ["{}({})".format(*_call(call)) for call in _calls(message)]
     return _clean("\n".join(parts))
 
@@ -434,7 +434,7 @@ def _part(part: Any) -> str:
         return ""
     text = part.get("text")
     if part.get("type") == "tool_result" and "content" in part:
-        return _said({"content": part["content"]})
+        return _message_text({"content": part["content"]})
     return text if isinstance(text, str) else f"[{part.get('type', 'part')}]"
 
 

@@ -10,14 +10,18 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.interchange.formats.checks import Finding
-from replaylake.datastore.interchange.formats.format import Rejected
+from replaylake.datastore.interchange.formats.format import RejectedEpisode
 from replaylake.datastore.interchange.ingest.quarantine import quarantine
 from replaylake.datastore.interchange.ingest.receipt import Counts
-from replaylake.datastore.interchange.ingest.stream.grammar import Grammar, Row
+from replaylake.datastore.interchange.ingest.stream.grammar import Grammar, StreamRow
 from replaylake.datastore.interchange.ingest.stream.lines import Line
-from replaylake.datastore.interchange.ingest.stream.pieces import Pieces
-from replaylake.datastore.interchange.ingest.stream.receipt import Progress, Reason, StreamReceipt
-from replaylake.datastore.interchange.ingest.stream.stored_steps import Key, Reached
+from replaylake.datastore.interchange.ingest.stream.pieces import StreamWriter
+from replaylake.datastore.interchange.ingest.stream.receipt import (
+    Reason,
+    StreamProgress,
+    StreamReceipt,
+)
+from replaylake.datastore.interchange.ingest.stream.stored_steps import Key, StreamPosition
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
 
@@ -25,11 +29,11 @@ from replaylake.datastore.names import new_ulid
 _WINDOW_BYTES: Final = 4 << 20
 _WAITING_BYTES: Final = 8 << 20
 # Lines that were refused before there is a dataset whose quarantine takes them.
-_KEPT_REFUSED: Final = 10_000
+_MAX_BUFFERED_REJECTED: Final = 10_000
 _AFTER_END: Final = "which is after the step that ended it. Give a new episode an id of its own"
 
 
-class Follower:
+class StreamIngester:
     """Holds the lines between two flushes, and those that wait for others."""
 
     def __init__(
@@ -46,12 +50,12 @@ class Follower:
         self._grammar = grammar
         self._wait_s = wait_s
         self._on_rejected = on_rejected
-        self._pieces = Pieces(lake, dataset, name, grammar, spaces)
-        self._new: list[Row] = []
-        self._waiting: list[Row] = []
+        self._pieces = StreamWriter(lake, dataset, name, grammar, spaces)
+        self._new: list[StreamRow] = []
+        self._waiting: list[StreamRow] = []
         self._num_bytes = 0
         self._num_lines = 0
-        self._refused: list[tuple[Row, Finding]] = []
+        self._refused: list[tuple[StreamRow, Finding]] = []
         self._counts: dict[str, int] = {}
         self._examples: dict[str, str] = {}
         self._starts = {0}
@@ -67,10 +71,10 @@ class Follower:
         return self._num_bytes >= _WINDOW_BYTES
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StreamProgress:
         """How far it is."""
         pieces = self._pieces
-        return Progress(self._num_lines, pieces.num_steps, len(self._waiting), pieces.version)
+        return StreamProgress(self._num_lines, pieces.num_steps, len(self._waiting), pieces.version)
 
     def add(self, line: Line, now: float) -> None:
         """Take a line."""
@@ -80,17 +84,19 @@ class Follower:
         self._num_lines += 1
         self._num_bytes += len(line.text)
         if isinstance(found, Finding):
-            row = Row(line.number, 0, now, {"line": line.text[:4096].decode(errors="replace")})
+            row = StreamRow(
+                line.number, 0, now, {"line": line.text[:4096].decode(errors="replace")}
+            )
             self._reject(row, found)
         else:
             self._new.append(found)
 
     def flush(self, now: float, *, is_last: bool = False) -> None:
-        """Commit what can be, and give up what has waited too long. Raises: StorageFailed."""
+        """Commit what can be, and give up what has waited too long. Raises: StorageError."""
         if self._new:
             self._grammar.learn(self._new)
         rows = [*self._waiting, *self._placed()]
-        cutoff = float("inf") if is_last else max(now - self._wait_s, _pressed(rows))
+        cutoff = float("inf") if is_last else max(now - self._wait_s, _memory_cutoff(rows))
         # Where nothing is new, nothing has changed for those that wait.
         has_changed = bool(self._new) or any(row.arrived_s <= cutoff for row in rows)
         self._new, self._num_bytes = [], 0
@@ -124,7 +130,7 @@ class Follower:
             renames=dict(self._grammar.renames),
         )
 
-    def _placed(self) -> list[Row]:
+    def _placed(self) -> list[StreamRow]:
         placed = []
         for row in self._new:
             finding = self._grammar.place(row)
@@ -134,7 +140,7 @@ class Follower:
                 self._reject(row, finding)
         return placed
 
-    def _pass(self, rows: Sequence[Row], cutoff: float) -> list[Row]:
+    def _pass(self, rows: Sequence[StreamRow], cutoff: float) -> list[StreamRow]:
         """Decide what can be decided of the rows, and return the others, in their order."""
         window = self._pieces.window(rows)
         decided = set(window.faults)
@@ -168,7 +174,11 @@ class Follower:
         return [row for i, row in enumerate(rows) if i not in decided]
 
     def _sorted_out(
-        self, rows: Sequence[Row], indices: Sequence[int], reached: Reached | None, cutoff: float
+        self,
+        rows: Sequence[StreamRow],
+        indices: Sequence[int],
+        reached: StreamPosition | None,
+        cutoff: float,
     ) -> tuple[list[int], list[int], list[int]]:
         """Part an episode's rows: the run that follows, those there before, those after its end."""
         old: list[int] = []
@@ -194,7 +204,7 @@ class Follower:
                 following += 1
         return run, old, []
 
-    def _gap(self, row: Row) -> Finding:
+    def _gap(self, row: StreamRow) -> Finding:
         key = (row.episode, row.agent)
         reached = self._pieces.present.find([key])[key]
         if reached is None or row.step < reached.first:
@@ -204,18 +214,18 @@ class Follower:
             said = f"whose predecessors from {reached.following} on have not come"
         return self._finding("gap", row, f"{said}. Deliver the lines of the episode again")
 
-    def _finding(self, check: str, row: Row, said: str) -> Finding:
+    def _finding(self, check: str, row: StreamRow, said: str) -> Finding:
         return Finding(
             check,
             f"{self._grammar.name} line {row.line}: found step {row.step} of episode "
             f"{row.episode}, {said}",
         )
 
-    def _reject(self, row: Row, finding: Finding) -> None:
+    def _reject(self, row: StreamRow, finding: Finding) -> None:
         self._counts[finding.check] = self._counts.get(finding.check, 0) + 1
         self._examples.setdefault(finding.check, finding.message)
         self._pieces.num_rejected += 1
-        if len(self._refused) < _KEPT_REFUSED or self._pieces.exists:
+        if len(self._refused) < _MAX_BUFFERED_REJECTED or self._pieces.exists:
             self._refused.append((row, finding))
         if self._on_rejected is not None:
             self._on_rejected(finding)
@@ -226,16 +236,16 @@ class Follower:
         self._pieces.keep_refused([self._rejected(*one) for one in self._refused], quarantine)
         self._refused = []
 
-    def _rejected(self, row: Row, finding: Finding) -> Rejected:
+    def _rejected(self, row: StreamRow, finding: Finding) -> RejectedEpisode:
         # A line that names no episode gets an id of its own: lines of several people under one id
         # could only be deleted together.
         episode = row.episode or f"line-{row.line}/{new_ulid()}"
         layout = self._grammar.layout
         mapping = None if layout is None else layout.mapping()
-        return Rejected(episode, 1, (finding,), row.agent, _table_of(row), mapping=mapping)
+        return RejectedEpisode(episode, 1, (finding,), row.agent, _to_table(row), mapping=mapping)
 
 
-def _pressed(rows: Sequence[Row]) -> float:
+def _memory_cutoff(rows: Sequence[StreamRow]) -> float:
     """Return when the last of those rows came that memory has no room for, oldest first."""
     excess = sum(row.num_bytes for row in rows) - _WINDOW_BYTES - _WAITING_BYTES
     cutoff = float("-inf")
@@ -247,7 +257,7 @@ def _pressed(rows: Sequence[Row]) -> float:
     return cutoff
 
 
-def _table_of(row: Row) -> pa.Table:
+def _to_table(row: StreamRow) -> pa.Table:
     """Return a line's values; those that no column takes as their JSON."""
     columns = {}
     for name, value in row.values.items():

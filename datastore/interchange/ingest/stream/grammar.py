@@ -10,10 +10,10 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.episodes.episode import MAX_STEP
-from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.checks import Finding
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.formats.tabular.fields import Layout, lay_out
+from replaylake.datastore.interchange.formats.tabular.fields import ColumnLayout, lay_out
 from replaylake.datastore.interchange.ingest.stream.lines import Line
 
 # A column of no log: which of the groups that are decoded a row belongs to.
@@ -21,7 +21,7 @@ GROUP: Final = "\0group"
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class StreamRow:
     """A step as it came, and when, in seconds of a clock that only goes forward.
 
     Which step of what it is, is filled in once the columns are known.
@@ -42,7 +42,7 @@ class Grammar:
 
     name: str
     options: ReadOptions
-    layout: Layout | None = None
+    layout: ColumnLayout | None = None
     types: dict[str, pa.DataType] = field(default_factory=dict)
     renames: dict[str, str] = field(default_factory=dict)
     num_actions: int | None = None
@@ -59,12 +59,12 @@ class Grammar:
             ("--open-ends truncated", self.options.open_ends != "open"),
         ):
             if value:
-                raise ConfigInvalid(
+                raise ConfigInvalidError(
                     f"{flag}: found it with --follow, expected it only for logs that are whole. "
                     "Name an episode id and a step with --map, or ingest the log when it is whole."
                 )
 
-    def parse(self, line: Line, arrived_s: float) -> Row | Finding | None:
+    def parse(self, line: Line, arrived_s: float) -> StreamRow | Finding | None:
         """Return the row of a line, what is wrong with it, or None for an empty line."""
         if line.is_cut:
             return Finding(
@@ -82,14 +82,16 @@ class Grammar:
             return self._malformed(line, f"expected one JSON object ({error})")
         if not isinstance(values, dict) or not values:
             return self._malformed(line, "expected one JSON object with a step's values")
-        return Row(line.number, len(line.text), arrived_s, values)
+        return StreamRow(line.number, len(line.text), arrived_s, values)
 
     def _malformed(self, line: Line, expected: str) -> Finding:
         shown = line.text[:60].decode(errors="replace")
         return Finding("malformed", f"{self.name} line {line.number}: found {shown!r}, {expected}")
 
-    def learn(self, rows: Sequence[Row]) -> None:
-        """Find the columns of the rows. Raises: SourceInvalid if one that is needed is not there.
+    def learn(self, rows: Sequence[StreamRow]) -> None:
+        """Find the columns of the rows.
+
+        Raises: SourceInvalidError if one that is needed is not there.
 
         Columns that come later than the first rows become further columns, or optional fields.
         """
@@ -104,14 +106,14 @@ class Grammar:
                 self.name,
                 rewards_optional=self.options.reward_unknown,
             )
-        except SourceInvalid as error:
+        except SourceInvalidError as error:
             if self.layout is None:
                 raise
             self.clashing |= dict.fromkeys(new, str(error))
             return
         for ours in ("episode_id", "step"):
             if layout.one(ours) is None:
-                raise SourceInvalid(
+                raise SourceInvalidError(
                     f"{self.name}: found no column that is the {ours}, expected one to follow a "
                     "stream: without it, lines that are delivered again cannot be told from new "
                     f"ones. Name it with --map {ours}=COLUMN, or ingest the log when it is whole."
@@ -120,7 +122,7 @@ class Grammar:
         self.renames = dict(layout.renames)
         self.types |= {name: pa.null() for name in new}
 
-    def place(self, row: Row) -> Finding | None:
+    def place(self, row: StreamRow) -> Finding | None:
         """Fill in the row's episode, agent and step, or return what is wrong with those.
 
         Of a row with a fault, what can be told is filled in: in quarantine it is found by that.
@@ -149,7 +151,7 @@ class Grammar:
         row.step = step
         return None
 
-    def _id(self, row: Row, name: str) -> str | Finding:
+    def _id(self, row: StreamRow, name: str) -> str | Finding:
         value = row.values.get(name, self.options.fill.get(name))
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -159,12 +161,12 @@ class Grammar:
             return self.finding("name", row, name, value)
         return str(value)
 
-    def finding(self, check: str, row: Row, column: str, found: Any) -> Finding:
+    def finding(self, check: str, row: StreamRow, column: str, found: Any) -> Finding:
         """Return what is wrong with a row's column."""
         return Finding(check, f"{self.name} line {row.line}, column {column!r}: found {found!r}")
 
     @property
-    def _known(self) -> Layout:
+    def _known(self) -> ColumnLayout:
         assert self.layout is not None
         return self.layout
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
 
-from replaylake.datastore.errors import NotFound, SourceInvalid
-from replaylake.datastore.interchange.sources.refusal import unreadable
+from replaylake.datastore.errors import NotFoundError, SourceInvalidError
+from replaylake.datastore.interchange.sources.refusal import unreadable_error
 
 _READ_BYTES: Final = 1 << 20
 # A line beyond it is no step: memory holds no more of what has no end.
@@ -41,7 +41,7 @@ class Lines(Protocol):
         """Whether no line will come any more."""
 
     def take(self, timeout_s: float) -> list[Line]:
-        """Return the lines that came, waiting no longer than this. Raises: SourceInvalid."""
+        """Return the lines that came, waiting no longer than this. Raises: SourceInvalidError."""
 
 
 class LineReader:
@@ -62,11 +62,13 @@ class LineReader:
 
     @classmethod
     def of_file(cls, path: Path) -> LineReader:
-        """Follow a file. Raises: NotFound, SourceInvalid."""
+        """Follow a file. Raises: NotFoundError, SourceInvalidError."""
         if not path.exists():
-            raise NotFound(f"{path}: found no such file, expected one that grows. Check the path.")
+            raise NotFoundError(
+                f"{path}: found no such file, expected one that grows. Check the path."
+            )
         if not path.is_file():
-            raise SourceInvalid(f"{path}: found no file, expected one that grows.")
+            raise SourceInvalidError(f"{path}: found no file, expected one that grows.")
         return cls(_open(path), path.name, path)
 
     def __enter__(self) -> LineReader:
@@ -105,7 +107,7 @@ class LineReader:
             if not self._has_restarted(self._growing):
                 time.sleep(min(max(timeout_s, 0), _POLL_S))
         except OSError as error:
-            raise unreadable(self._name, error) from error
+            raise unreadable_error(self._name, error) from error
         return []
 
     def _lines(self, data: bytes) -> list[Line]:
@@ -139,4 +141,4 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise unreadable(path.name, error) from error
+        raise unreadable_error(path.name, error) from error

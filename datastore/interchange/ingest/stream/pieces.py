@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
-from replaylake.datastore.episodes.encoding import NOTHING
+from replaylake.datastore.episodes.encoding import NO_ENCODING
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import (
@@ -20,17 +20,17 @@ from replaylake.datastore.episodes.spaces import (
     describe,
     take,
 )
-from replaylake.datastore.errors import EpisodeInvalid, SchemaMismatch, StorageFailed
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError, StorageError
 from replaylake.datastore.interchange.formats.checks import Finding
-from replaylake.datastore.interchange.formats.format import Rejected
-from replaylake.datastore.interchange.ingest.door import Door
-from replaylake.datastore.interchange.ingest.stream.grammar import Grammar, Row
+from replaylake.datastore.interchange.formats.format import RejectedEpisode
+from replaylake.datastore.interchange.ingest.door import SourceValidator
+from replaylake.datastore.interchange.ingest.stream.grammar import Grammar, StreamRow
 from replaylake.datastore.interchange.ingest.stream.stored_steps import (
     Key,
-    Reached,
     StoredSteps,
-    follows,
-    vars_of,
+    StreamPosition,
+    episode_fields,
+    is_successor,
 )
 from replaylake.datastore.interchange.ingest.stream.window import Window
 from replaylake.datastore.lake.commit import Commit, DropCounts
@@ -45,7 +45,7 @@ _ATTEMPTS: Final = 4
 _FIRST_PAUSE_S: Final = 0.5
 
 
-class Pieces:
+class StreamWriter:
     """The writing end of a stream: one producer, whose commits go on where its last one ended."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Pieces:
         self._producer = f"stream/{name}"
         self._id = new_ulid()
         self._grammar = grammar
-        self._assembly = Assembly(self._handle, grammar, spaces)
+        self._assembly = PieceAssembler(self._handle, grammar, spaces)
         self._sequence: int | None = None
         self._told = DropCounts()
         self._quarantines = 0
@@ -81,7 +81,7 @@ class Pieces:
         """Whether there is a dataset."""
         return self._handle.exists()
 
-    def window(self, rows: Sequence[Row]) -> Window:
+    def window(self, rows: Sequence[StreamRow]) -> Window:
         """Return rows as the dataset, if there is one, has their columns."""
         self._assembly.open_door()
         return Window(rows, self._grammar)
@@ -109,12 +109,15 @@ class Pieces:
         return told
 
     def commit(
-        self, window: Window, runs: Sequence[list[int]], reached: Mapping[Key, Reached | None]
-    ) -> tuple[list[int], Refusals]:
+        self,
+        window: Window,
+        runs: Sequence[list[int]],
+        reached: Mapping[Key, StreamPosition | None],
+    ) -> tuple[list[int], Rejections]:
         """Commit what can be of each run, from its start on; return those rows, and those refused.
 
         Of each run at most one row is refused, and what comes after it is neither: it may have to
-        wait. Raises: StorageFailed.
+        wait. Raises: StorageError.
         """
         pieces, refused = self._assembly.assembled(window, runs, reached)
         if not pieces:
@@ -122,7 +125,7 @@ class Pieces:
         episodes = [self._own(window, run, episode) for run, episode in pieces]
         try:
             commit = self._append(episodes)
-        except (EpisodeInvalid, SchemaMismatch):
+        except (EpisodeInvalidError, SchemaMismatchError):
             if self._assembly.is_strict:
                 raise
             # Something that only the table itself knows: each piece is tried on it.
@@ -153,7 +156,7 @@ class Pieces:
             if self._is_own(commit):
                 self._told = left_out
 
-    def keep_refused(self, rejected: Sequence[Rejected], keep: Callable[..., Any]) -> None:
+    def keep_refused(self, rejected: Sequence[RejectedEpisode], keep: Callable[..., Any]) -> None:
         """Put refused lines into the dataset's quarantine."""
         if rejected:
             self._quarantines += 1
@@ -176,7 +179,7 @@ class Pieces:
             return []
         try:
             return self.present.are_same(steps)
-        except (EpisodeInvalid, SchemaMismatch):
+        except (EpisodeInvalidError, SchemaMismatchError):
             # A further column of another type: then it is not the same.
             if len(steps) == 1:
                 return [False] * len(steps[0][1])
@@ -206,7 +209,7 @@ class Pieces:
                     left_out=left_out - self._told,
                 )
                 break
-            except StorageFailed:
+            except StorageError:
                 # Nobody can deliver these lines again: the same commit is tried a few times.
                 if attempt + 1 == _ATTEMPTS:
                     raise
@@ -265,10 +268,10 @@ def _runs(window: Window, rows: Sequence[int]) -> list[list[int]]:
 _PLACE: Final = re.compile(r"^\S+ row \d+")
 
 # Rows, by their index in a window, and why each is refused.
-Refusals = list[tuple[int, Finding]]
+Rejections = list[tuple[int, Finding]]
 
 
-class Assembly:
+class PieceAssembler:
     """Decodes runs of rows, and holds them against the spaces of a dataset that may not exist.
 
     `is_strict` tries each piece on the table itself, too.
@@ -280,7 +283,7 @@ class Assembly:
         self._handle = handle
         self._grammar = grammar
         self._spaces = spaces
-        self._door: Door | None = None
+        self._door: SourceValidator | None = None
         self.is_strict = False
         self.notes: list[str] = []
 
@@ -289,11 +292,14 @@ class Assembly:
         self._door = None
 
     def assembled(
-        self, window: Window, runs: Sequence[list[int]], reached: Mapping[Key, Reached | None]
-    ) -> tuple[list[tuple[list[int], Episode]], Refusals]:
+        self,
+        window: Window,
+        runs: Sequence[list[int]],
+        reached: Mapping[Key, StreamPosition | None],
+    ) -> tuple[list[tuple[list[int], Episode]], Rejections]:
         """Return of each run the longest start that is a piece, and the row that ended it."""
         pieces: list[tuple[list[int], Episode]] = []
-        refused: Refusals = []
+        refused: Rejections = []
         broken = []
         for run, found in zip(runs, self.checked(window, runs), strict=True):
             if isinstance(found, Finding):
@@ -319,7 +325,7 @@ class Assembly:
             row = window.rows[run[0]]
             key = (row.episode, row.agent)
             before = reached[key]
-            if before is None or follows(before.final, take(episode.observations, 0)):
+            if before is None or is_successor(before.final, take(episode.observations, 0)):
                 joined.append((run, episode))
                 continue
             # What else was wrong with its episode comes after this.
@@ -356,7 +362,7 @@ class Assembly:
         for n, (one, group) in enumerate(zip(found, groups, strict=True)):
             if not isinstance(one, Finding):
                 own = {"episode_id": str(n), "source_episode_id": window.rows[group[0]].episode}
-                episodes.append(Episode(**{**vars_of(one), **own}))
+                episodes.append(Episode(**{**episode_fields(one), **own}))
                 found[n] = Finding("space", f"{self._grammar.name}: found a step that does not fit")
         if not episodes:
             return found
@@ -367,11 +373,11 @@ class Assembly:
             found[number] = finding
         return found
 
-    def _through_door(self, episodes: Sequence[Episode]) -> tuple[list[Episode], Refusals]:
+    def _through_door(self, episodes: Sequence[Episode]) -> tuple[list[Episode], Rejections]:
         door = self.open_door()
         try:
             accepted, refusals = door.check(episodes)
-        except EpisodeInvalid as error:
+        except EpisodeInvalidError as error:
             # Said of all of them: they differ among themselves.
             if len(episodes) == 1:
                 return [], [(int(episodes[0].episode_id), Finding("space", str(error)))]
@@ -383,17 +389,19 @@ class Assembly:
             refused += [(int(one.episode_id), Finding("dtype", str(why))) for one, why in more]
         return accepted, refused
 
-    def open_door(self) -> Door:
+    def open_door(self) -> SourceValidator:
         """Look at the dataset, and tell the grammar what it says of columns."""
         if self._door is None:
             spec = self._handle.spec if self._handle.exists() else None
             if spec is not None:
-                options = replace(self._grammar.options, encoding=spec.encoding or NOTHING)
+                options = replace(self._grammar.options, encoding=spec.encoding or NO_ENCODING)
                 self._grammar.options = options
             spaces = self._spaces if spec is None else (spec.observation_space, spec.action_space)
             whole = Discrete | MultiDiscrete | MultiBinary
             self._grammar.are_actions_whole = spaces is not None and isinstance(spaces[1], whole)
-            self._door = Door(spec, self._spaces, rewards_optional=self._rewards_optional)
+            self._door = SourceValidator(
+                spec, self._spaces, rewards_optional=self._rewards_optional
+            )
         return self._door
 
     @property
@@ -411,7 +419,7 @@ class Assembly:
                 f"{action}. Steps that do not fit are rejected; --env states the spaces beforehand"
             )
         encoding = grammar.options.encoding
-        return spec if encoding in (None, NOTHING) else replace(spec, encoding=encoding)
+        return spec if encoding in (None, NO_ENCODING) else replace(spec, encoding=encoding)
 
     def _apart(self, window: Window, i: int) -> Finding:
         row = window.rows[i]

@@ -9,7 +9,7 @@ from replaylake.datastore.interchange.ingest.receipt import Counts
 
 
 @dataclass(frozen=True)
-class Progress:
+class StreamProgress:
     """Lines so far, steps committed, steps that wait for others, and the last version."""
 
     num_lines: int

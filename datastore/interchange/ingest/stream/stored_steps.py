@@ -24,13 +24,13 @@ from replaylake.datastore.lake.dataset import Dataset
 Key = tuple[str, str]
 
 # Episodes that are remembered: about 20 MB. Others are looked up again when a step of them comes.
-_REMEMBERED: Final = 65_536
+_MAX_CACHED: Final = 65_536
 # They depend on where a stream was cut into pieces, or on the id alone.
-_NOT_COMPARED: Final = (EPISODE_ID, STEP, FINAL_OBSERVATION, SOURCE_EPISODE_ID)
+_IGNORED_COLUMNS: Final = (EPISODE_ID, STEP, FINAL_OBSERVATION, SOURCE_EPISODE_ID)
 
 
 @dataclass(frozen=True)
-class Reached:
+class StreamPosition:
     """An episode's steps first..following - 1 are there; `ended` if the last of them ends it.
 
     `final` is the observation that the log says came after the last, where it says one.
@@ -48,9 +48,9 @@ class StoredSteps:
     def __init__(self, dataset: Dataset, prefix: str) -> None:
         self._dataset = dataset
         self._prefix = prefix
-        self._reached: OrderedDict[Key, Reached | None] = OrderedDict()
+        self._reached: OrderedDict[Key, StreamPosition | None] = OrderedDict()
 
-    def find(self, keys: Iterable[Key]) -> dict[Key, Reached | None]:
+    def find(self, keys: Iterable[Key]) -> dict[Key, StreamPosition | None]:
         """Return how far each is; None for one that is not there. Cost: at most one scan."""
         wanted = list(dict.fromkeys(keys))
         unknown = [key for key in wanted if key not in self._reached]
@@ -62,7 +62,7 @@ class StoredSteps:
             for key in unknown:
                 self._keep(key, None)
         result = {key: self._reached[key] for key in wanted}
-        while len(self._reached) > _REMEMBERED:
+        while len(self._reached) > _MAX_CACHED:
             self._reached.popitem(last=False)
         return result
 
@@ -72,7 +72,7 @@ class StoredSteps:
         first = episode.first_step if before is None else before.first
         ended = episode.terminated or episode.truncated
         following = episode.first_step + len(episode)
-        self._keep(key, Reached(first, following, ended, episode.final_observation))
+        self._keep(key, StreamPosition(first, following, ended, episode.final_observation))
 
     def forget(self) -> None:
         """Look everything up again: another writer has committed under this stream's name."""
@@ -82,7 +82,8 @@ class StoredSteps:
         """Tell of each step of these pieces whether the dataset has the same content.
 
         True too for a step that is not there though later ones are: it was deleted since.
-        Raises: EpisodeInvalid, SchemaMismatch if some cannot be stored beside what is there.
+        Raises: EpisodeInvalidError, SchemaMismatchError if some cannot be stored beside what is
+        there.
         """
         names = [
             (f"{self._prefix}{key[0]}", key[1], piece.first_step + n)
@@ -96,7 +97,7 @@ class StoredSteps:
             {"ids": [name[0] for name in names], "steps": [name[2] for name in names]},
         )
         # Each under an id of its own: one step may have come several times.
-        come = encode([_renamed(one, i) for i, (_, one) in enumerate(pieces)], snapshot.spec)
+        come = encode([_renumber(one, i) for i, (_, one) in enumerate(pieces)], snapshot.spec)
         places = _places(stored)
         at = [places.get(name) for name in names]
         there = [i for i, row in enumerate(at) if row is not None]
@@ -104,11 +105,11 @@ class StoredSteps:
         same[there] = _equal(come.take(there), stored.take([at[i] for i in there]))
         return [bool(one) for one in same]
 
-    def _keep(self, key: Key, reached: Reached | None) -> None:
+    def _keep(self, key: Key, reached: StreamPosition | None) -> None:
         self._reached[key] = reached
         self._reached.move_to_end(key)
 
-    def _look_up(self, episodes: set[str]) -> dict[Key, Reached]:
+    def _look_up(self, episodes: set[str]) -> dict[Key, StreamPosition]:
         rows = self._dataset.snapshot().sql(
             f"SELECT {EPISODE_ID} AS e, CAST({AGENT_ID} AS VARCHAR) AS a, min({STEP}) AS first, "
             f"max({STEP}) AS last, bool_or(terminated OR truncated) AS ended, "
@@ -118,30 +119,30 @@ class StoredSteps:
             {"ids": [f"{self._prefix}{episode}" for episode in episodes]},
         )
         return {
-            (row["e"].removeprefix(self._prefix), row["a"]): Reached(
+            (row["e"].removeprefix(self._prefix), row["a"]): StreamPosition(
                 row["first"], row["last"] + 1, row["ended"], row["final"]["final"]
             )
             for row in rows.to_pylist()
         }
 
 
-def follows(final: Any, observation: Any) -> bool:
+def is_successor(final: Any, observation: Any) -> bool:
     """Whether an observation is the one that was said to come, after rounding to float32."""
     if final is None:
         return True
     if isinstance(final, Mapping) and isinstance(observation, Mapping):
-        return all(follows(final[key], observation[key]) for key in final)
+        return all(is_successor(final[key], observation[key]) for key in final)
     first, second = np.asarray(final), np.asarray(observation)
     if first.dtype.kind in "fiub" and second.dtype.kind in "fiub":
         first, second = first.astype(np.float32), second.astype(np.float32)
     return first.size == second.size and bool((first.reshape(-1) == second.reshape(-1)).all())
 
 
-def _renamed(episode: Episode, number: int) -> Episode:
-    return Episode(**{**vars_of(episode), "episode_id": str(number)})
+def _renumber(episode: Episode, number: int) -> Episode:
+    return Episode(**{**episode_fields(episode), "episode_id": str(number)})
 
 
-def vars_of(episode: Episode) -> dict[str, Any]:
+def episode_fields(episode: Episode) -> dict[str, Any]:
     """Return an episode's fields, without those that a format has added."""
     return {name: getattr(episode, name) for name in Episode.__dataclass_fields__}
 
@@ -155,7 +156,7 @@ def _equal(come: pa.Table, stored: pa.Table) -> Any:
     """Compare row by row; a column that one of them lacks counts as null."""
     equal = np.ones(come.num_rows, bool)
     for name in dict.fromkeys([*come.column_names, *stored.column_names]):
-        if name in _NOT_COMPARED:
+        if name in _IGNORED_COLUMNS:
             continue
         if name not in come.column_names:
             equal &= np.asarray(stored.column(name).is_null())

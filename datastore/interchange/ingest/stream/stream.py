@@ -15,19 +15,19 @@ from collections.abc import Callable
 from typing import Final
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.interchange.formats.checks import Finding
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.ingest.stream.follower import Follower
+from replaylake.datastore.interchange.ingest.stream.follower import StreamIngester
 from replaylake.datastore.interchange.ingest.stream.grammar import Grammar
 from replaylake.datastore.interchange.ingest.stream.lines import Lines
-from replaylake.datastore.interchange.ingest.stream.receipt import Progress, StreamReceipt
+from replaylake.datastore.interchange.ingest.stream.receipt import StreamProgress, StreamReceipt
 from replaylake.datastore.lake.lake import Lake
 
 FLUSH_EVERY_S: Final = 10.0
 # A step waits this many flushes, and no less than so long, for the one before it.
 _WAIT_FLUSHES: Final = 3
-_LEAST_WAIT_S: Final = 30.0
+_MIN_WAIT_S: Final = 30.0
 _POLL_S: Final = 0.2
 _MAX_LAST_TAKES: Final = 16
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -44,7 +44,7 @@ def follow(
     flush_every_s: float = FLUSH_EVERY_S,
     wait_s: float | None = None,
     stop: threading.Event | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[StreamProgress], None] | None = None,
     on_rejected: Callable[[Finding], None] | None = None,
 ) -> StreamReceipt:
     """Commit lines as they arrive, until they are over or `stop` is set; then what is held.
@@ -64,17 +64,18 @@ def follow(
         on_progress: called after each flush.
         on_rejected: called for each line that is left out, as it is.
 
-    Raises: ConfigInvalid, SourceInvalid if the first lines have no such columns, StorageFailed.
+    Raises: ConfigInvalidError, SourceInvalidError if the first lines have no such columns,
+    StorageError.
     """
     name = stream or dataset
     if not _NAME.fullmatch(name):
-        raise ConfigInvalid(
+        raise ConfigInvalidError(
             f"--stream: found {name!r}, expected up to 64 letters, digits, dots, dashes and "
             "underscores. Give the stream such a name, the same at each start."
         )
-    wait = max(_WAIT_FLUSHES * flush_every_s, _LEAST_WAIT_S) if wait_s is None else wait_s
+    wait = max(_WAIT_FLUSHES * flush_every_s, _MIN_WAIT_S) if wait_s is None else wait_s
     grammar = Grammar(lines.name, options or ReadOptions())
-    follower = Follower(lake, dataset, name, grammar, spaces, wait, on_rejected)
+    follower = StreamIngester(lake, dataset, name, grammar, spaces, wait, on_rejected)
     stop = stop or threading.Event()
     due: float | None = None
     while not (stop.is_set() or lines.is_over):

@@ -10,21 +10,21 @@ from typing import Any
 
 import pyarrow as pa
 
-from replaylake.datastore.episodes.encoding import NOTHING
+from replaylake.datastore.episodes.encoding import NO_ENCODING
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.checks import Finding
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, Tables
-from replaylake.datastore.interchange.ingest.stream.grammar import GROUP, Grammar, Row
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
+from replaylake.datastore.interchange.ingest.stream.grammar import GROUP, Grammar, StreamRow
 from replaylake.datastore.interchange.sources.source import SourceFile
-from replaylake.datastore.interchange.sources.stored import Stored
+from replaylake.datastore.interchange.sources.stored import SourceBytes
 
 
 class Window:
     """Rows in one table; those whose values fit no column are in `faults`, by their index."""
 
-    def __init__(self, rows: Sequence[Row], grammar: Grammar) -> None:
+    def __init__(self, rows: Sequence[StreamRow], grammar: Grammar) -> None:
         self.rows = rows
         self.faults: dict[int, Finding] = {}
         self._grammar = grammar
@@ -48,7 +48,7 @@ class Window:
             return []
         try:
             return self._decoded(groups)
-        except SourceInvalid as error:
+        except SourceInvalidError as error:
             # Said of a column as a whole: it is some rows that made it so.
             if len(groups) == 1:
                 return [Finding("dtype", str(error))]
@@ -61,7 +61,7 @@ class Window:
         numbers = [str(n) for n, group in enumerate(groups) for _ in group]
         table = self._table.take(pa.array(indices, pa.int64()))
         table = table.append_column(GROUP, pa.array(numbers, pa.string()))
-        reading = TabularReading(_Rows(table, grammar.name), grammar.reads, grammar.name)
+        reading = TabularReader(_Rows(table, grammar.name), grammar.reads, grammar.name)
         found: list[Episode | Finding] = [
             Finding("missing", f"{grammar.name}: no step was found in these lines") for _ in groups
         ]
@@ -72,7 +72,7 @@ class Window:
                 found[int(one.source_episode_id.partition(" ")[0])] = one.findings[0]
         if grammar.options.encoding is None:
             # What texts stand for is settled by the first rows, for good.
-            grammar.options = replace(grammar.options, encoding=reading.encoding or NOTHING)
+            grammar.options = replace(grammar.options, encoding=reading.encoding or NO_ENCODING)
         grammar.num_actions = reading.num_actions or grammar.num_actions
         return found
 
@@ -116,11 +116,11 @@ class Window:
         return kept
 
 
-class _Rows(Tables):
+class _Rows(TableSource):
     """One table of rows as the tables of a format."""
 
     def __init__(self, table: pa.Table, name: str) -> None:
-        self._chunk = Chunk(SourceFile(Stored(Path(name), 0, 0), name, name, 0, ""), 0, table)
+        self._chunk = Chunk(SourceFile(SourceBytes(Path(name), 0, 0), name, name, 0, ""), 0, table)
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         yield self._chunk

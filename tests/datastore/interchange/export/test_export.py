@@ -11,17 +11,20 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    ConfigInvalid,
-    EmptyReplay,
-    NotFound,
-    QueryRefused,
-    ShardCorrupt,
-    StorageFailed,
+    AlreadyExistsError,
+    ConfigInvalidError,
+    EmptyReplayError,
+    NotFoundError,
+    QueryRefusedError,
+    ShardCorruptError,
+    StorageError,
 )
 from replaylake.datastore.interchange.export.export import export
-from replaylake.datastore.interchange.export.selection import select
-from replaylake.datastore.interchange.export.stored_episodes import OpenEpisodes, stored_episodes
+from replaylake.datastore.interchange.export.selection import select_for_export
+from replaylake.datastore.interchange.export.stored_episodes import (
+    PendingEpisodes,
+    iter_stored_episodes,
+)
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -59,8 +62,8 @@ def _episodes(
     lake: Lake, tmp_path: Path, where: str | None = None, where_steps: str | None = None, **k: Any
 ) -> list[Episode]:
     snapshot = lake.snapshot("a")
-    selection = select(snapshot, where, where_steps)
-    return list(stored_episodes(snapshot, selection, tmp_path, **k))
+    selection = select_for_export(snapshot, where, where_steps)
+    return list(iter_stored_episodes(snapshot, selection, tmp_path, **k))
 
 
 def _shape(episodes: list[Episode]) -> list[tuple[str, int, int, bool]]:
@@ -89,14 +92,14 @@ def test_what_is_held_beyond_memory_goes_to_disk_and_comes_back(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = _episodes(lake, tmp_path)
-    made: list[OpenEpisodes] = []
+    made: list[PendingEpisodes] = []
 
-    def small(spec: Any, folder: Path) -> OpenEpisodes:
-        made.append(OpenEpisodes(spec, folder, kept_bytes=100))
+    def small(spec: Any, folder: Path) -> PendingEpisodes:
+        made.append(PendingEpisodes(spec, folder, kept_bytes=100))
         return made[0]
 
     monkeypatch.setattr(
-        "replaylake.datastore.interchange.export.stored_episodes.OpenEpisodes", small
+        "replaylake.datastore.interchange.export.stored_episodes.PendingEpisodes", small
     )
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -118,7 +121,7 @@ def test_where_selects_whole_episodes_and_where_steps_cuts_them(lake: Lake, tmp_
     assert _shape(cut) == [("p/a", 0, 3, False), ("p/a", 4, 7, False)]
     # What was seen next is the observation of the step that was left out.
     assert [e.final_observation[0] for e in cut] == [300.0, 1100.0]
-    with pytest.raises(QueryRefused, match="random"):
+    with pytest.raises(QueryRefusedError, match="random"):
         _episodes(lake, tmp_path, "random() < 0.5")
 
 
@@ -219,19 +222,19 @@ def _left(folder: Path) -> list[str]:
 def test_what_is_there_is_kept_unless_it_is_forced(lake: Lake, tmp_path: Path) -> None:
     path = tmp_path / "o.csv"
     path.write_text("mine")
-    with pytest.raises(AlreadyExists, match="--force"):
+    with pytest.raises(AlreadyExistsError, match="--force"):
         export(lake, "a", path, format="csv")
     assert path.read_text() == "mine"
     export(lake, "a", path, format="csv", force=True)
     assert path.read_text().startswith("episode_id")
     folder = tmp_path / "o"
     (folder / "thesis").mkdir(parents=True)
-    with pytest.raises(AlreadyExists, match="folder"):
+    with pytest.raises(AlreadyExistsError, match="folder"):
         export(lake, "a", folder, format="csv", force=True)
-    with pytest.raises(AlreadyExists, match="folder"):
+    with pytest.raises(AlreadyExistsError, match="folder"):
         export(lake, "a", folder, format="minari", force=True)
     assert (folder / "thesis").is_dir()
-    with pytest.raises(NotFound, match="no such folder"):
+    with pytest.raises(NotFoundError, match="no such folder"):
         export(lake, "a", tmp_path / "no" / "o.csv", format="csv")
 
 
@@ -248,9 +251,9 @@ def test_a_failed_export_leaves_nothing(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "o.csv"
-    with pytest.raises(EmptyReplay, match="widen"):
+    with pytest.raises(EmptyReplayError, match="widen"):
         export(lake, "a", path, format="csv", where="num_steps > 100")
-    with pytest.raises(ConfigInvalid, match="parquet"):
+    with pytest.raises(ConfigInvalidError, match="parquet"):
         export(lake, "a", path, format="xls")
 
     def full(*_: object) -> Iterator[bytes]:
@@ -258,13 +261,13 @@ def test_a_failed_export_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr("replaylake.datastore.interchange.formats.generic.csv.csv_lines", full)
-        with pytest.raises(StorageFailed, match="No space left"):
+        with pytest.raises(StorageError, match="No space left"):
             export(lake, "a", path, format="csv")
     shard = next((lake.dataset("a").path / "shards").iterdir())
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     shard.write_bytes(damaged)
-    with pytest.raises(ShardCorrupt, match="sha256"):
+    with pytest.raises(ShardCorruptError, match="sha256"):
         export(lake, "a", path, format="csv")
     assert _left(tmp_path) == []
 
@@ -284,18 +287,20 @@ def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
             ]
         )
     snapshot = lake.snapshot("a")
-    held: list[OpenEpisodes] = []
-    selection = select(snapshot, None, None)
+    held: list[PendingEpisodes] = []
+    selection = select_for_export(snapshot, None, None)
 
-    def small(spec: Any, folder: Path) -> OpenEpisodes:
-        held.append(OpenEpisodes(spec, folder, kept_bytes=16 << 20))
+    def small(spec: Any, folder: Path) -> PendingEpisodes:
+        held.append(PendingEpisodes(spec, folder, kept_bytes=16 << 20))
         return held[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replaylake.datastore.interchange.export.stored_episodes.OpenEpisodes", small)
+        patch.setattr(
+            "replaylake.datastore.interchange.export.stored_episodes.PendingEpisodes", small
+        )
         before, num = pa.total_allocated_bytes(), 0
         seen: list[int] = []
-        for episode in stored_episodes(
+        for episode in iter_stored_episodes(
             snapshot,
             selection,
             tmp_path,

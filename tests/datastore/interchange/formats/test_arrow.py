@@ -12,7 +12,7 @@ from pyarrow import feather
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic.arrow import ArrowFormat, ArrowTables
@@ -66,7 +66,7 @@ def test_the_first_feather_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "old.feather"
     path.write_bytes(b"FEA1" + b"\0" * 60 + b"FEA1")
     files = find_source([path]).files
-    with pytest.raises(SourceInvalid, match="version 1"):
+    with pytest.raises(SourceInvalidError, match="version 1"):
         find_format("auto", files).read(files, ReadOptions())
 
 
@@ -78,7 +78,7 @@ def test_a_bomb_is_refused(tmp_path: Path) -> None:
         for _ in range(20):
             writer.write_table(zeros)
     assert path.stat().st_size < 1 << 20
-    with pytest.raises(SourceInvalid, match="unpack to"):
+    with pytest.raises(SourceInvalidError, match="unpack to"):
         list(ArrowTables(find_source([path]).files).chunks())
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
@@ -94,7 +94,7 @@ def test_a_table_of_items_beside_the_log_is_left_out(shared_data: Path) -> None:
 
 
 def test_a_table_of_items_alone_is_refused(shared_data: Path) -> None:
-    with pytest.raises(SourceInvalid, match=r"item_context\.csv: found a table of items"):
+    with pytest.raises(SourceInvalidError, match=r"item_context\.csv: found a table of items"):
         _read(shared_data / "obd" / "random" / "men" / "item_context.csv")
 
 
@@ -145,7 +145,7 @@ def test_a_list_of_actions_is_a_slate(tmp_path: Path) -> None:
     rows = [{"x": 1.0, "y": 2.0, "shown": [3, 4], "paid": 1.0, "chance": 0.5}]
     path = tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(SourceInvalid, match=r"'shown'.*slates are not supported"):
+    with pytest.raises(SourceInvalidError, match=r"'shown'.*slates are not supported"):
         _read(path, mapping={**_MAP, "observation": "x,y"})
 
 
@@ -154,7 +154,7 @@ def test_rows_of_one_impression_are_a_slate(tmp_path: Path, column: str) -> None
     header, *lines = _LOG.split()
     numbered = [f"{line},{n}" for line, n in zip(lines, (7, 7, 8), strict=True)]
     path = _log(tmp_path, "\n".join([f"{header},{column}", *numbered]) + "\n")
-    with pytest.raises(SourceInvalid, match=rf"'{column}'.*7.*slates are not supported"):
+    with pytest.raises(SourceInvalidError, match=rf"'{column}'.*7.*slates are not supported"):
         _read(path, mapping=_MAP)
     # Each was decided by itself: the caller says so.
     assert len(_read(path, mapping={**_MAP, "own": column})) == 3
@@ -169,7 +169,7 @@ def test_impressions_of_one_row_are_no_slates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"episode_by": ("device",)}, {"order_by": ("age",)}])
 def test_what_would_change_nothing_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigInvalid, match="an episode each"):
+    with pytest.raises(ConfigInvalidError, match="an episode each"):
         _read(_log(tmp_path), mapping=_MAP, **options)
 
 
@@ -178,7 +178,7 @@ def test_a_torn_log_is_read_or_refused(tmp_path: Path, shared_data: Path, length
     whole = (shared_data / "obd" / "random" / "men" / "men.csv").read_bytes()
     path = tmp_path / "men.csv"
     path.write_bytes(whole[:length])
-    with suppress(SourceInvalid):
+    with suppress(SourceInvalidError):
         _read(path)
 
 

@@ -12,16 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from replaylake.datastore.episodes.compatibility import difference, joined
-from replaylake.datastore.episodes.encoding import NOTHING, Encoding
+from replaylake.datastore.episodes.compatibility import find_spec_mismatch, join_specs
+from replaylake.datastore.episodes.encoding import NO_ENCODING, Encoding
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete, Text
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import ReadOptions, RejectedEpisode
 from replaylake.datastore.interchange.formats.generic.csv import CsvTables
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Kept
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -34,7 +34,7 @@ def _open(path: Path, **options: Any) -> Any:
 
 def _episodes(reading: Any) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return found
 
 
@@ -81,9 +81,9 @@ def test_a_pattern_leaves_out_what_is_named_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spelled", "kind", "said"),
     [
-        ("usr_*", SourceInvalid, "'user_b', 'user_a', 'x'"),
-        ("x,y", SourceInvalid, "'y'"),
-        ("x,x", ConfigInvalid, "'x' twice"),
+        ("usr_*", SourceInvalidError, "'user_b', 'user_a', 'x'"),
+        ("x,y", SourceInvalidError, "'y'"),
+        ("x,x", ConfigInvalidError, "'x' twice"),
     ],
 )
 def test_a_mapping_that_fits_no_column(
@@ -114,7 +114,7 @@ def test_ids_of_several_columns(tmp_path: Path) -> None:
 def test_an_id_without_a_part_is_missing(tmp_path: Path) -> None:
     path = _table(tmp_path, u=["a", None], s=[1, 2], x=[0.5, 1.5], action=[0, 1], reward=[1.0, 2.0])
     found = list(_open(path, mapping={"observation": "x"}, episode_by=("u", "s")))
-    (rejected,) = [one for one in found if isinstance(one, Rejected)]
+    (rejected,) = [one for one in found if isinstance(one, RejectedEpisode)]
     assert [(f.check, "'u,s'" in f.message) for f in rejected.findings] == [("missing", True)]
 
 
@@ -174,13 +174,13 @@ def test_a_row_without_its_place_in_the_order_is_missing(tmp_path: Path) -> None
     text = "who,at,x,action,reward\nu,2,0,0,1\nu,,1,0,0\n"
     mapping = {"observation": "x", "episode_id": "who"}
     (found,) = list(_open(_csv(tmp_path, text), mapping=mapping, order_by=("at",)))
-    assert isinstance(found, Rejected)
+    assert isinstance(found, RejectedEpisode)
     assert [finding.check for finding in found.findings] == ["missing"]
 
 
 def test_order_needs_an_episode_id(tmp_path: Path) -> None:
     text = "at,x,action,reward,done\n1,2,0,1,0\n2,2,0,1,1\n"
-    with pytest.raises(ConfigInvalid, match="--episode-by"):
+    with pytest.raises(ConfigInvalidError, match="--episode-by"):
         _open(_csv(tmp_path, text), mapping={"observation": "x"}, order_by=("at",))
 
 
@@ -190,7 +190,7 @@ GAPS_MAP = {"observation": "a,b,device", "episode_id": "who"}
 
 def test_missing_values_without_a_fill_reject(tmp_path: Path) -> None:
     (found,) = list(_open(_csv(tmp_path, GAPS), mapping=GAPS_MAP))
-    assert isinstance(found, Rejected)
+    assert isinstance(found, RejectedEpisode)
     assert {f.check for f in found.findings} == {"missing"}
     assert all(any(repr(name) in f.message for f in found.findings) for name in ("a", "b"))
 
@@ -217,8 +217,8 @@ def test_fills_stand_where_nothing_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fill", "kind", "said"),
     [
-        ({"c": "1"}, SourceInvalid, "'c'"),
-        ({"a": "much"}, ConfigInvalid, "'much'.*int64"),
+        ({"c": "1"}, SourceInvalidError, "'c'"),
+        ({"a": "much"}, ConfigInvalidError, "'much'.*int64"),
     ],
 )
 def test_a_fill_that_fits_no_column(
@@ -246,13 +246,13 @@ def test_times_without_a_zone_are_given_one(tmp_path: Path) -> None:
 def test_a_time_that_names_no_one_moment(tmp_path: Path, moment: str, said: str) -> None:
     mapping = {"observation": "x", "episode_id": "who", "timestamp": "at"}
     path = _csv(tmp_path, LOCAL.replace("2026-07-01 13:00:00", moment))
-    with pytest.raises(SourceInvalid, match=rf"log\.csv row 1, column 'at'.*{said}"):
+    with pytest.raises(SourceInvalidError, match=rf"log\.csv row 1, column 'at'.*{said}"):
         list(_open(path, mapping=mapping, timezone="Europe/Berlin"))
 
 
 def test_a_naive_time_in_an_observation_needs_a_zone(tmp_path: Path) -> None:
     mapping = {"observation": "x,at", "episode_id": "who"}
-    with pytest.raises(SourceInvalid, match=r"'at'.*--timezone"):
+    with pytest.raises(SourceInvalidError, match=r"'at'.*--timezone"):
         _open(_csv(tmp_path, LOCAL), mapping=mapping)
     reading = _open(_csv(tmp_path, LOCAL), mapping=mapping, timezone="UTC")
     (episode,) = _episodes(reading)
@@ -268,7 +268,7 @@ def test_a_date_is_its_midnight(tmp_path: Path) -> None:
     days = pa.array([date(2026, 1, 31)], pa.date32())
     path = _table(tmp_path, who=["u"], day=days, x=[1.0], action=[0], reward=[1.0])
     mapping = {"observation": "x,day", "episode_id": "who"}
-    with pytest.raises(SourceInvalid, match=r"'day'.*--timezone"):
+    with pytest.raises(SourceInvalidError, match=r"'day'.*--timezone"):
         _open(path, mapping=mapping)
     (episode,) = _episodes(_open(path, mapping=mapping, timezone="Europe/Berlin"))
     week = 2 * np.pi * 5 / 7
@@ -276,7 +276,7 @@ def test_a_date_is_its_midnight(tmp_path: Path) -> None:
 
 
 def test_a_zone_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigInvalid, match="Europe/Berln"):
+    with pytest.raises(ConfigInvalidError, match="Europe/Berln"):
         _open(_csv(tmp_path, LOCAL), mapping={"observation": "x"}, timezone="Europe/Berln")
 
 
@@ -313,12 +313,12 @@ def test_actions_are_brought_to_a_range(tmp_path: Path) -> None:
 
 def test_actions_outside_of_the_range_are_a_finding(tmp_path: Path) -> None:
     (found,) = list(_open(_actions(tmp_path, [0.5, 1.01]), action_range=(0.0, 10.0)))
-    assert isinstance(found, Rejected)
+    assert isinstance(found, RejectedEpisode)
     assert [finding.check for finding in found.findings] == ["action_range"]
 
 
 def test_integers_have_no_units(tmp_path: Path) -> None:
-    with pytest.raises(SourceInvalid, match=r"'action'.*int64.*--action-scale"):
+    with pytest.raises(SourceInvalidError, match=r"'action'.*int64.*--action-scale"):
         list(_open(_actions(tmp_path, [0, 1]), action_scale=2.0))
 
 
@@ -331,7 +331,7 @@ def test_integers_have_no_units(tmp_path: Path) -> None:
     ],
 )
 def test_units_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigInvalid, match="--action-"):
+    with pytest.raises(ConfigInvalidError, match="--action-"):
         _open(_actions(tmp_path, [0.5]), **options)
 
 
@@ -425,7 +425,7 @@ def test_a_second_log_of_other_columns_is_refused(
     _ingest(lake, tmp_path, CLICKS)
     more = CLICKS.replace("u1", "u3").replace("u2", "u4").replace(old, new)
     mapping = {**CLICKS_MAP, "observation": CLICKS_MAP["observation"].replace(old, new)}
-    with pytest.raises(SourceInvalid, match=said):
+    with pytest.raises(SourceInvalidError, match=said):
         _ingest(lake, tmp_path, more, "more.csv", mapping=mapping)
 
 
@@ -451,7 +451,7 @@ def test_too_many_categories(tmp_path: Path) -> None:
     path = _csv(tmp_path, f"who,x,name,action,reward\n{rows}")
     mapping = {"observation": "x,name", "episode_id": "who"}
     assert len(_episodes(_open(path, mapping=mapping, max_categories=20))) == 20
-    with pytest.raises(SourceInvalid, match=r"'name'.*more than 19.*--max-categories"):
+    with pytest.raises(SourceInvalidError, match=r"'name'.*more than 19.*--max-categories"):
         _open(path, mapping=mapping, max_categories=19)
 
 
@@ -482,7 +482,7 @@ def test_the_next_observation_is_encoded_alike(tmp_path: Path) -> None:
     assert np.asarray(episode.final_observation).tolist() == [3, 0, 0, 1, 0]
     wrong = text.replace("2,web,0,0,0", "2,vr,0,0,0")
     (found,) = list(_open(_csv(tmp_path, wrong), mapping=mapping))
-    assert isinstance(found, Rejected)
+    assert isinstance(found, RejectedEpisode)
     assert [finding.check for finding in found.findings] == ["next_observation"]
 
 
@@ -499,7 +499,7 @@ def test_numbers_alone_stay_as_they_are(tmp_path: Path) -> None:
 def test_a_dataset_without_an_encoding_gets_none(tmp_path: Path) -> None:
     text = "who,x,y,action,reward\nu,0.1,2,go,1\n"
     mapping = {"observation": "x,y", "episode_id": "who"}
-    reading = _open(_csv(tmp_path, text), mapping=mapping, encoding=NOTHING)
+    reading = _open(_csv(tmp_path, text), mapping=mapping, encoding=NO_ENCODING)
     (episode,) = _episodes(reading)
     assert reading.encoding is None
     assert episode.actions.tolist() == ["go"]
@@ -512,8 +512,8 @@ def test_blocks_are_encoded_as_the_whole(tmp_path: Path) -> None:
         mapping={"observation": "x,device"}, episode_by=("who", "device"), order_by=("at",)
     )
     files = find_source([path]).files
-    whole = list(TabularReading(CsvTables(files), options))
-    small = TabularReading(Kept(CsvTables(files), keep_bytes=1), options, block_bytes=1)
+    whole = list(TabularReader(CsvTables(files), options))
+    small = TabularReader(CachedTables(CsvTables(files), keep_bytes=1), options, block_bytes=1)
     assert len(whole) == 21
     for one, other in zip(whole, small, strict=True):
         assert isinstance(one, Episode)
@@ -530,9 +530,9 @@ def test_encodings_that_differ_are_not_trained_together(lake: Lake, tmp_path: Pa
     path.write_text(CLICKS.replace("web", "tv"))
     ingest(lake, [path], "other", options=ReadOptions(mapping=CLICKS_MAP))
     other = lake.dataset("other").spec
-    assert "device" in str(difference(one, other))
-    assert difference(one, one) is None
-    assert joined(one, one).encoding == one.encoding
+    assert "device" in str(find_spec_mismatch(one, other))
+    assert find_spec_mismatch(one, one) is None
+    assert join_specs(one, one).encoding == one.encoding
     assert isinstance(one.encoding, Encoding)
 
 

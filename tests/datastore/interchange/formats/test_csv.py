@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic import csv as csv_format
@@ -101,7 +101,7 @@ def test_utf_16_is_refused_by_name(tmp_path: Path, encoding: str) -> None:
     path.write_bytes("\ufeffa,b\n1,2\n".encode(encoding))
     files = find_source([path]).files
     assert find_format("auto", files).name == "csv"
-    with pytest.raises(SourceInvalid, match=r"UTF-16.*iconv"):
+    with pytest.raises(SourceInvalidError, match=r"UTF-16.*iconv"):
         CsvFormat().read(files, ReadOptions())
 
 
@@ -116,7 +116,7 @@ def test_utf_16_is_refused_by_name(tmp_path: Path, encoding: str) -> None:
     ],
 )
 def test_what_is_no_table_is_one_clear_line(tmp_path: Path, text: bytes, message: str) -> None:
-    with pytest.raises(SourceInvalid, match=message):
+    with pytest.raises(SourceInvalidError, match=message):
         _table(tmp_path / "log.csv", text)
 
 

@@ -14,23 +14,27 @@ from d3rlpy.dataset import InfiniteBuffer, ReplayBuffer
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Tuple
-from replaylake.datastore.errors import SourceInvalid, SpaceUnsupported
+from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
 from replaylake.datastore.interchange.formats.d3rlpy import D3rlpyFormat
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.sources.source import find_source
 
 
-def _open(*paths: Path) -> Reading:
+def _open(*paths: Path) -> SourceReader:
     files = find_source(paths).files
     found = find_format("auto", files)
     assert found.name == "d3rlpy"
     return found.read(files, ReadOptions())
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -167,10 +171,10 @@ def test_tuples_are_written_as_d3rlpy_has_them(tmp_path: Path) -> None:
 
 def test_spaces_that_d3rlpy_lacks_are_refused(tmp_path: Path) -> None:
     spec = DatasetSpec(Dict({"camera": Box((3,))}), Discrete(2))
-    with pytest.raises(SpaceUnsupported, match="expected a Box or a Tuple"):
+    with pytest.raises(SpaceUnsupportedError, match="expected a Box or a Tuple"):
         D3rlpyFormat().write(iter([]), spec, tmp_path / "out.h5")
     spec = DatasetSpec(Box((3,)), Tuple((Discrete(2), Discrete(2))))
-    with pytest.raises(SpaceUnsupported, match="expected Discrete or a Box"):
+    with pytest.raises(SpaceUnsupportedError, match="expected Discrete or a Box"):
         D3rlpyFormat().write(iter([]), spec, tmp_path / "out.h5")
 
 
@@ -178,12 +182,12 @@ def test_fewer_episodes_than_are_counted_are_refused(tmp_path: Path) -> None:
     path = _dump(tmp_path / "buffer.h5", [_theirs(4, True), _theirs(5, True)])
     with h5py.File(path, "a") as file:
         del file["rewards_1"]
-    with pytest.raises(SourceInvalid, match="num_episodes is 2"):
+    with pytest.raises(SourceInvalidError, match="num_episodes is 2"):
         _open(path)
     with h5py.File(path, "a") as file:
         del file["num_episodes"]
         file["num_episodes"] = 10**15
-    with pytest.raises(SourceInvalid, match="num_episodes is 1000000000000000"):
+    with pytest.raises(SourceInvalidError, match="num_episodes is 1000000000000000"):
         _open(path)
 
 
@@ -195,7 +199,7 @@ def test_unequal_lengths_reject_their_episode_alone(tmp_path: Path) -> None:
         file["actions_1"] = actions
     kept, rejected = list(_open(path))
     assert isinstance(kept, Episode)
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectedEpisode)
     assert rejected.findings[0].check == "unequal_lengths"
     assert "'actions' has 3 rows and 'rewards' 5" in rejected.findings[0].message
 
@@ -221,5 +225,7 @@ def test_what_is_no_file_of_d3rlpys_is_named(tmp_path: Path) -> None:
     with h5py.File(path, "w") as file:
         file["x"] = np.zeros(3)
     files = find_source([path]).files
-    with pytest.raises(SourceInvalid, match="found x, expected columns, num_episodes, version"):
+    with pytest.raises(
+        SourceInvalidError, match="found x, expected columns, num_episodes, version"
+    ):
         D3rlpyFormat().read(files, ReadOptions())

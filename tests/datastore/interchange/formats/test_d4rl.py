@@ -12,10 +12,14 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
-from replaylake.datastore.errors import SourceInvalid, SpaceUnsupported
+from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
 from replaylake.datastore.interchange.formats.d4rl.d4rl import D4rlFormat
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import open_lake
@@ -47,16 +51,16 @@ def _write(path: Path, log: Mapping[str, Any], **options: Any) -> Path:
     return path
 
 
-def _open(*paths: Path, **options: Any) -> Reading:
+def _open(*paths: Path, **options: Any) -> SourceReader:
     files = find_source(paths).files
     found = find_format("auto", files)
     assert found.name == "d4rl"
     return found.read(files, ReadOptions(**options))
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -115,7 +119,7 @@ def test_without_timeouts_what_was_cut_off_shows_as_a_mismatch(tmp_path: Path) -
     del log["timeouts"]
     reading = _open(_write(tmp_path / "log.hdf5", log))
     (found,) = list(reading)
-    assert isinstance(found, Rejected)
+    assert isinstance(found, RejectedEpisode)
     assert [finding.check for finding in found.findings] == ["next_observation"]
     assert "row 3" in found.findings[0].message
     assert any("no timeouts" in note for note in reading.notes)
@@ -211,20 +215,20 @@ def test_an_export_says_what_d4rl_cannot_hold(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.hdf5") as file:
         assert "next_observations" not in file
         assert "infos/speed" not in file
-    with pytest.raises(SpaceUnsupported, match="e2 has no end and is not the last"):
+    with pytest.raises(SpaceUnsupportedError, match="e2 has no end and is not the last"):
         D4rlFormat().write(iter([third, first]), _SPEC, tmp_path / "b.hdf5")
     nested = DatasetSpec(Dict({"camera": Box((3,))}), Box((2,)))
-    with pytest.raises(SpaceUnsupported, match="expected one array"):
+    with pytest.raises(SpaceUnsupportedError, match="expected one array"):
         D4rlFormat().write(iter([]), nested, tmp_path / "c.hdf5")
     unknown = Episode(**(vars(first) | {"rewards": np.full(5, np.nan)}))
-    with pytest.raises(SpaceUnsupported, match="reward is not known"):
+    with pytest.raises(SpaceUnsupportedError, match="reward is not known"):
         D4rlFormat().write(iter([unknown]), _SPEC, tmp_path / "d.hdf5")
 
 
 def test_datasets_of_other_lengths_are_refused_by_name(tmp_path: Path) -> None:
     log = _log(6, terminals=(5,))
     log["actions"] = log["actions"][:4]
-    with pytest.raises(SourceInvalid, match=r"actions is numbers of shape \[4, 2\].*6 rows"):
+    with pytest.raises(SourceInvalidError, match=r"actions is numbers of shape \[4, 2\].*6 rows"):
         _open(_write(tmp_path / "log.hdf5", log))
 
 
@@ -239,7 +243,9 @@ def test_datasets_of_other_names_can_be_mapped(tmp_path: Path) -> None:
     two = _write(tmp_path / "c.hdf5", {**other, "r": other["r"] + 1})
     for paths in ([one], [one, two]):
         files = find_source(paths).files
-        with pytest.raises(SourceInvalid, match=r"expected rewards\. Name it with --map reward="):
+        with pytest.raises(
+            SourceInvalidError, match=r"expected rewards\. Name it with --map reward="
+        ):
             D4rlFormat().read(files, ReadOptions())
         found = _episodes(D4rlFormat().read(files, ReadOptions(mapping=mapping)))
         assert [len(e) for e in found] == expected * len(paths)

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.hdf5.files import Hdf5File, is_hdf5
@@ -59,7 +59,7 @@ def _read(path: Path, name: str = "auto") -> int:
 
 
 def _refused(path: Path, match: str, name: str = "d4rl") -> None:
-    with pytest.raises(SourceInvalid, match=match):
+    with pytest.raises(SourceInvalidError, match=match):
         _read(path, name)
 
 
@@ -85,7 +85,7 @@ def test_rows_are_read_by_blocks_in_native_types(path: Path) -> None:
         assert opened.arrays("deep") == ["deep/er/one"]
         assert opened.holds("deep/er")
         assert not opened.holds("deep/other")
-        with pytest.raises(SourceInvalid, match="'deep' is no dataset"):
+        with pytest.raises(SourceInvalidError, match="'deep' is no dataset"):
             opened.array("deep")
 
 
@@ -235,10 +235,10 @@ def test_torn_and_altered_files_are_refused_or_read(path: Path, name: str) -> No
         path.write_bytes(damaged)
         try:
             assert _read(path, name) >= 0
-        except SourceInvalid:
+        except SourceInvalidError:
             num_refused += 1
     assert num_refused >= 23
-    with contextlib.suppress(SourceInvalid):
+    with contextlib.suppress(SourceInvalidError):
         _read(path)
 
 
@@ -277,7 +277,7 @@ def test_a_full_disk_is_an_error_and_no_crash(tmp_path: Path, limit: int) -> Non
 import resource
 import numpy as np
 from pathlib import Path
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.interchange.formats.hdf5.writer import Hdf5Writer
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 try:
@@ -285,7 +285,7 @@ try:
         for i in range(20):
             writer.append("a", np.random.default_rng(i).random((10_000, 4)))
             writer.write(f"b_{{i}}", np.zeros(1000))
-except StorageFailed as error:
+except StorageError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.images import decode_images
 
 
@@ -57,7 +57,7 @@ def test_nothing_is_an_empty_array() -> None:
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "EPS"])
 def test_other_kinds_are_refused(kind: str) -> None:
     encoded = _encoded(Image.fromarray(_random(4, 4, 3)), kind)
-    with pytest.raises(SourceInvalid, match="x image 0: could not be decoded"):
+    with pytest.raises(SourceInvalidError, match="x image 0: could not be decoded"):
         decode_images([encoded], "x")
 
 
@@ -71,6 +71,6 @@ def test_damaged_images_are_refused_or_decoded(kind: str) -> None:
         for data in (damaged, whole[:at]):
             try:
                 decode_images([data], "x")
-            except SourceInvalid:
+            except SourceInvalidError:
                 num_refused += 1
     assert num_refused > 50

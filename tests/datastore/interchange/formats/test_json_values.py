@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.transcripts import json_values as module
-from replaylake.datastore.interchange.formats.transcripts.json_values import dumped, json_values
+from replaylake.datastore.interchange.formats.transcripts.json_values import dump_json, json_values
 from replaylake.datastore.interchange.sources.source import SourceFile, find_source
 
 ANYTHING = st.recursive(
@@ -57,7 +57,7 @@ def test_arrays_lines_and_blocks_of_any_size_give_the_same(
 
 @given(value=ANYTHING)
 def test_dumped_is_text_and_the_same_value(value: Any) -> None:
-    text = dumped(value)
+    text = dump_json(value)
     assert text.encode()
     assert json.loads(text) == value
 
@@ -89,14 +89,16 @@ def test_a_mark_of_byte_order_and_no_elements(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(content: str | bytes, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SourceInvalid, match=r"f\.json in the value that begins in line") as error:
+    with pytest.raises(
+        SourceInvalidError, match=r"f\.json in the value that begins in line"
+    ) as error:
         values(a_file(tmp_path / "f.json", content))
     assert message in str(error.value)
 
 
 def test_a_value_without_end_is_not_read_whole(tmp_path: Path) -> None:
     file = a_file(tmp_path / "f.json", '{"a": "' + "x" * (4 << 20) + '"}')
-    with pytest.raises(SourceInvalid, match="more than 1,000,000 characters"):
+    with pytest.raises(SourceInvalidError, match="more than 1,000,000 characters"):
         values(file, max_chars=1_000_000)
     assert len(values(file)[0]["a"]) == 4 << 20
 
@@ -108,10 +110,10 @@ def test_an_error_early_in_a_large_file_reads_no_further(
     file = a_file(tmp_path / "f.json", '{"a": oops, "b": 1}' + " " * 100_000)
     reads = []
     monkeypatch.setattr(
-        module._Text,
+        module._TextStream,
         "_more",
-        lambda self, n=0, more=module._Text._more: reads.append(n) or more(self, n),
+        lambda self, n=0, more=module._TextStream._more: reads.append(n) or more(self, n),
     )
-    with pytest.raises(SourceInvalid, match="expecting value"):
+    with pytest.raises(SourceInvalidError, match="expecting value"):
         values(file)
     assert len(reads) == 1

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic import jsonl
 from replaylake.datastore.interchange.formats.generic.jsonl import (
@@ -38,7 +38,7 @@ def test_deep_nesting_is_one_clear_line(tmp_path: Path, depth: int, text: str) -
     closing = "".join({"[": "]", "{": "}"}.get(c, "") for c in reversed(text.replace("]", "")))
     path.write_text('{"observation": ' + text * depth + "1" + closing * depth + "}\n")
     files = find_source([path]).files
-    with pytest.raises(SourceInvalid):
+    with pytest.raises(SourceInvalidError):
         list(JsonlFormat().read(files, ReadOptions()))
 
 
@@ -104,7 +104,7 @@ def test_csv_lines_are_what_the_standard_library_reads() -> None:
 def test_a_key_twice_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(SourceInvalid, match=r"line 1.*the key .a. twice"):
+    with pytest.raises(SourceInvalidError, match=r"line 1.*the key .a. twice"):
         list(json_chunks(find_source([path]).files[0]))
 
 
@@ -113,7 +113,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(jsonl, "_BLOCK_BYTES", 100)
     path = tmp_path / "log.jsonl"
     path.write_text('{"a": 1}\n' + '{"a": [' + "1, " * 1000 + "1]}\n")
-    with pytest.raises(SourceInvalid, match=r"line 2: found a line of more than 1,000 bytes"):
+    with pytest.raises(SourceInvalidError, match=r"line 2: found a line of more than 1,000 bytes"):
         list(json_chunks(find_source([path]).files[0]))
     path.write_text('{"a": 1}\n{"a": ' + " " * 800 + "2}")
     (chunk,) = json_chunks(find_source([path]).files[0])

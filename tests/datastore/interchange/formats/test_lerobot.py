@@ -14,9 +14,13 @@ import pytest
 from PIL import Image
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.receipt import Counts
 from replaylake.datastore.interchange.sources.source import find_source
@@ -27,16 +31,16 @@ _MADE = Path(__file__).parents[3] / "fixtures" / "lerobot"
 _VERSIONS = ("v2_1", "v3_0")
 
 
-def _open(*paths: Path, **options: Any) -> Reading:
+def _open(*paths: Path, **options: Any) -> SourceReader:
     source = find_source(paths)
     found = find_format("auto", source.files)
     assert found.name == "lerobot"
     return found.read(source.files, ReadOptions(**options))
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -131,9 +135,9 @@ def test_lengths_that_differ_from_the_data_reject_the_episode(tmp_path: Path, ve
             path, lambda t: t.set_column(t.schema.get_field_index("length"), "length", lengths)
         )
     found = list(_open(folder))
-    assert [isinstance(one, Rejected) for one in found] == [False, True, False]
+    assert [isinstance(one, RejectedEpisode) for one in found] == [False, True, False]
     rejected = found[1]
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectedEpisode)
     assert rejected.findings[0].check == "unequal_lengths"
     assert "episode 1: found 6 rows, expected 7" in rejected.findings[0].message
 
@@ -142,7 +146,7 @@ def test_a_missing_row_is_a_gap_and_another_length(tmp_path: Path) -> None:
     folder = shutil.copytree(_MADE / "v2_1" / "arm", tmp_path / "arm")
     path = folder / "data" / "chunk-000" / "episode_000001.parquet"
     _rewritten(path, lambda t: t.filter(pa.array([i != 2 for i in range(6)])))
-    rejected = [one for one in _open(folder) if isinstance(one, Rejected)]
+    rejected = [one for one in _open(folder) if isinstance(one, RejectedEpisode)]
     assert {f.check for f in rejected[0].findings} == {"gap", "unequal_lengths"}
 
 
@@ -161,9 +165,9 @@ def test_episodes_without_data_and_data_without_episodes_are_said(tmp_path: Path
 def test_other_versions_and_two_datasets_are_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(_MADE / "v2_1" / "arm", tmp_path / "arm")
     _info(folder, codebase_version="v1.6")
-    with pytest.raises(SourceInvalid, match=r"found codebase_version v1\.6, expected v2\.0"):
+    with pytest.raises(SourceInvalidError, match=r"found codebase_version v1\.6, expected v2\.0"):
         _open(folder)
-    with pytest.raises(SourceInvalid, match=r"found 2 meta/info\.json"):
+    with pytest.raises(SourceInvalidError, match=r"found 2 meta/info\.json"):
         _open(_MADE / "v2_1")
 
 
@@ -171,7 +175,7 @@ def test_other_versions_and_two_datasets_are_refused(tmp_path: Path) -> None:
 def test_a_missing_meta_file_is_named(tmp_path: Path, name: str) -> None:
     folder = shutil.copytree(_MADE / "v2_1" / "arm", tmp_path / "arm")
     (folder / name).unlink()
-    with pytest.raises(SourceInvalid, match=f"found no {name}"):
+    with pytest.raises(SourceInvalidError, match=f"found no {name}"):
         _open(folder)
 
 
@@ -188,7 +192,7 @@ def test_a_dataset_of_videos_alone_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(_MADE / "v3_0" / "arm", tmp_path / "arm")
     path = folder / "data" / "chunk-000" / "file-000.parquet"
     _rewritten(path, lambda t: t.drop(["observation.state", "observation.environment_state"]))
-    with pytest.raises(SourceInvalid, match="What is only in videos is not read"):
+    with pytest.raises(SourceInvalidError, match="What is only in videos is not read"):
         _open(folder)
 
 

@@ -20,12 +20,12 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.catalog import FORMATS
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.tabular.fields import ALIASES
 from replaylake.datastore.interchange.ingest.ingest import ingest
-from replaylake.datastore.interchange.ingest.receipt import Receipt
+from replaylake.datastore.interchange.ingest.receipt import IngestReceipt
 from replaylake.datastore.interchange.ingest.stream.lines import Line
 from replaylake.datastore.interchange.ingest.stream.stream import follow
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -245,7 +245,7 @@ _PATHS = {
 }
 
 
-def _ingest(lake: Lake, tmp_path: Path, log: str, **options: Any) -> Receipt:
+def _ingest(lake: Lake, tmp_path: Path, log: str, **options: Any) -> IngestReceipt:
     (tmp_path / "log").mkdir(exist_ok=True)
     source = _LOGS[log](tmp_path / "log")
     form = log.partition(" ")[0]
@@ -261,7 +261,7 @@ def test_there_is_a_log_of_each_format() -> None:
 def test_a_mapping_of_no_column_is_refused_by_name(
     lake: Lake, tmp_path: Path, log: str, ours: str
 ) -> None:
-    with pytest.raises(SourceInvalid, match=r"found the (columns|datasets).*no_such_column"):
+    with pytest.raises(SourceInvalidError, match=r"found the (columns|datasets).*no_such_column"):
         _ingest(lake, tmp_path, log, mapping={ours: "no_such_column"})
     assert not lake.dataset("log").exists()
 
@@ -290,7 +290,7 @@ def test_a_further_column_may_be_renamed(lake: Lake, tmp_path: Path, log: str) -
 @pytest.mark.parametrize("log", _LOGS)
 def test_a_column_has_one_further_name(lake: Lake, tmp_path: Path, log: str) -> None:
     theirs = _PATHS.get(log, "probe")
-    with pytest.raises(ConfigInvalid, match=f"--map area={theirs}.*region"):
+    with pytest.raises(ConfigInvalidError, match=f"--map area={theirs}.*region"):
         _ingest(lake, tmp_path, log, mapping={"region": theirs, "area": theirs})
 
 
@@ -343,7 +343,7 @@ def test_a_field_that_is_mapped_is_stored_or_refused(
     options = ReadOptions(mapping={ours: "theirs"})
     if form == "bandit" and ours in ("terminated", "truncated"):
         refused = f"--map {ours}=theirs: found it with format bandit.*logged_{ours}"
-        with pytest.raises(ConfigInvalid, match=refused):
+        with pytest.raises(ConfigInvalidError, match=refused):
             ingest(lake, [source], "log", format=form, options=options)
         return
     if ours == "episode_id" and form != "bandit":
@@ -372,7 +372,7 @@ def test_mappings_of_which_one_would_do_nothing_are_refused(
     lake: Lake, tmp_path: Path, mapping: dict[str, str], options: dict[str, Any]
 ) -> None:
     log = _write_jsonl(tmp_path / "log", {**_columns(), "p": [0.5] * _NUM, "q": [-0.5] * _NUM})
-    with pytest.raises(ConfigInvalid, match=f"--map {next(iter(mapping))}=p: found it beside"):
+    with pytest.raises(ConfigInvalidError, match=f"--map {next(iter(mapping))}=p: found it beside"):
         ingest(lake, [log], "log", options=ReadOptions(mapping=mapping, **options))
 
 

@@ -27,11 +27,15 @@ from replaylake.datastore.episodes.spaces import (
     Text,
     Tuple,
 )
-from replaylake.datastore.errors import SourceInvalid, SpaceUnsupported
+from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.formats.minari.minari import MinariFormat
-from replaylake.datastore.interchange.formats.minari.spaces import json_of, space_of
+from replaylake.datastore.interchange.formats.minari.spaces import parse_space, to_json_text
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.receipt import Counts
 from replaylake.datastore.interchange.sources.source import find_source
@@ -50,16 +54,16 @@ def minari_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "minari"
 
 
-def _open(*paths: Path) -> Reading:
+def _open(*paths: Path) -> SourceReader:
     files = find_source(paths).files
     found = find_format("auto", files)
     assert found.name == "minari"
     return found.read(files, ReadOptions())
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -111,7 +115,7 @@ def test_the_two_storages_hold_the_same_steps_and_can_be_named_by_their_data_fol
             _equal(one.observations, other.observations)
             _equal(one.final_observation, other.final_observation)
     with pytest.raises(
-        SourceInvalid, match=r"2 Minari datasets .*cartpole-arrow-v0, cartpole-hdf5"
+        SourceInvalidError, match=r"2 Minari datasets .*cartpole-arrow-v0, cartpole-hdf5"
     ):
         _open(lab)
 
@@ -226,23 +230,23 @@ _SPACES: list[tuple[gym_spaces.Space[Any], Space]] = [
 
 @pytest.mark.parametrize(("theirs", "ours"), _SPACES)
 def test_spaces_go_both_ways(theirs: gym_spaces.Space[Any], ours: Space) -> None:
-    assert space_of(serialize_space(theirs), "here") == ours
+    assert parse_space(serialize_space(theirs), "here") == ours
     if not isinstance(ours, Text):
-        assert deserialize_space(json_of(ours)) == theirs
+        assert deserialize_space(to_json_text(ours)) == theirs
 
 
 def test_spaces_without_one_of_ours_become_the_nearest_or_are_refused() -> None:
     shifted = gym_spaces.MultiDiscrete([2, 3], start=[1, 0])
     expected = Box((2,), "int64", low=(1, 0), high=2)
-    assert space_of(serialize_space(shifted), "here") == expected
-    assert space_of(serialize_space(gym_spaces.MultiBinary([2, 2])), "here") == Box(
+    assert parse_space(serialize_space(shifted), "here") == expected
+    assert parse_space(serialize_space(gym_spaces.MultiBinary([2, 2])), "here") == Box(
         (2, 2), "int8", 0, 1
     )
     named = gym_spaces.Dict({"achieved-goal": gym_spaces.Discrete(2)})
-    assert space_of(serialize_space(named), "here") == Dict({"achieved_goal": Discrete(2)})
+    assert parse_space(serialize_space(named), "here") == Dict({"achieved_goal": Discrete(2)})
     for text in ('{"type": "Graph"}', "[1]", '{"type": "Box"}', "not json", "[" * 100_000, None):
-        with pytest.raises(SourceInvalid, match="here: found"):
-            space_of(text, "here")
+        with pytest.raises(SourceInvalidError, match="here: found"):
+            parse_space(text, "here")
 
 
 _SPEC = DatasetSpec(
@@ -316,7 +320,7 @@ def test_an_export_loads_in_minari_and_reads_again_as_equal_rows(minari_home: Pa
 
 def test_an_episode_without_its_final_observation_refuses_the_export(tmp_path: Path) -> None:
     blind = Episode(**(vars(_ours(1)) | {"final_observation": None}))
-    with pytest.raises(SpaceUnsupported, match="1 of 3 episodes have no final observation"):
+    with pytest.raises(SpaceUnsupportedError, match="1 of 3 episodes have no final observation"):
         MinariFormat().write(iter([_ours(0), blind, _ours(2)]), _SPEC, tmp_path / "out")
 
 
@@ -341,7 +345,7 @@ def test_unequal_lengths_reject_their_episode_alone(shared_data: Path, tmp_path:
         del file["episode_3/actions"]
         file["episode_3/actions"] = actions
     found = list(_open(data))
-    rejected = [one for one in found if isinstance(one, Rejected)]
+    rejected = [one for one in found if isinstance(one, RejectedEpisode)]
     assert len(found) == 50
     assert [one.source_episode_id for one in rejected] == ["3"]
     assert rejected[0].findings[0].check == "unequal_lengths"
@@ -356,7 +360,7 @@ def test_parts_of_an_observation_that_differ_in_length_reject_their_episode(tmp_
         file["episode_1/observations/arm/_index_0"] = short
     kept, rejected = list(_open(path))
     assert isinstance(kept, Episode)
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectedEpisode)
     assert "'observations.arm._0' has 3 rows" in rejected.findings[0].message
 
 
@@ -386,7 +390,7 @@ def test_torn_and_altered_files_are_refused_or_read(
                 at = int(rng.integers(min(len(raw), 4096 if i % 2 else len(raw))))
                 raw[at] ^= 1 << int(rng.integers(8))
             damaged.write_bytes(raw)
-            with contextlib.suppress(SourceInvalid):
+            with contextlib.suppress(SourceInvalidError):
                 files = find_source([data]).files
                 assert list(find_format("minari", files).read(files, ReadOptions()))
         damaged.write_bytes(undamaged)
@@ -416,7 +420,7 @@ def test_packed_arrow_buffers_that_declare_too_much_are_refused_before_they_are_
     ):
         writer.write_table(table)
     assert part.stat().st_size < 1_000_000
-    with pytest.raises(SourceInvalid, match="stored bytes unpack to"):
+    with pytest.raises(SourceInvalidError, match="stored bytes unpack to"):
         _open(data)
 
 
@@ -446,5 +450,7 @@ def test_what_is_no_dataset_of_minaris_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.hdf5"
     with h5py.File(path, "w") as file:
         file["x"] = np.zeros(3)
-    with pytest.raises(SourceInvalid, match=r"log\.hdf5: found no main_data\.hdf5 and no episode"):
+    with pytest.raises(
+        SourceInvalidError, match=r"log\.hdf5: found no main_data\.hdf5 and no episode"
+    ):
         find_format("minari", (files := find_source([path]).files)).read(files, ReadOptions())

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import EpisodeInvalid, SourceInvalid
-from replaylake.datastore.interchange.formats.format import ReadOptions, Rejected
+from replaylake.datastore.errors import EpisodeInvalidError, SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, RejectedEpisode
 from replaylake.datastore.interchange.formats.generic import csv as csv_format
 from replaylake.datastore.interchange.formats.generic import jsonl as jsonl_format
 from replaylake.datastore.interchange.formats.generic.csv import (
@@ -23,9 +23,9 @@ from replaylake.datastore.interchange.formats.generic.csv import (
     text_columns,
 )
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Kept
-from replaylake.datastore.interchange.ingest.ingest import NothingValid, ingest
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
+from replaylake.datastore.interchange.ingest.ingest import NothingValidError, ingest
 from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import Lake, open_lake
 
@@ -127,15 +127,15 @@ def _same_but_for(
 ) -> None:
     """Hold what is read of a log against what is read of it without its misfits."""
     reading, expected = (
-        TabularReading(tables(find_source([path]).files), options) for path in (log, clean)
+        TabularReader(tables(find_source([path]).files), options) for path in (log, clean)
     )
     assert reading.extras == expected.extras
     found = {one.source_episode_id: one for one in reading}
-    assert {name for name, one in found.items() if isinstance(one, Rejected)} == rejected
+    assert {name for name, one in found.items() if isinstance(one, RejectedEpisode)} == rejected
     for episode in expected:
         assert isinstance(episode, Episode)
         one = found[episode.source_episode_id]
-        if isinstance(one, Rejected):
+        if isinstance(one, RejectedEpisode):
             assert one.findings[0].check == "dtype"
             continue
         for name in ("observations", "actions", "rewards"):
@@ -165,7 +165,9 @@ def test_half_a_character_is_kept_as_json(lake: Lake, tmp_path: Path) -> None:
 
 def test_abort_names_the_line(lake: Lake, tmp_path: Path) -> None:
     log = _jsonl(tmp_path / "log.jsonl", _changed("reward", "NaN", [41]))
-    with pytest.raises(EpisodeInvalid, match=r"e10: log\.jsonl line 42, column 'reward'.*'NaN'"):
+    with pytest.raises(
+        EpisodeInvalidError, match=r"e10: log\.jsonl line 42, column 'reward'.*'NaN'"
+    ):
         ingest(lake, [log], "log", format="jsonl", on_invalid="abort")
     assert not lake.dataset("log").exists()
 
@@ -183,10 +185,10 @@ def test_misfits_are_spooled_too(
 ) -> None:
     monkeypatch.setattr(jsonl_format, "_BLOCK_BYTES", 500)
     log = _jsonl(tmp_path / "log.jsonl", _changed("reward", "NaN", [1, 41]))
-    tables = Kept(JsonTables(find_source([log]).files), keep_bytes)
-    reading = TabularReading(tables, ReadOptions(), block_bytes=500)
+    tables = CachedTables(JsonTables(find_source([log]).files), keep_bytes)
+    reading = TabularReader(tables, ReadOptions(), block_bytes=500)
     for _ in range(2):
-        found = [one for one in reading if isinstance(one, Rejected)]
+        found = [one for one in reading if isinstance(one, RejectedEpisode)]
         assert [one.source_episode_id for one in found] == ["e0", "e10"]
         assert ["line 2," in found[0].findings[0].message, found[0].findings[0].num_rows] == [
             True,
@@ -203,9 +205,9 @@ def test_what_is_a_misfit_in_its_block_alone_is_none(
     tables = JsonTables(find_source([_jsonl(tmp_path / "log.jsonl", rows)]).files)
     types = {chunk.table.schema.field("reward").type for chunk in tables.chunks()}
     assert types == {pa.float64(), pa.string()}
-    found = list(TabularReading(tables, ReadOptions()))
-    assert [one.source_episode_id for one in found if isinstance(one, Rejected)] == ["e5"]
-    rewards = [r for one in found if not isinstance(one, Rejected) for r in one.rewards]
+    found = list(TabularReader(tables, ReadOptions()))
+    assert [one.source_episode_id for one in found if isinstance(one, RejectedEpisode)] == ["e5"]
+    rewards = [r for one in found if not isinstance(one, RejectedEpisode) for r in one.rewards]
     assert rewards == [0.25 * i for i in range(_NUM) if i // 4 != 5]
 
 
@@ -246,17 +248,19 @@ def test_of_one_step_logs_the_row_alone_is_rejected(lake: Lake, tmp_path: Path) 
 @pytest.mark.parametrize("value", ["NaN", "abc"])
 def test_a_whole_column_of_another_type_is_refused(lake: Lake, tmp_path: Path, value: str) -> None:
     log = _jsonl(tmp_path / "log.jsonl", _changed("reward", value, range(_NUM)))
-    with pytest.raises(SourceInvalid, match="column 'reward': found string"):
+    with pytest.raises(SourceInvalidError, match="column 'reward': found string"):
         ingest(lake, [log], "log", format="jsonl")
     log = _jsonl(tmp_path / "log.jsonl", _changed("action", 2**64, range(_NUM)))
-    with pytest.raises(NothingValid, match=f"found {2**64}, expected a whole number"):
+    with pytest.raises(NothingValidError, match=f"found {2**64}, expected a whole number"):
         ingest(lake, [log], "log", format="jsonl")
     assert not lake.dataset("log").exists()
 
 
 def test_equally_many_of_two_types_are_refused(lake: Lake, tmp_path: Path) -> None:
     log = _jsonl(tmp_path / "log.jsonl", _changed("note", 7, range(_NUM // 2)))
-    with pytest.raises(SourceInvalid, match=r"log\.jsonl: column 'note' is string in 30 values"):
+    with pytest.raises(
+        SourceInvalidError, match=r"log\.jsonl: column 'note' is string in 30 values"
+    ):
         ingest(lake, [log], "log", format="jsonl")
 
 
@@ -386,9 +390,9 @@ def test_great_integers_of_csv_among_floats_are_floats(
     rows[3]["reward"] = 10**23
     (tmp_path / "log.csv").write_text(_csv_of(rows))
     tables = CsvTables(find_source([tmp_path / "log.csv"]).files)
-    reading = TabularReading(tables, ReadOptions(mapping={"observation": "x"}))
+    reading = TabularReader(tables, ReadOptions(mapping={"observation": "x"}))
     first = next(iter(reading))
-    assert not isinstance(first, Rejected)
+    assert not isinstance(first, RejectedEpisode)
     assert first.rewards.tolist() == [1.0, 1.0, 1.0, 1e23]
 
 
@@ -503,7 +507,7 @@ def test_a_batch_of_another_type_names_its_line(lake: Lake, tmp_path: Path) -> N
     ]
     batches[3]["rewards"] = [1.0, "NaN"]
     log = _jsonl(tmp_path / "log.json", batches)
-    with pytest.raises(SourceInvalid, match=r"log\.json line 4, column 'rewards'.*'NaN'"):
+    with pytest.raises(SourceInvalidError, match=r"log\.json line 4, column 'rewards'.*'NaN'"):
         ingest(lake, [log], "log", format="rllib")
 
 

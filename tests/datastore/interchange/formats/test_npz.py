@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.formats.npz import npz
 from replaylake.datastore.interchange.formats.npz.npz import NpzFormat
 from replaylake.datastore.interchange.ingest.ingest import ingest
@@ -22,20 +26,20 @@ from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import Lake
 
 
-def _open(*paths: Path, **options: Any) -> Reading:
+def _open(*paths: Path, **options: Any) -> SourceReader:
     source = find_source(paths)
     found = find_format("auto", source.files)
     assert found.name == "npz"
     return found.read(source.files, ReadOptions(**options))
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
-def _noted(reading: Reading) -> str:
+def _noted(reading: SourceReader) -> str:
     checks = [f"{c.name} {c.example} {c.advice}" for c in reading.checks]
     return "\n".join([*reading.notes, *checks])
 
@@ -130,7 +134,7 @@ def test_episodes_of_two_files_stay_apart(tmp_path: Path) -> None:
 
 def test_trajectories_without_rewards_are_refused_by_name(tmp_path: Path) -> None:
     log = _save(tmp_path / "log.npz", _trajectories(rews=None))
-    with pytest.raises(SourceInvalid, match="reward"):
+    with pytest.raises(SourceInvalidError, match="reward"):
         _open(log)
 
 
@@ -151,7 +155,7 @@ def test_what_does_not_fit_together_is_named(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     log = _save(tmp_path / "log.npz", _trajectories(**changes))
-    with pytest.raises(SourceInvalid, match=message):
+    with pytest.raises(SourceInvalidError, match=message):
         list(_open(log))
 
 
@@ -304,14 +308,14 @@ _HEADER = "{{'descr': '{}', 'fortran_order': False, 'shape': {}, }}"
 def test_headers_that_lie_are_refused(tmp_path: Path, header: str, name: str) -> None:
     members = {key: _npy(array) for key, array in _trajectories().items()}
     log = _zip(tmp_path / "log.npz", {**members, name: _npy([], header)})
-    with pytest.raises(SourceInvalid):
+    with pytest.raises(SourceInvalidError):
         list(NpzFormat().read(find_source([log]).files, ReadOptions()))
 
 
 def test_a_member_that_goes_on_is_refused(tmp_path: Path) -> None:
     members = {key: _npy(array) for key, array in _trajectories().items()}
     log = _zip(tmp_path / "log.npz", {**members, "acts": members["acts"] + b"\0"})
-    with pytest.raises(SourceInvalid, match="'acts' goes on after its last row"):
+    with pytest.raises(SourceInvalidError, match="'acts' goes on after its last row"):
         list(_open(log))
 
 
@@ -324,7 +328,7 @@ def test_a_bomb_is_refused_by_its_declared_size(tmp_path: Path) -> None:
     assert data[at : at + 4] == b"PK\x01\x02"
     data[at + 24 : at + 28] = struct.pack("<I", 3 << 30)
     log.write_bytes(bytes(data))
-    with pytest.raises(SourceInvalid, match="unpack to 3,221,225,472"):
+    with pytest.raises(SourceInvalidError, match="unpack to 3,221,225,472"):
         list(NpzFormat().read(find_source([log]).files, ReadOptions()))
 
 
@@ -342,7 +346,7 @@ def test_flipped_and_torn_files_are_refused_or_read(
             data = data[: int(rng.integers(1, len(data)))]
         log = tmp_path / f"{trial}.npz"
         log.write_bytes(bytes(data))
-        with suppress(SourceInvalid):
+        with suppress(SourceInvalidError):
             list(NpzFormat().read(find_source([log]).files, ReadOptions()))
 
 
@@ -350,7 +354,7 @@ def test_a_torn_npz_is_named_and_no_other_format(tmp_path: Path) -> None:
     whole = _save(tmp_path / "whole.npz", _trajectories()).read_bytes()
     log = tmp_path / "log.npz"
     log.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(SourceInvalid, match=r"log\.npz"):
+    with pytest.raises(SourceInvalidError, match=r"log\.npz"):
         list(_open(log))
 
 
@@ -377,7 +381,7 @@ def test_values_of_one_number_may_have_a_dim_of_their_own(tmp_path: Path) -> Non
 def test_paths_of_images_are_no_observations(tmp_path: Path) -> None:
     paths = np.array([f"recorded_images/{i}.png" for i in range(6)])
     log = _save(tmp_path / "expert.npz", _experts(obs=paths))
-    with pytest.raises(SourceInvalid, match=r"'obs' holds texts.*paths alone"):
+    with pytest.raises(SourceInvalidError, match=r"'obs' holds texts.*paths alone"):
         list(_open(log))
 
 
@@ -392,5 +396,5 @@ def test_one_trajectory_and_none(tmp_path: Path) -> None:
         "terminal": np.zeros(0, bool),
         "indices": np.zeros(0, int),
     }
-    with pytest.raises(SourceInvalid, match="found no rows"):
+    with pytest.raises(SourceInvalidError, match="found no rows"):
         list(_open(_save(tmp_path / "none.npz", none)))

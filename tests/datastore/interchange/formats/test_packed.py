@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hypothesis_numpy
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.packed import packed as packed_pickle
 from replaylake.datastore.interchange.formats.packed.packed import (
     Unpacker,
-    Unread,
+    UnreadPart,
+    decode_message,
     is_packed,
-    message,
 )
 
 
@@ -94,7 +94,7 @@ def test_only_equal_bytes_around_the_numbers_make_the_next_one_fast(
     assert unpack(floats, "here").dtype == np.float64
     for before, after in ((b"numpy", b"bumpy"), (b"i8", b"O8")):
         unpack(_frame(whole), "here")
-        with pytest.raises(SourceInvalid):
+        with pytest.raises(SourceInvalidError):
             unpack(_frame(whole.replace(before, after)), "here")
 
 
@@ -159,7 +159,9 @@ def _planted(witness: Path) -> dict[str, bytes]:
 def test_what_a_pickle_would_run_is_refused_and_nothing_runs(name: str, tmp_path: Path) -> None:
     witness = tmp_path / "ran"
     payload = _planted(witness)[name]
-    with pytest.raises(SourceInvalid, match=r"^log\.json row 3: found .*expected a packed numpy"):
+    with pytest.raises(
+        SourceInvalidError, match=r"^log\.json row 3: found .*expected a packed numpy"
+    ):
         _unpack(_frame(payload))
     assert not witness.exists()
 
@@ -171,7 +173,7 @@ def test_the_planted_pickles_do_run_where_pickle_reads_them(tmp_path: Path) -> N
 
 
 def test_a_refusal_names_what_was_named() -> None:
-    with pytest.raises(SourceInvalid, match=r"names posix\.system \(nothing of it was run\)"):
+    with pytest.raises(SourceInvalidError, match=r"names posix\.system \(nothing of it was run\)"):
         _unpack(_frame(_named_call("posix", "system", "true")))
 
 
@@ -188,7 +190,7 @@ def test_a_refusal_names_what_was_named() -> None:
     ],
 )
 def test_what_is_no_array_of_numbers_is_named(payload: bytes, named: str) -> None:
-    with pytest.raises(SourceInvalid, match=named):
+    with pytest.raises(SourceInvalidError, match=named):
         _unpack(_frame(payload))
 
 
@@ -208,14 +210,14 @@ def test_what_is_no_array_of_numbers_is_named(payload: bytes, named: str) -> Non
     ],
 )
 def test_pickles_that_ask_for_much_get_nothing(payload: bytes) -> None:
-    with pytest.raises(SourceInvalid):
+    with pytest.raises(SourceInvalidError):
         _unpack(_frame(payload))
 
 
 def test_one_array_many_times_is_refused() -> None:
     array = np.arange(1000)
     assert len(_unpack(_pack({"a": array, "b": array}))) == 2
-    with pytest.raises(SourceInvalid, match=r"4,000,000 bytes of arrays in"):
+    with pytest.raises(SourceInvalidError, match=r"4,000,000 bytes of arrays in"):
         _unpack(_pack({f"k{i}": array for i in range(500)}))
 
 
@@ -234,9 +236,9 @@ def _declaring(num_bytes: int) -> str:
 
 
 def test_a_frame_that_declares_more_than_lz4_can_pack_is_refused() -> None:
-    with pytest.raises(SourceInvalid, match=r"unpack to 1,099,511,627,776"):
+    with pytest.raises(SourceInvalidError, match=r"unpack to 1,099,511,627,776"):
         _unpack(_declaring(1 << 40))
-    with pytest.raises(SourceInvalid, match="declare 536,870,912"):
+    with pytest.raises(SourceInvalidError, match="declare 536,870,912"):
         _unpack(_declaring(1 << 29))
 
 
@@ -247,10 +249,10 @@ def test_flipped_and_torn_bytes_are_refused_or_read(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[rng.integers(len(data))] = rng.integers(256)
         for text in (_frame(bytes(data)), _frame(bytes(data[: rng.integers(len(data))]))):
-            with suppress(SourceInvalid):
+            with suppress(SourceInvalidError):
                 _unpack(text)
     for cut in range(0, 120, 7):
-        with pytest.raises(SourceInvalid):
+        with pytest.raises(SourceInvalidError):
             _unpack(_pack(_FRAMES)[:cut])
 
 
@@ -260,7 +262,7 @@ def test_every_opcode_alone_is_refused_or_read() -> None:
     for opcode in pickletools.opcodes:
         for stack in before:
             for argument in (b"", b"\0", b"\x01\0\0\0\0\0\0\0a", b"1\n", b"os\nsystem\n"):
-                with pytest.raises(SourceInvalid):
+                with pytest.raises(SourceInvalidError):
                     _unpack(_frame(b"\x80\x05" + stack + opcode.code.encode("latin-1") + argument))
 
 
@@ -270,14 +272,16 @@ def _array_message(**changes: Any) -> bytes:
 
 
 def test_messages_hold_arrays_and_numbers() -> None:
-    assert message(_array_message(), "x").tolist() == [0.0, 0.0]
-    one = message(_array_message(nd=False, type="<i8", data=b"\7" + b"\0" * 7), "x")
+    assert decode_message(_array_message(), "x").tolist() == [0.0, 0.0]
+    one = decode_message(_array_message(nd=False, type="<i8", data=b"\7" + b"\0" * 7), "x")
     assert one == 7
-    assert message(_array_message(type=">i2", data=b"\0\1" * 4, shape=[2, 2]), "x").tolist() == [
+    assert decode_message(
+        _array_message(type=">i2", data=b"\0\1" * 4, shape=[2, 2]), "x"
+    ).tolist() == [
         [1, 1],
         [1, 1],
     ]
-    assert message(msgpack.packb({"nd": 3}), "x") == {"nd": 3}
+    assert decode_message(msgpack.packb({"nd": 3}), "x") == {"nd": 3}
 
 
 def test_pickled_arrays_in_messages_are_never_opened(tmp_path: Path) -> None:
@@ -285,9 +289,9 @@ def test_pickled_arrays_in_messages_are_never_opened(tmp_path: Path) -> None:
 
     payload = pickle.dumps(_Calls(os.system, f"touch {tmp_path / 'ran'}"))
     for kind in (b"O", "O"):
-        found = message(_array_message(kind=kind, type="|O", data=payload), "x")
-        assert found == Unread("a pickled array of Python objects")
-    assert isinstance(message(_array_message(type="|O", data=payload), "x"), Unread)
+        found = decode_message(_array_message(kind=kind, type="|O", data=payload), "x")
+        assert found == UnreadPart("a pickled array of Python objects")
+    assert isinstance(decode_message(_array_message(type="|O", data=payload), "x"), UnreadPart)
     assert not (tmp_path / "ran").exists()
 
 
@@ -310,8 +314,8 @@ def test_pickled_arrays_in_messages_are_never_opened(tmp_path: Path) -> None:
     ],
 )
 def test_torn_messages_are_refused(data: bytes) -> None:
-    with pytest.raises(SourceInvalid, match=r"^log row 2: found .*expected one whole msgpack"):
-        message(data, "log row 2")
+    with pytest.raises(SourceInvalidError, match=r"^log row 2: found .*expected one whole msgpack"):
+        decode_message(data, "log row 2")
 
 
 def test_flipped_messages_are_refused_or_read() -> None:
@@ -320,5 +324,5 @@ def test_flipped_messages_are_refused_or_read() -> None:
         for value in range(0, 256, 3):
             data = bytearray(whole)
             data[at] = value
-            with suppress(SourceInvalid):
-                message(bytes(data), "x")
+            with suppress(SourceInvalidError):
+                decode_message(bytes(data), "x")

@@ -12,15 +12,15 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
-from replaylake.datastore.interchange.formats.format import ReadOptions, Rejected
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
+from replaylake.datastore.interchange.formats.format import ReadOptions, RejectedEpisode
 from replaylake.datastore.interchange.formats.generic.parquet import ParquetFormat, ParquetTables
 from replaylake.datastore.interchange.sources.source import find_source
 
 
 def _read(path: Path, **options: Any) -> list[Episode]:
     found = list(ParquetFormat().read(find_source([path]).files, ReadOptions(**options)))
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -70,9 +70,9 @@ def test_a_bomb_is_refused_by_rows_times_width(tmp_path: Path) -> None:
             writer.write_table(zeros)
     assert path.stat().st_size < 1 << 20
     files = find_source([path]).files
-    with pytest.raises(SourceInvalid, match="unpack to"):
+    with pytest.raises(SourceInvalidError, match="unpack to"):
         list(ParquetTables(files).schemas())
-    with pytest.raises(SourceInvalid, match="unpack to"):
+    with pytest.raises(SourceInvalidError, match="unpack to"):
         next(ParquetTables(files).chunks())
 
 
@@ -107,7 +107,7 @@ def test_spaces_that_cannot_be_read_are_one_clear_line(tmp_path: Path) -> None:
     for text in (b"{", b"[]", b'{"type": "box"}', b'{"type": "moon"}', b"\xff", b"null"):
         said = {**(table.schema.metadata or {}), b"replaylake.action_space": text}
         pq.write_table(table.replace_schema_metadata(said), tmp_path / "p.parquet")
-        with pytest.raises(SourceInvalid, match="metadata"):
+        with pytest.raises(SourceInvalidError, match="metadata"):
             ParquetFormat().read(find_source([tmp_path / "p.parquet"]).files, ReadOptions())
 
 

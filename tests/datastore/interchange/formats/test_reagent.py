@@ -13,25 +13,29 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, ReplayLakeError, SourceInvalid
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.receipt import Counts
 from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import open_lake
 
 
-def _open(*paths: Path, **options: Any) -> Reading:
+def _open(*paths: Path, **options: Any) -> SourceReader:
     source = find_source(paths)
     found = find_format("auto", source.files)
     assert found.name == "reagent"
     return found.read(source.files, ReadOptions(**options))
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -65,7 +69,7 @@ def workflow(shared_data: Path) -> Path:
 
 def test_the_json_of_cartpole_has_gaps_in_33_of_41_episodes(cartpole: Path) -> None:
     found = list(_open(cartpole))
-    rejected = [one for one in found if isinstance(one, Rejected)]
+    rejected = [one for one in found if isinstance(one, RejectedEpisode)]
     assert (len(found), len(rejected)) == (41, 33)
     assert sum(len(one) for one in found if isinstance(one, Episode)) == 8
     assert {f.check for one in rejected for f in one.findings} == {"gap"}
@@ -149,12 +153,12 @@ def test_an_absent_feature_is_not_zero_unless_said(tmp_path: Path) -> None:
     reading = _open(path)
     kept, rejected = list(reading)
     assert isinstance(kept, Episode)
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectedEpisode)
     assert [f.check for f in rejected.findings] == ["missing"]
     assert any("1 rows lack some of 2 features" in note for note in reading.notes)
     filled = _open(path, fill={"state_features": "-7"})
     assert np.asarray(_episodes(filled)[1].observations).tolist() == [[-1.0, 0.0], [3.0, -7.0]]
-    with pytest.raises(ConfigInvalid, match="--fill state_features=much: found 'much'"):
+    with pytest.raises(ConfigInvalidError, match="--fill state_features=much: found 'much'"):
         _open(path, fill={"state_features": "much"})
 
 
@@ -254,7 +258,7 @@ def test_what_is_not_as_reagent_writes_it_is_named(
     tmp_path: Path, changed: Any, found: str
 ) -> None:
     path = _write(tmp_path / "log.json", _row("a", 0, **changed))
-    with pytest.raises(SourceInvalid, match=found):
+    with pytest.raises(SourceInvalidError, match=found):
         list(_open(path))
 
 
@@ -276,7 +280,7 @@ def test_many_ids_of_few_rows_are_refused(tmp_path: Path) -> None:
         }
     )
     pq.write_table(table, tmp_path / "log.parquet")
-    with pytest.raises(SourceInvalid, match="unpack"):
+    with pytest.raises(SourceInvalidError, match="unpack"):
         _open(tmp_path / "log.parquet")
 
 

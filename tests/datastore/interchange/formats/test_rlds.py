@@ -16,13 +16,17 @@ from PIL import Image
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.inference import infer_spec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Space
-from replaylake.datastore.errors import ReplayLakeError, SourceInvalid
+from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.formats.rlds.features import episode_spec
 from replaylake.datastore.interchange.formats.rlds.rlds import RldsTables, find_shards
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Kept
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.receipt import Counts
 from replaylake.datastore.interchange.sources.source import find_source
@@ -42,16 +46,16 @@ _STEP = {
 }
 
 
-def _open(*paths: Path, **options: Any) -> Reading:
+def _open(*paths: Path, **options: Any) -> SourceReader:
     source = find_source(paths)
     found = find_format("auto", source.files)
     assert found.name == "rlds"
     return found.read(source.files, ReadOptions(**options))
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -190,7 +194,7 @@ def test_ends_by_hand(tf: Any, tmp_path: Path) -> None:
     assert kept[0].final_observation.tolist() == [6.0, 7.0]
     assert kept[2].final_observation is None
     assert kept[2].rewards.tolist() == [1.0, 1.0, 1.0, 0.0]
-    rejected = [one for one in found if isinstance(one, Rejected)]
+    rejected = [one for one in found if isinstance(one, RejectedEpisode)]
     assert [one.source_episode_id for one in rejected] == ["train-00000-3", "train-00000-4"]
     assert {one.findings[0].check for one in rejected} == {"end_inside"}
     notes = "\n".join(reading.notes)
@@ -211,8 +215,8 @@ def test_large_images_are_read_again_and_not_kept() -> None:
     files = find_source([_MADE / "arm"]).files
     spec = episode_spec(json.loads((_MADE / "arm" / "features.json").read_text()), "arm")
     tables = RldsTables(find_shards(files)[0], spec, [])
-    kept = Kept(tables, keep_bytes=1)
-    again = _episodes(TabularReading(kept, ReadOptions(), block_bytes=1))
+    kept = CachedTables(tables, keep_bytes=1)
+    again = _episodes(TabularReader(kept, ReadOptions(), block_bytes=1))
     assert not kept.fill()
     assert [(e.episode_id, e.terminated, e.truncated) for e in again] == [
         (e.episode_id, e.terminated, e.truncated) for e in whole
@@ -227,12 +231,12 @@ def test_large_images_are_read_again_and_not_kept() -> None:
 def test_without_features_json_nothing_is_guessed(tmp_path: Path) -> None:
     folder = shutil.copytree(_MADE / "grid", tmp_path / "grid")
     (folder / "features.json").unlink()
-    with pytest.raises(SourceInvalid, match=r"found 0 features\.json"):
+    with pytest.raises(SourceInvalidError, match=r"found 0 features\.json"):
         _open(folder)
 
 
 def test_two_datasets_are_not_mixed() -> None:
-    with pytest.raises(SourceInvalid, match=r"found 2 features\.json"):
+    with pytest.raises(SourceInvalidError, match=r"found 2 features\.json"):
         _open(_MADE / "grid", _MADE / "arm")
 
 
@@ -250,7 +254,7 @@ def test_a_shard_that_was_cut_between_records_is_refused(tf: Any, tmp_path: Path
     data = shard.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     shard.write_bytes(data[: 16 + length])
-    with pytest.raises(SourceInvalid, match="found 1 records, expected 2"):
+    with pytest.raises(SourceInvalidError, match="found 1 records, expected 2"):
         list(_open(folder))
 
 
@@ -269,7 +273,7 @@ def test_records_that_are_not_as_declared_are_named(
     tf: Any, tmp_path: Path, changed: Any, found: str
 ) -> None:
     folder = _write(tf, tmp_path / "toy", _episode(), _episode(**changed))
-    with pytest.raises(SourceInvalid, match=f"00000-of-00001 record 1: found {found}"):
+    with pytest.raises(SourceInvalidError, match=f"00000-of-00001 record 1: found {found}"):
         list(_open(folder))
 
 
@@ -288,7 +292,7 @@ def test_a_feature_that_is_not_read(tf: Any, tmp_path: Path, feature: Any, reaso
     assert len(_episodes(reading)) == 1
     assert any("features that are not read: steps/extra" in note for note in reading.notes)
     folder = _write(tf, tmp_path / "b", _episode(), step={**_STEP, "observation": feature})
-    with pytest.raises(SourceInvalid, match=f"steps/observation and .*{reason}"):
+    with pytest.raises(SourceInvalidError, match=f"steps/observation and .*{reason}"):
         _open(folder)
 
 
@@ -307,7 +311,7 @@ def test_images_of_another_size_than_declared(tf: Any, tmp_path: Path) -> None:
     ):
         episode = _episode(observation=images)
         _write(tf, folder, episode, step={**_STEP, "observation": image})
-        with pytest.raises(SourceInvalid, match=message):
+        with pytest.raises(SourceInvalidError, match=message):
             list(_open(folder))
 
 
@@ -322,7 +326,8 @@ def test_an_image_bomb_is_refused_by_its_declared_size(tf: Any, tmp_path: Path) 
     step = {**_STEP, "observation": {"image": {"dtype": "uint8"}}}
     folder = _write(tf, tmp_path / "toy", _episode(observation=[bomb] * 4), step=step)
     with pytest.raises(
-        SourceInvalid, match=r"record 0 steps/observation images: .* stored bytes unpack to 2,0"
+        SourceInvalidError,
+        match=r"record 0 steps/observation images: .* stored bytes unpack to 2,0",
     ):
         list(_open(folder))
 
@@ -332,7 +337,7 @@ def test_a_zlib_bomb_is_refused_by_its_declared_size(tf: Any, tmp_path: Path) ->
     step = {**_STEP, "observation": {"tensor": {**_TENSOR, "encoding": "zlib", "shape": shape}}}
     episode = _episode(observation=[zlib.compress(bytes(100_000))] * 4)
     folder = _write(tf, tmp_path / "toy", episode, step=step)
-    with pytest.raises(SourceInvalid, match="record 0 steps/observation"):
+    with pytest.raises(SourceInvalidError, match="record 0 steps/observation"):
         list(_open(folder))
 
 

@@ -15,9 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.formats.rllib.rllib import RllibFormat
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.sources.source import find_source
@@ -29,16 +33,16 @@ _SMALL = _DATA / "small.json"
 _FIXTURES = Path(__file__).parents[3] / "fixtures" / "rllib_episodes"
 
 
-def _open(*paths: Path, expected: str = "rllib", **options: object) -> Reading:
+def _open(*paths: Path, expected: str = "rllib", **options: object) -> SourceReader:
     source = find_source(paths)
     found = find_format("auto", source.files)
     assert found.name == expected
     return found.read(source.files, ReadOptions(**options))  # type: ignore[arg-type]
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -163,7 +167,7 @@ def test_lists_of_unequal_length_reject_their_episode_only(tmp_path: Path) -> No
     first, second, third = list(_open(log))
     assert isinstance(first, Episode)
     assert isinstance(third, Episode)
-    assert isinstance(second, Rejected)
+    assert isinstance(second, RejectedEpisode)
     assert second.source_episode_id == "2"
     assert second.num_steps == 2
     checks = {finding.check: finding.message for finding in second.findings}
@@ -298,9 +302,9 @@ def test_packed_rows_of_another_shape_reject_their_episode_only(tmp_path: Path) 
     )
     first, second, third, fourth = list(_open(log))
     assert isinstance(first, Episode)
-    assert isinstance(second, Rejected)
+    assert isinstance(second, RejectedEpisode)
     assert [f.check for f in second.findings] == ["shape"]
-    assert isinstance(third, Rejected)
+    assert isinstance(third, RejectedEpisode)
     checks = {finding.check: finding.message for finding in third.findings}
     assert "has 2 entries and 'obs' 3" in checks["unequal_lengths"]
     assert isinstance(fourth, Episode)
@@ -318,7 +322,7 @@ def test_a_planted_pickle_is_refused_with_its_place_and_nothing_runs(tmp_path: P
     log.write_text(
         _batch(obs=_packed(np.zeros((1, 3))), **columns) + _batch(obs=_packed(Planted()), **columns)
     )
-    with pytest.raises(SourceInvalid, match=r"log.json batch 1, column 'obs': .*posix.system"):
+    with pytest.raises(SourceInvalidError, match=r"log.json batch 1, column 'obs': .*posix.system"):
         list(_open(log))
     assert not witness.exists()
 
@@ -338,7 +342,7 @@ def test_what_is_no_batch_is_refused_by_name(
 ) -> None:
     log = tmp_path / "log.json"
     log.write_text(_batch(**{"actions": [0], "rewards": [1.0], "dones": [True], **columns}))
-    with pytest.raises(SourceInvalid, match=message):
+    with pytest.raises(SourceInvalidError, match=message):
         list(_open(log))
 
 
@@ -389,7 +393,7 @@ def test_policies_of_different_spaces_are_refused_by_name(tmp_path: Path) -> Non
     batches = {"small": {"obs": [[0.0]], **rest}, "large": {"obs": [[0.0, 1.0]], **rest}}
     log.write_text(_batch(type="MultiAgentBatch", count=2, policy_batches=batches))
     with pytest.raises(
-        SourceInvalid, match=r"obs of policy 'large' are floats \[2\], those of policy"
+        SourceInvalidError, match=r"obs of policy 'large' are floats \[2\], those of policy"
     ):
         list(_open(log))
 
@@ -424,7 +428,7 @@ def test_tensors_that_could_vary_in_shape_and_do_not_are_read(tmp_path: Path) ->
 def test_variable_shaped_tensors_are_refused_by_name_where_they_are_needed(tmp_path: Path) -> None:
     log = _varying(tmp_path / "log.parquet", obs=[[1.0, 2.0], [3.0], [5.0, 6.0]])
     with pytest.raises(
-        SourceInvalid, match=r"column 'obs': found ray\.data\.arrow_variable_shaped"
+        SourceInvalidError, match=r"column 'obs': found ray\.data\.arrow_variable_shaped"
     ):
         list(_open(log))
     log = _varying(tmp_path / "log.parquet", logits=[[1.0, 2.0], [3.0], [5.0, 6.0]])
@@ -453,7 +457,7 @@ def test_what_would_be_run_is_refused_in_columns_that_nobody_needs(tmp_path: Pat
     planted = base64.b64encode(lz4.frame.compress(b"cos\nsystem\n(Vtrue\ntR.")).decode()
     log = tmp_path / "log.json"
     log.write_text(_batch(obs=_packed(np.zeros((1, 3))), infos=planted, **columns))
-    with pytest.raises(SourceInvalid, match=r"'infos'.* names os\.system"):
+    with pytest.raises(SourceInvalidError, match=r"'infos'.* names os\.system"):
         list(_open(log))
 
 
@@ -504,7 +508,7 @@ def test_torn_and_flipped_files_are_refused_or_read(name: str, tmp_path: Path) -
         log = tmp_path / f"{trial}-{name}"
         log.write_bytes(bytes(data))
         source = find_source([log])
-        with suppress(SourceInvalid):
+        with suppress(SourceInvalidError):
             list(RllibFormat().read(source.files, ReadOptions()))
 
 
@@ -521,6 +525,6 @@ def test_shifted_next_observations_are_named(tmp_path: Path) -> None:
         )
     )
     (rejected,) = list(_open(log))
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectedEpisode)
     assert [f.check for f in rejected.findings] == ["next_observation"]
     assert "log.json row 0" in rejected.findings[0].message

@@ -13,7 +13,11 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.interchange.export.export import export
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, WritableFormat
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    SourceReader,
+    WritableFormat,
+)
 from replaylake.datastore.interchange.formats.rllib import columns as rllib_columns
 from replaylake.datastore.interchange.formats.rllib.rllib import RllibFormat
 from replaylake.datastore.interchange.ingest.ingest import ingest
@@ -24,7 +28,7 @@ _FIXTURES = Path(__file__).parents[3] / "fixtures" / "rllib_episodes"
 _SPEC = DatasetSpec(Box((2,)), Discrete(2))
 
 
-def _read(path: Path) -> Reading:
+def _read(path: Path) -> SourceReader:
     files = find_source([path]).files
     assert RllibFormat().recognises(files)
     return RllibFormat().read(files, ReadOptions())

@@ -18,9 +18,13 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Discrete
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.formats.rllib.rllib import RllibFormat
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.sources.source import find_source
@@ -30,16 +34,16 @@ _FIXTURES = Path(__file__).parents[3] / "fixtures" / "rllib_episodes"
 _EXPECTED: Mapping[str, Any] = json.loads((_FIXTURES / "expected.json").read_text())
 
 
-def _open(*paths: Path, **options: Any) -> Reading:
+def _open(*paths: Path, **options: Any) -> SourceReader:
     source = find_source(paths)
     found = find_format("auto", source.files)
     assert found.name == "rllib"
     return found.read(source.files, ReadOptions(**options))
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -170,7 +174,7 @@ def test_pieces_join_in_any_order_and_across_files(tmp_path: Path) -> None:
 def test_a_missing_piece_is_a_gap(tmp_path: Path) -> None:
     log = _write(tmp_path / "log.parquet", _state(2, is_terminated=False), _state(2, first=3))
     (rejected,) = list(_open(log))
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectedEpisode)
     assert [finding.check for finding in rejected.findings] == ["gap"]
 
 
@@ -250,7 +254,7 @@ def test_pickled_observations_reject_their_episode_and_nothing_runs(tmp_path: Pa
     state = _state(2, observations=_buffer([_object_array(witness)] * 3))
     rejected, good = list(_open(_write(tmp_path / "log.parquet", state, _state(2, "good"))))
     assert isinstance(good, Episode)
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectedEpisode)
     messages = "\n".join(finding.message for finding in rejected.findings)
     assert "observations holds a pickled array of Python objects" in messages
     assert not witness.exists()
@@ -270,7 +274,7 @@ def test_pickled_observations_reject_their_episode_and_nothing_runs(tmp_path: Pa
 )
 def test_what_is_no_state_is_refused_with_its_row(tmp_path: Path, state: Any, message: str) -> None:
     log = _write(tmp_path / "log.parquet", _state(2), state)
-    with pytest.raises(SourceInvalid, match=rf"log.parquet row 1: .*{message}"):
+    with pytest.raises(SourceInvalidError, match=rf"log.parquet row 1: .*{message}"):
         list(_open(log))
 
 
@@ -284,11 +288,11 @@ def test_flipped_and_torn_states_are_refused_or_read(tmp_path: Path) -> None:
         data[int(rng.integers(len(data)))] = int(rng.integers(256))
         files.append(_write(tmp_path / f"{trial}.parquet", bytes(data)))
     for file in files:
-        with suppress(SourceInvalid):
+        with suppress(SourceInvalidError):
             list(RllibFormat().read(find_source([file]).files, ReadOptions()))
     for cut in range(0, len(whole), 17):
         torn = _write(tmp_path / f"torn-{cut}.parquet", whole[:cut])
-        with pytest.raises(SourceInvalid):
+        with pytest.raises(SourceInvalidError):
             list(RllibFormat().read(find_source([torn]).files, ReadOptions()))
 
 
@@ -300,5 +304,5 @@ def test_flipped_and_torn_files_are_refused_or_read(tmp_path: Path) -> None:
         data[int(rng.integers(len(data)))] = int(rng.integers(256))
         log = tmp_path / f"{trial}.parquet"
         log.write_bytes(bytes(data))
-        with suppress(SourceInvalid):
+        with suppress(SourceInvalidError):
             list(RllibFormat().read(find_source([log]).files, ReadOptions()))

@@ -11,16 +11,16 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import (
+    CachedTables,
     Chunk,
     ChunkSchema,
-    Kept,
     Spool,
-    Tables,
+    TableSource,
 )
 from replaylake.datastore.interchange.sources.source import find_source
 
@@ -43,7 +43,7 @@ def _log(folder: Path, num: int = 600) -> Path:
     return path
 
 
-class _Counting(Tables):
+class _Counting(TableSource):
     """Tables that count how often they are parsed, in small chunks."""
 
     def __init__(self, path: Path) -> None:
@@ -61,15 +61,17 @@ class _Counting(Tables):
         raise AssertionError("what is parsed tells its schemas")
 
 
-def _found(reading: TabularReading) -> list[Any]:
+def _found(reading: TabularReader) -> list[Any]:
     return list(reading)
 
 
 def test_a_source_too_large_for_memory_is_parsed_once_and_read_the_same(tmp_path: Path) -> None:
     path = _log(tmp_path)
     whole, counting = _Counting(path), _Counting(path)
-    expected = _found(TabularReading(whole, ReadOptions()))
-    reading = TabularReading(Kept(counting, keep_bytes=2_000), ReadOptions(), block_bytes=2_000)
+    expected = _found(TabularReader(whole, ReadOptions()))
+    reading = TabularReader(
+        CachedTables(counting, keep_bytes=2_000), ReadOptions(), block_bytes=2_000
+    )
     for _ in range(3):
         found = sorted(_found(reading), key=lambda one: one.source_episode_id)
         assert [type(one) for one in found] == [type(one) for one in expected]
@@ -110,5 +112,5 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(spool, "_file", _Full())
-    with pytest.raises(StorageFailed, match=r"No space left on device.*TMPDIR"):
+    with pytest.raises(StorageError, match=r"No space left on device.*TMPDIR"):
         spool.append(pa.table({"a": [1]}))

@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.sources.source import find_source
 
@@ -30,7 +30,7 @@ def _pickle(path: Path) -> Path:
 
 
 def _message(path: Path) -> str:
-    with pytest.raises(SourceInvalid) as error:
+    with pytest.raises(SourceInvalidError) as error:
         find_format("auto", find_source([path]).files)
     return str(error.value)
 

@@ -13,29 +13,33 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
-    ConfigInvalid,
+    ConfigInvalidError,
     ReplayLakeError,
-    SchemaMismatch,
-    SourceInvalid,
+    SchemaMismatchError,
+    SourceInvalidError,
 )
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import Reading, ReadOptions, Rejected
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    SourceReader,
+)
 from replaylake.datastore.interchange.formats.generic.parquet import ParquetTables
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.formats.tabular.tables import Kept
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
 from replaylake.datastore.interchange.sources.source import find_source
 
 _HEADER = "episode_id,step,observation,action,reward,terminated\n"
 
 
-def _open(*paths: Path, format: str = "auto", **options: Any) -> Reading:
+def _open(*paths: Path, format: str = "auto", **options: Any) -> SourceReader:
     source = find_source(paths)
     return find_format(format, source.files).read(source.files, ReadOptions(**options))
 
 
-def _episodes(reading: Reading) -> list[Episode]:
+def _episodes(reading: SourceReader) -> list[Episode]:
     found = list(reading)
-    assert not [one for one in found if isinstance(one, Rejected)]
+    assert not [one for one in found if isinstance(one, RejectedEpisode)]
     return [one for one in found if isinstance(one, Episode)]
 
 
@@ -136,19 +140,19 @@ def test_without_ids_json_flags_of_any_spelling_delimit_episodes(
         for x in range(4)
     ]
     found = list(_open(_write(tmp_path / "log.jsonl", rows)))
-    assert [isinstance(one, Rejected) for one in found] == [flags[0] is None] * 2
+    assert [isinstance(one, RejectedEpisode) for one in found] == [flags[0] is None] * 2
 
 
 def test_without_ids_a_flag_that_is_none_is_named(tmp_path: Path) -> None:
     log = _csv(tmp_path, "observation,action,reward,done\n1.5,0,1,0\n2.5,0,1,2\n3.5,0,1,1\n")
     (found,) = _open(log)
-    assert isinstance(found, Rejected)
+    assert isinstance(found, RejectedEpisode)
     assert (found.num_steps, found.findings[0].check) == (3, "not_a_flag")
 
 
 def test_without_ids_or_flags_the_source_is_refused(tmp_path: Path) -> None:
     log = _csv(tmp_path, "observation,action,reward\n0.5,1,1\n")
-    with pytest.raises(SourceInvalid, match="episode_id=COLUMN"):
+    with pytest.raises(SourceInvalidError, match="episode_id=COLUMN"):
         _open(log)
 
 
@@ -192,7 +196,7 @@ def test_colliding_names_are_an_error_and_a_mapping_solves_it(tmp_path: Path) ->
     log = _csv(
         tmp_path, "episode_id,observation,action,reward,terminated,a b,a_B\ne,0.5,0,1,1,2,3\n"
     )
-    with pytest.raises(SourceInvalid, match="'a_B'"):
+    with pytest.raises(SourceInvalidError, match="'a_B'"):
         _open(log)
     (episode,) = _episodes(_open(log, mapping={"other": "a_B"}))
     assert episode.extras["other"].to_pylist() == [3]
@@ -243,7 +247,7 @@ def test_types_that_no_table_holds_are_refused(
 ) -> None:
     table = pa.table({**_one_step(), "extra": column})
     pq.write_table(table, tmp_path / "log.parquet")
-    with pytest.raises(SchemaMismatch, match=message):
+    with pytest.raises(SchemaMismatchError, match=message):
         list(_open(tmp_path / "log.parquet"))
 
 
@@ -265,7 +269,7 @@ def test_times_need_a_zone(tmp_path: Path) -> None:
     assert episode.timestamps.tolist() == [1769853600_000_000]
     for bad in (["2026-01-31T12:00:00"], [0.25]):
         pq.write_table(pa.table({**_one_step(), "timestamp": bad}), tmp_path / "bad.parquet")
-        with pytest.raises(SourceInvalid, match="--map NEW=timestamp"):
+        with pytest.raises(SourceInvalidError, match="--map NEW=timestamp"):
             list(_open(tmp_path / "bad.parquet"))
 
 
@@ -288,7 +292,7 @@ def test_propensities_become_log_probs(tmp_path: Path) -> None:
     assert first.behavior_log_probs == pytest.approx([np.log(0.5)])
     assert second.behavior_log_probs is not None
     assert np.isnan(second.behavior_log_probs).all()
-    assert isinstance(third, Rejected)
+    assert isinstance(third, RejectedEpisode)
     assert third.findings[0].check == "propensity"
 
 
@@ -338,7 +342,7 @@ def test_an_invalid_episode_is_rejected_and_the_others_are_not(
     log = _csv(tmp_path, _HEADER + "good,0,1.0,0,1,1\n" + body + "fine,3,1.0,0,1,1\n")
     first, second, third = list(_open(log))
     assert isinstance(first, Episode)
-    assert isinstance(second, Rejected)
+    assert isinstance(second, RejectedEpisode)
     assert second.num_steps == body.count("\n")
     assert [finding.check for finding in second.findings] == [check]
     assert "log.csv row " in second.findings[0].message
@@ -354,7 +358,7 @@ def test_observations_of_uneven_length_reject_their_episode(tmp_path: Path) -> N
     ]
     first, second, third = list(_open(_write(tmp_path / "log.jsonl", rows)))
     assert isinstance(first, Episode)
-    assert isinstance(second, Rejected)
+    assert isinstance(second, RejectedEpisode)
     assert second.findings[0].check == "shape"
     assert isinstance(third, Episode)
 
@@ -367,7 +371,7 @@ def test_next_observations_give_the_final_one_and_check_the_order(tmp_path: Path
     assert first.truncated
     assert not first.terminated
     assert first.final_observation.tolist() == [3.5]
-    assert isinstance(second, Rejected)
+    assert isinstance(second, RejectedEpisode)
     assert "log.csv row 2" in second.findings[0].message
 
 
@@ -384,19 +388,19 @@ def test_dones_with_truncated_flags_are_told_apart(tmp_path: Path) -> None:
 
 def test_mapping_errors_name_the_column(tmp_path: Path) -> None:
     log = _csv(tmp_path, "id,a,b\n1,2,3\n")
-    with pytest.raises(SourceInvalid, match="'gain'"):
+    with pytest.raises(SourceInvalidError, match="'gain'"):
         _open(log, mapping={"reward": "gain"})
-    with pytest.raises(SourceInvalid, match="--map observation=COLUMN"):
+    with pytest.raises(SourceInvalidError, match="--map observation=COLUMN"):
         _open(log)
-    with pytest.raises(ConfigInvalid, match="expected one"):
+    with pytest.raises(ConfigInvalidError, match="expected one"):
         _open(log, mapping={"reward": "a,b"})
-    with pytest.raises(ConfigInvalid, match="my-name"):
+    with pytest.raises(ConfigInvalidError, match="my-name"):
         _open(log, mapping={"my-name": "a"})
 
 
 def test_two_aliases_of_one_field_need_a_mapping(tmp_path: Path) -> None:
     log = _csv(tmp_path, "episode_id,obs,observation,action,reward\ne,1.5,2.5,0,1\n")
-    with pytest.raises(SourceInvalid, match="--map observation="):
+    with pytest.raises(SourceInvalidError, match="--map observation="):
         _open(log)
     (episode,) = _episodes(_open(log, mapping={"observation": "obs", "seen": "observation"}))
     assert episode.observations.tolist() == [[1.5]]
@@ -405,14 +409,14 @@ def test_two_aliases_of_one_field_need_a_mapping(tmp_path: Path) -> None:
 
 def test_a_text_reward_names_the_cell(tmp_path: Path) -> None:
     log = _csv(tmp_path, _HEADER + "e,0,1.0,0,n/a,0\ne,1,1.0,0,,1\n")
-    with pytest.raises(SourceInvalid, match="'n/a' in row 0"):
+    with pytest.raises(SourceInvalidError, match="'n/a' in row 0"):
         list(_open(log))
 
 
 def test_a_column_that_one_file_lacks_names_the_file(tmp_path: Path) -> None:
     _csv(tmp_path, _HEADER + "e,0,1.0,0,1,1\n", "a.csv")
     _csv(tmp_path, _HEADER.replace("reward", "gain") + "f,0,1.0,0,1,1\n", "b.csv")
-    with pytest.raises(SourceInvalid, match=r"b\.csv.*'reward'"):
+    with pytest.raises(SourceInvalidError, match=r"b\.csv.*'reward'"):
         _open(tmp_path)
 
 
@@ -422,7 +426,7 @@ def test_a_torn_parquet_file_is_named(tmp_path: Path, keep: float) -> None:
     torn = _write(tmp_path / "b.parquet", _rows())
     data = torn.read_bytes()
     torn.write_bytes(data[: max(8, int(len(data) * keep))])
-    with pytest.raises(SourceInvalid, match=r"b\.parquet.*torn"):
+    with pytest.raises(SourceInvalidError, match=r"b\.parquet.*torn"):
         list(_open(tmp_path, mapping=_MAPPING))
 
 
@@ -434,19 +438,19 @@ def test_a_flipped_bit_in_a_checksummed_page_is_refused(tmp_path: Path) -> None:
     # Neither the least nor the greatest value, which page headers repeat.
     data[data.index(np.float64(7.0).tobytes())] ^= 1
     path.write_bytes(data)
-    with pytest.raises(SourceInvalid, match=r"log\.parquet"):
+    with pytest.raises(SourceInvalidError, match=r"log\.parquet"):
         list(_open(path, mapping=_MAPPING))
 
 
 def test_a_torn_json_line_is_named(tmp_path: Path) -> None:
     path = _write(tmp_path / "log.jsonl", _rows())
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(SourceInvalid, match="line 4"):
+    with pytest.raises(SourceInvalidError, match="line 4"):
         list(_open(path, mapping=_MAPPING))
 
 
 def test_a_csv_row_of_another_width_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SourceInvalid, match=r"log\.csv.*Expected 6 columns, got 3"):
+    with pytest.raises(SourceInvalidError, match=r"log\.csv.*Expected 6 columns, got 3"):
         list(_open(_csv(tmp_path, _HEADER + "e,0,1.0,0,1,1\ne,1,2.0\n")))
 
 
@@ -461,7 +465,7 @@ def test_a_csv_row_of_another_width_is_named(tmp_path: Path) -> None:
 )
 def test_unknown_content_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "log.bin").write_bytes(data)
-    with pytest.raises(SourceInvalid, match=message):
+    with pytest.raises(SourceInvalidError, match=message):
         _open(tmp_path / "log.bin")
 
 
@@ -470,21 +474,21 @@ def test_formats_are_told_by_content_not_by_name(tmp_path: Path) -> None:
     for name, expected in (("log.csv", "parquet"), ("data", "parquet")):
         (tmp_path / name).write_bytes(path.read_bytes())
         assert find_format("auto", find_source([tmp_path / name]).files).name == expected
-    with pytest.raises(ConfigInvalid, match="found 'xml'"):
+    with pytest.raises(ConfigInvalidError, match="found 'xml'"):
         find_format("xml", find_source([path]).files)
 
 
 def test_mixed_folders_are_refused(tmp_path: Path) -> None:
     _write(tmp_path / "a.parquet", _rows())
     _write(tmp_path / "b.csv", _rows())
-    with pytest.raises(SourceInvalid, match=r"a\.parquet is Parquet and b\.csv is text"):
+    with pytest.raises(SourceInvalidError, match=r"a\.parquet is Parquet and b\.csv is text"):
         _open(tmp_path, mapping=_MAPPING)
 
 
 def test_a_container_anywhere_in_a_folder_is_named(tmp_path: Path) -> None:
     _write(tmp_path / "a.jsonl", _rows())
     (tmp_path / "b.arrow").write_bytes(b"ARROW1\0\0")
-    with pytest.raises(SourceInvalid, match=r"a\.jsonl is text and b\.arrow is Arrow"):
+    with pytest.raises(SourceInvalidError, match=r"a\.jsonl is text and b\.arrow is Arrow"):
         _open(tmp_path, mapping=_MAPPING)
 
 
@@ -509,9 +513,9 @@ def test_blocks_carry_open_episodes_along(tmp_path: Path) -> None:
         pq.write_table(table.slice(i * 200, 200), tmp_path / f"part-{i}.parquet")
     source = find_source([tmp_path])
     tables = ParquetTables(source.files)
-    whole = _episodes(TabularReading(tables, ReadOptions()))
-    kept = Kept(tables, keep_bytes=10_000)
-    streamed = TabularReading(kept, ReadOptions(), block_bytes=10_000)
+    whole = _episodes(TabularReader(tables, ReadOptions()))
+    kept = CachedTables(tables, keep_bytes=10_000)
+    streamed = TabularReader(kept, ReadOptions(), block_bytes=10_000)
     assert not kept.fill()
     for _ in range(2):
         by_id = {e.episode_id: e for e in _episodes(streamed)}
@@ -536,7 +540,7 @@ def test_blocks_carry_the_rows_after_the_last_flag_along(tmp_path: Path) -> None
     for i in range(10):
         pq.write_table(table.slice(i * 100, 100), tmp_path / f"part-{i}.parquet")
     tables = ParquetTables(find_source([tmp_path]).files)
-    streamed = TabularReading(Kept(tables, keep_bytes=100), ReadOptions(), block_bytes=100)
+    streamed = TabularReader(CachedTables(tables, keep_bytes=100), ReadOptions(), block_bytes=100)
     episodes = _episodes(streamed)
     assert [len(e) for e in episodes] == [100, 1, 350, 530, 19]
     assert [e.episode_id for e in episodes] == ["0", "1", "2", "3", "4"]
@@ -554,7 +558,9 @@ def test_a_csv_column_that_turns_to_text_is_text_throughout(tmp_path: Path) -> N
 def test_a_parquet_column_of_two_types_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({**_one_step(), "note": [12]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({**_one_step(), "note": ["x"]}), tmp_path / "b.parquet")
-    with pytest.raises(SourceInvalid, match=r"b\.parquet: column 'note' is string in 1 values"):
+    with pytest.raises(
+        SourceInvalidError, match=r"b\.parquet: column 'note' is string in 1 values"
+    ):
         _open(tmp_path)
 
 
@@ -563,13 +569,13 @@ def test_ids_beyond_int64_are_refused(tmp_path: Path) -> None:
     # pyarrow reads an integer over 2**63 as a float, and two ids would become one.
     (tmp_path / "log.jsonl").write_text(json.dumps({**row, "episode_id": 2**63 + 1}) + "\n")
     (rejected,) = _open(tmp_path / "log.jsonl")
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, RejectedEpisode)
     assert [finding.message for finding in rejected.findings] == [
         f"log.jsonl line 1, column 'episode_id': found {2**63 + 1}, expected a whole number of 64 "
         "bits at most as in most rows"
     ]
     pq.write_table(pa.table({**_one_step(), "episode_id": [2.0**63]}), tmp_path / "l.parquet")
-    with pytest.raises(SourceInvalid, match="ids as text"):
+    with pytest.raises(SourceInvalidError, match="ids as text"):
         list(_open(tmp_path / "l.parquet"))
 
 
@@ -592,5 +598,5 @@ def test_empty_structs_are_pruned_and_the_rest_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("choice", [{"gaps": "spilt"}, {"open_ends": "terminated"}])
 def test_a_choice_that_is_none_is_refused(choice: dict[str, Any]) -> None:
-    with pytest.raises(ConfigInvalid, match=r"found '(spilt|terminated)', expected"):
+    with pytest.raises(ConfigInvalidError, match=r"found '(spilt|terminated)', expected"):
         ReadOptions(**choice)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.rlds.tfrecord import parse_example, records
 from replaylake.datastore.interchange.sources.source import SourceFile, find_source
 
@@ -64,14 +64,16 @@ def test_any_integers_survive(tf: Any, values: list[int]) -> None:
 )
 def test_a_torn_record_is_named(tf: Any, tmp_path: Path, damage: Any, found: str) -> None:
     file = written(tmp_path, damage(tf.frame(b"12345678") + tf.frame(b"abcdefgh")))
-    with pytest.raises(SourceInvalid, match=rf"x\.tfrecord record 1: found {found}"):
+    with pytest.raises(SourceInvalidError, match=rf"x\.tfrecord record 1: found {found}"):
         list(records(file))
 
 
 def test_a_declared_length_takes_no_memory(tf: Any, tmp_path: Path) -> None:
     length = struct.pack("<Q", 1 << 62)
     file = written(tmp_path, length + tf.masked(length) + b"few bytes")
-    with pytest.raises(SourceInvalid, match="record 0: found 9 of 4,611,686,018,427,387,904 bytes"):
+    with pytest.raises(
+        SourceInvalidError, match="record 0: found 9 of 4,611,686,018,427,387,904 bytes"
+    ):
         list(records(file))
 
 
@@ -94,7 +96,9 @@ def test_a_declared_length_takes_no_memory(tf: Any, tmp_path: Path) -> None:
 def test_what_is_no_example_is_refused(tf: Any, tmp_path: Path, build: Any) -> None:
     data = build(tf)
     file = written(tmp_path, tf.frame(data))
-    with pytest.raises(SourceInvalid, match=r"x\.tfrecord record 7: found no tf\.train\.Example"):
+    with pytest.raises(
+        SourceInvalidError, match=r"x\.tfrecord record 7: found no tf\.train\.Example"
+    ):
         parse_example(data, file, 7)
 
 
@@ -102,5 +106,5 @@ def test_what_is_no_example_is_refused(tf: Any, tmp_path: Path, build: Any) -> N
 def test_any_bytes_are_an_example_or_refused(data: bytes) -> None:
     file = SourceFile.__new__(SourceFile)
     object.__setattr__(file, "name", "x.tfrecord")
-    with contextlib.suppress(SourceInvalid):
+    with contextlib.suppress(SourceInvalidError):
         parse_example(data, file, 0)

@@ -19,10 +19,14 @@ from hypothesis import strategies as st
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Text
-from replaylake.datastore.errors import SourceInvalid, SpaceUnsupported
+from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
 from replaylake.datastore.interchange.export.export import export
 from replaylake.datastore.interchange.formats.detect import find_format
-from replaylake.datastore.interchange.formats.format import ReadOptions, Rejected, WritableFormat
+from replaylake.datastore.interchange.formats.format import (
+    ReadOptions,
+    RejectedEpisode,
+    WritableFormat,
+)
 from replaylake.datastore.interchange.formats.transcripts.dialogues import is_generated
 from replaylake.datastore.interchange.formats.transcripts.transcripts import TranscriptsFormat
 from replaylake.datastore.interchange.ingest.ingest import ingest
@@ -384,7 +388,7 @@ def test_writing_is_of_transcripts_alone(tmp_path: Path) -> None:
     assert isinstance(FORMAT, WritableFormat)
     other = Episode("e", np.array(["a"], object), np.array(["b"], object), np.zeros(1))
     with pytest.raises(
-        SpaceUnsupported, match="found no column prompt_messages, completion_messages"
+        SpaceUnsupportedError, match="found no column prompt_messages, completion_messages"
     ):
         FORMAT.write(iter([other]), DatasetSpec(Text(), Text()), tmp_path / "o.jsonl")
 
@@ -452,7 +456,7 @@ def test_a_record_that_is_no_transcript(record: Any, message: str, tmp_path: Pat
     good = {"messages": [ASK, SAY]}
     source = find_source([lines(tmp_path / "bad.jsonl", good, record, good)])
     first, refused, last = FORMAT.read(source.files, ReadOptions())
-    assert isinstance(refused, Rejected)
+    assert isinstance(refused, RejectedEpisode)
     (finding,) = refused.findings
     assert finding.check == "malformed"
     assert finding.message.startswith("bad.jsonl record 1 (line 2): ")
@@ -468,7 +472,7 @@ def test_messages_nested_too_deeply(tmp_path: Path) -> None:
         '{"messages": [{"role": "assistant", "content": ' + "[" * 9999 + "]" * 9999 + "}]}"
     )
     source = find_source([path])
-    with pytest.raises(SourceInvalid, match="nested too deeply"):
+    with pytest.raises(SourceInvalidError, match="nested too deeply"):
         FORMAT.read(source.files, ReadOptions())
 
 
@@ -515,8 +519,8 @@ def test_whatever_bytes_come(tmp_path: Path) -> None:
         try:
             source = find_source([path])
             reading = FORMAT.read(source.files, ReadOptions())
-            assert all(isinstance(found, Episode | Rejected) for found in reading)
-        except SourceInvalid as error:
+            assert all(isinstance(found, Episode | RejectedEpisode) for found in reading)
+        except SourceInvalidError as error:
             if "x.json" not in str(error):
                 raise
 
@@ -567,7 +571,9 @@ def test_a_lake_of_results(tmp_path: Path) -> None:
 @pytest.mark.parametrize("messages", [[ASK], [], [{"role": "User", "content": "x"}]])
 def test_a_source_without_a_turn_is_refused_by_name(messages: list[Any], tmp_path: Path) -> None:
     source = find_source([lines(tmp_path / "asked.jsonl", {"messages": messages})])
-    with pytest.raises(SourceInvalid, match=r"line 1: found no turn of an assistant in any of 1"):
+    with pytest.raises(
+        SourceInvalidError, match=r"line 1: found no turn of an assistant in any of 1"
+    ):
         find_format("auto", source.files).read(source.files, ReadOptions())
 
 

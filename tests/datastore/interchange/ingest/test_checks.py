@@ -12,13 +12,13 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import EpisodeInvalid
+from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.interchange.formats.checks import CHECKS, Check, CheckCounts
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.ingest.door import Door
+from replaylake.datastore.interchange.ingest.door import SourceValidator
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.inspection import Duplicates
-from replaylake.datastore.interchange.ingest.receipt import Counts, Receipt
+from replaylake.datastore.interchange.ingest.receipt import Counts, IngestReceipt
 from replaylake.datastore.lake.lake import Lake, open_lake
 
 _DOCS = (Path(__file__).parents[4] / "docs" / "FORMATS.md").read_text()
@@ -41,7 +41,7 @@ def _jsonl(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return folder / "log.jsonl"
 
 
-def _found(receipt: Receipt, outcome: str) -> dict[str, tuple[int, int]]:
+def _found(receipt: IngestReceipt, outcome: str) -> dict[str, tuple[int, int]]:
     return {
         check.name: (check.num_episodes, check.num_rows)
         for check in receipt.checks
@@ -205,7 +205,7 @@ def _episode(name: str, observations: Any, action: int = 0) -> Episode:
 
 
 def test_episodes_unlike_the_rest_are_refused_one_by_one() -> None:
-    door = Door(None, None)
+    door = SourceValidator(None, None)
     text = Episode("text", np.array(["x"], object), np.array([0]), np.ones(1))
     accepted, refused = door.check(
         [
@@ -241,13 +241,13 @@ def test_masks_of_two_widths_refuse_the_source() -> None:
             action_masks=np.ones((1, width), bool),
         )
 
-    with pytest.raises(EpisodeInvalid, match="action_mask"):
-        Door(None, None).check([masked("a", 2), masked("b", 3)])
+    with pytest.raises(EpisodeInvalidError, match="action_mask"):
+        SourceValidator(None, None).check([masked("a", 2), masked("b", 3)])
 
 
 def test_which_check_of_the_spaces_fails() -> None:
     spaces = (Box((1,), "float32", 0.0, 1.0), Discrete(2))
-    door = Door(None, spaces)
+    door = SourceValidator(None, spaces)
     bad = {
         "space": _episode("e", [[0.5], [1.5]]),
         "shape": _episode("e", [[0.5, 0.5]]),

@@ -11,8 +11,8 @@ import pytest
 
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
-from replaylake.datastore.interchange.ingest.inspection import Progress
-from replaylake.datastore.interchange.ingest.receipt import Counts, Receipt
+from replaylake.datastore.interchange.ingest.inspection import IngestProgress
+from replaylake.datastore.interchange.ingest.receipt import Counts, IngestReceipt
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.replay.items.transitions import Transitions
 
@@ -34,7 +34,7 @@ def _log(folder: Path, episodes: dict[str, list[int]], *, last_end: bool = True)
     return folder / "log.csv"
 
 
-def _check(receipt: Receipt, name: str) -> tuple[str, int, int]:
+def _check(receipt: IngestReceipt, name: str) -> tuple[str, int, int]:
     (check,) = [check for check in receipt.checks if check.name == name]
     return check.outcome, check.num_episodes, check.num_rows
 
@@ -144,7 +144,7 @@ def test_runs_of_an_episode_come_in_one_commit(
     class Cut(Exception):
         pass
 
-    def cut(progress: Progress) -> None:
+    def cut(progress: IngestProgress) -> None:
         if progress.stage == "commit":
             raise Cut
 

@@ -13,16 +13,16 @@ from deltalake import DeltaTable
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EpisodeInvalid,
-    NameRefused,
-    NotFound,
-    SchemaMismatch,
-    SourceInvalid,
+    ConfigInvalidError,
+    EpisodeInvalidError,
+    InvalidNameError,
+    NotFoundError,
+    SchemaMismatchError,
+    SourceInvalidError,
 )
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.ingest.ingest import NothingValid, ingest
-from replaylake.datastore.interchange.ingest.inspection import Progress
+from replaylake.datastore.interchange.ingest.ingest import NothingValidError, ingest
+from replaylake.datastore.interchange.ingest.inspection import IngestProgress
 from replaylake.datastore.interchange.ingest.receipt import Counts
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.storage.storage import LocalStorage
@@ -162,25 +162,35 @@ def _torn(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
-        (_torn, {}, SourceInvalid, r"torn\.parquet.*torn"),
+        (_torn, {}, SourceInvalidError, r"torn\.parquet.*torn"),
         (
             lambda d: _csv(d, _episode("a")),
             {"options": ReadOptions({"reward": "gain"})},
-            SourceInvalid,
+            SourceInvalidError,
             "'gain'",
         ),
         (
             lambda d: _csv(d, _episode("a") + _episode("b").replace("1.0", "nan")),
             _ABORT,
-            EpisodeInvalid,
+            EpisodeInvalidError,
             r"episode b: log\.csv row 2, column 'reward': found NaN.*--on-invalid reject",
         ),
-        (lambda d: _csv(d, _episode("a").replace("a,1,", "a,2,")), _ABORT, EpisodeInvalid, "gap"),
-        (lambda d: _csv(d, _episode("a").replace("a,1,", "a,0,")), _ABORT, EpisodeInvalid, "same"),
-        (lambda d: d / "nowhere.csv", {}, NotFound, "nowhere"),
-        (lambda d: _csv(d, ""), {}, SourceInvalid, "no rows"),
-        (lambda d: _csv(d, _episode("a")), {"format": "xml"}, ConfigInvalid, "xml"),
-        (lambda d: _csv(d, _episode("a")), {"on_invalid": "skip"}, ConfigInvalid, "skip"),
+        (
+            lambda d: _csv(d, _episode("a").replace("a,1,", "a,2,")),
+            _ABORT,
+            EpisodeInvalidError,
+            "gap",
+        ),
+        (
+            lambda d: _csv(d, _episode("a").replace("a,1,", "a,0,")),
+            _ABORT,
+            EpisodeInvalidError,
+            "same",
+        ),
+        (lambda d: d / "nowhere.csv", {}, NotFoundError, "nowhere"),
+        (lambda d: _csv(d, ""), {}, SourceInvalidError, "no rows"),
+        (lambda d: _csv(d, _episode("a")), {"format": "xml"}, ConfigInvalidError, "xml"),
+        (lambda d: _csv(d, _episode("a")), {"on_invalid": "skip"}, ConfigInvalidError, "skip"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_changes_nothing(
@@ -197,7 +207,7 @@ def test_bad_input_is_one_clear_line_and_changes_nothing(
 
 
 def test_a_wrong_dataset_name_is_refused_before_anything_is_read(lake: Lake) -> None:
-    with pytest.raises(NameRefused):
+    with pytest.raises(InvalidNameError):
         ingest(lake, [Path("nowhere")], "No Name")
 
 
@@ -212,16 +222,18 @@ def test_spaces_of_an_environment_are_kept_and_checked(lake: Lake, tmp_path: Pat
     assert (spec.observation_space, spec.action_space) == tuple(spaces.values())
 
     high = _csv(tmp_path, _episode("a") + _episode("b").replace("0.5", "1.5"), "high.csv")
-    with pytest.raises(EpisodeInvalid, match=r"episode b: observation at step 0: found \[1\.5\]"):
+    with pytest.raises(
+        EpisodeInvalidError, match=r"episode b: observation at step 0: found \[1\.5\]"
+    ):
         ingest(lake, [high], "high", on_invalid="abort", **spaces)
     receipt = ingest(lake, [high], "high", on_invalid="reject", **spaces)
     assert receipt.episodes == Counts(committed=1, rejected=1)
 
     wrong = _csv(tmp_path, _episode("a", action=4), "wrong.csv")
-    with pytest.raises(EpisodeInvalid, match="action"):
+    with pytest.raises(EpisodeInvalidError, match="action"):
         ingest(lake, [wrong], "wrong", on_invalid="abort", **spaces)
     inexact = _csv(tmp_path, _episode("a").replace(",1,1.0", ",1.5,1.0"), "inexact.csv")
-    with pytest.raises(EpisodeInvalid, match="action"):
+    with pytest.raises(EpisodeInvalidError, match="action"):
         ingest(lake, [inexact], "inexact", on_invalid="abort", **spaces)
     assert lake.datasets() == ["good", "high"]
 
@@ -229,7 +241,7 @@ def test_spaces_of_an_environment_are_kept_and_checked(lake: Lake, tmp_path: Pat
 def test_what_does_not_fit_the_dataset_is_refused(lake: Lake, tmp_path: Path) -> None:
     ingest(lake, [_csv(tmp_path, _episode("a"))], "log")
     other = _csv(tmp_path, _episode("b", action=7), "other.csv")
-    with pytest.raises(EpisodeInvalid, match="episode b: action at step 0: found 7"):
+    with pytest.raises(EpisodeInvalidError, match="episode b: action at step 0: found 7"):
         ingest(lake, [other], "log", on_invalid="abort")
     receipt = ingest(
         lake,
@@ -247,7 +259,9 @@ def test_files_of_an_earlier_ingest_are_not_doubled(lake: Lake, tmp_path: Path) 
     _csv(folder, _episode("a"), "day-1.csv")
     ingest(lake, [folder], "log")
     _csv(folder, _episode("b"), "day-2.csv")
-    with pytest.raises(SourceInvalid, match=r"1 of 2 files are in dataset 'log'.*\(day-2\.csv\)"):
+    with pytest.raises(
+        SourceInvalidError, match=r"1 of 2 files are in dataset 'log'.*\(day-2\.csv\)"
+    ):
         ingest(lake, [folder], "log")
     assert ingest(lake, [folder / "day-2.csv"], "log").steps == Counts(committed=2)
     assert lake.dataset("log").snapshot().num_steps == 4
@@ -257,7 +271,7 @@ def test_another_reading_of_the_same_content_is_refused_by_name(lake: Lake, tmp_
     log = _csv(tmp_path, _episode("a"))
     ingest(lake, [log], "log")
     swapped = ReadOptions({"observation": "reward", "reward": "observation"})
-    with pytest.raises(SourceInvalid, match=r"'log' has them \(version 1\).*new dataset"):
+    with pytest.raises(SourceInvalidError, match=r"'log' has them \(version 1\).*new dataset"):
         ingest(lake, [log], "log", options=swapped)
     assert lake.dataset("log").snapshot().version == 1
     assert ingest(lake, [log], "log").steps == Counts(already_present=2)
@@ -265,7 +279,7 @@ def test_another_reading_of_the_same_content_is_refused_by_name(lake: Lake, tmp_
 
 def test_commits_come_in_chunks_of_whole_episodes(lake: Lake, tmp_path: Path) -> None:
     log = _csv(tmp_path, "".join(_episode(f"e{i}", 3) for i in range(10)))
-    seen: list[Progress] = []
+    seen: list[IngestProgress] = []
     receipt = ingest(lake, [log], "log", commit_steps=7, on_progress=seen.append)
     # 9, 9, 9 and the 3 that are left.
     commits = [p for p in seen if p.stage == "commit"]
@@ -282,7 +296,7 @@ def test_an_ingest_that_was_cut_short_is_continued(lake: Lake, tmp_path: Path) -
     class Cut(Exception):
         pass
 
-    def cut(progress: Progress) -> None:
+    def cut(progress: IngestProgress) -> None:
         if progress.num_steps == 18:
             raise Cut
 
@@ -335,10 +349,10 @@ def test_masks_have_one_width(lake: Lake, tmp_path: Path) -> None:
     ingest(lake, [write("a", 3)], "masked")
     spec = lake.dataset("masked").spec
     assert (spec.action_space, spec.mask_size) == (Discrete(3), 3)
-    with pytest.raises(EpisodeInvalid, match="action_mask"):
+    with pytest.raises(EpisodeInvalidError, match="action_mask"):
         ingest(lake, [write("b", 4)], "masked")
     ingest(lake, [_csv(tmp_path, _episode("c"))], "bare")
-    with pytest.raises(EpisodeInvalid, match="expected none"):
+    with pytest.raises(EpisodeInvalidError, match="expected none"):
         ingest(lake, [write("d", 3)], "bare")
 
 
@@ -347,7 +361,7 @@ def test_a_further_column_of_another_type_is_refused(lake: Lake, tmp_path: Path)
         row = {"episode_id": name, "observation": 0.5, "action": 1, "reward": 1.0, "extra": value}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     ingest(lake, [tmp_path / "a.jsonl"], "log")
-    with pytest.raises(SchemaMismatch, match="extra"):
+    with pytest.raises(SchemaMismatchError, match="extra"):
         ingest(lake, [tmp_path / "b.jsonl"], "log")
     assert lake.dataset("log").snapshot().version == 1
 
@@ -384,11 +398,11 @@ def test_another_ingest_of_the_source_at_the_same_time_loses_nothing(
     class Cut(Exception):
         pass
 
-    def cut(progress: Progress) -> None:
+    def cut(progress: IngestProgress) -> None:
         if progress.num_steps == 24:
             raise Cut
 
-    def meet(progress: Progress) -> None:
+    def meet(progress: IngestProgress) -> None:
         if progress.stage == "commit" and progress.num_steps == 9:
             with pytest.raises(Cut):
                 ingest(lake, [log], "log", commit_steps=15, on_progress=cut)
@@ -475,7 +489,7 @@ def test_a_column_that_differs_by_case_alone_is_refused_before_any_commit(
         return log
 
     ingest(lake, [write("worker")], "log")
-    with pytest.raises(SchemaMismatch, match=r"(?i)'worker'"):
+    with pytest.raises(SchemaMismatchError, match=r"(?i)'worker'"):
         ingest(lake, [write("Worker")], "log", commit_steps=1)
     assert lake.dataset("log").snapshot().version == 1
 
@@ -489,7 +503,7 @@ def test_a_spec_that_no_table_holds_is_refused_before_anything_is_made(tmp_path:
         "reward": [1.0],
     }
     pq.write_table(pa.table(row), tmp_path / "log.parquet")
-    with pytest.raises(NothingValid, match=f"found {2**63}, expected a whole number"):
+    with pytest.raises(NothingValidError, match=f"found {2**63}, expected a whole number"):
         ingest(lake, [tmp_path / "log.parquet"], "log")
     assert not (tmp_path / "lake").exists()
 
@@ -508,7 +522,7 @@ def test_what_the_writer_would_refuse_is_refused_before_anything_is_made(
     row = {"episode_id": "e", "observation": [0.5], "action": 1, "reward": 1.0, **change}
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps(row) + "\n")
-    with pytest.raises(EpisodeInvalid, match=said):
+    with pytest.raises(EpisodeInvalidError, match=said):
         ingest(lake, [log], "log", on_invalid="abort")
     assert not lake.dataset("log").exists()
 
@@ -524,7 +538,7 @@ def test_a_probability_a_little_over_one_is_one(lake: Lake, tmp_path: Path) -> N
 
 def test_a_wrong_environment_is_said_by_the_observation(lake: Lake) -> None:
     spaces = {"observation_space": Box((3,)), "action_space": Discrete(2)}
-    with pytest.raises(EpisodeInvalid) as caught:
+    with pytest.raises(EpisodeInvalidError) as caught:
         ingest(lake, [_LARGE], "cartpole", on_invalid="abort", **spaces)
     message = str(caught.value)
     assert "observation: found shape [4] a step, expected [3]" in message
@@ -544,6 +558,6 @@ def test_a_part_of_what_is_there_adds_nothing(tmp_path):
     assert receipt["version"] is None
     assert receipt["episodes"] == {"read": 1, "committed": 0, "rejected": 0, "already_present": 1}
     assert receipt["steps"]["already_present"] == receipt["steps"]["read"] == 2
-    with pytest.raises(SourceInvalid, match=r"Ingest only the new ones \(c.csv\)"):
+    with pytest.raises(SourceInvalidError, match=r"Ingest only the new ones \(c.csv\)"):
         ingest(lake, [tmp_path / "b.csv", tmp_path / "c.csv"], "d")
     assert lake.dataset("d").snapshot().num_steps == 4

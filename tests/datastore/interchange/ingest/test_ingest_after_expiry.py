@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.storage.log.expiry import expire
@@ -29,5 +29,5 @@ def test_the_same_files_add_nothing(lake: Lake, tmp_path: Path) -> None:
         again = ingest(lake, sources, "d", commit_steps=2)
         assert again.version is None
         assert lake.dataset("d").snapshot().num_steps == 12
-    with pytest.raises(SourceInvalid, match="are in dataset 'd' already"):
+    with pytest.raises(SourceInvalidError, match="are in dataset 'd' already"):
         ingest(lake, [first, _csv(tmp_path / "e.csv", "e")], "d")

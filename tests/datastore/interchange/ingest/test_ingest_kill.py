@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import Lake, open_lake
 
@@ -76,7 +76,7 @@ def _check_readable(lake: Lake) -> int:
     """Read as any reader does, at any moment; return the steps."""
     try:
         snapshot = lake.dataset("log").snapshot()
-    except NotFound:
+    except NotFoundError:
         return 0
     assert snapshot.num_steps % _COMMIT_STEPS == 0
     assert snapshot.table.read(["episode_id", "step"]).num_rows == snapshot.num_steps

@@ -13,10 +13,10 @@ import pytest
 from deltalake import DeltaTable
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import NotFound, QueryRefused, SourceInvalid
-from replaylake.datastore.interchange.formats.format import Finding, ReadOptions, Rejected
-from replaylake.datastore.interchange.ingest.ingest import NothingValid, ingest
-from replaylake.datastore.interchange.ingest.inspection import Progress
+from replaylake.datastore.errors import NotFoundError, QueryRefusedError, SourceInvalidError
+from replaylake.datastore.interchange.formats.format import Finding, ReadOptions, RejectedEpisode
+from replaylake.datastore.interchange.ingest.ingest import NothingValidError, ingest
+from replaylake.datastore.interchange.ingest.inspection import IngestProgress
 from replaylake.datastore.interchange.ingest.quarantine import quarantine
 from replaylake.datastore.interchange.ingest.receipt import Counts
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -171,7 +171,7 @@ def test_an_ingest_cut_at_any_commit_leaves_each_row_once(lake: Lake, tmp_path: 
     log = _csv(tmp_path, _rows("bad", reward="nan") + good + _rows("worse", reward="inf"))
     for stop in (6, 12):  # after the first commit, and after the last
 
-        def cut(progress: Progress, stop: int = stop) -> None:
+        def cut(progress: IngestProgress, stop: int = stop) -> None:
             if progress.stage == "commit" and progress.num_steps == stop:
                 raise Cut
 
@@ -207,9 +207,11 @@ def test_a_cut_between_quarantine_and_last_commit_leaves_each_row_once(
 def test_all_rejected_makes_no_dataset(tmp_path: Path) -> None:
     lake = open_lake(tmp_path / "lake", create=True)
     before = sorted(path for path in (tmp_path / "lake").rglob("*"))
-    with pytest.raises(NothingValid, match=r"no valid episode.*not_finite in 2.*Nothing was") as e:
+    with pytest.raises(
+        NothingValidError, match=r"no valid episode.*not_finite in 2.*Nothing was"
+    ) as e:
         ingest(lake, [_csv(tmp_path, _rows("a", reward="nan") + _rows("b", reward="nan"))], "log")
-    assert isinstance(e.value, SourceInvalid)
+    assert isinstance(e.value, SourceInvalidError)
     assert [(check.name, check.num_episodes) for check in e.value.checks][:1] == [("not_finite", 2)]
     assert sorted(path for path in (tmp_path / "lake").rglob("*")) == before
 
@@ -365,7 +367,7 @@ def test_an_episode_of_several_policies_is_told(lake: Lake, tmp_path: Path) -> N
 def test_a_version_that_is_no_number_is_not_known(lake: Lake, tmp_path: Path) -> None:
     ingest(lake, [_csv(tmp_path, _rows("a"))], "log")
     rejected = [
-        Rejected(
+        RejectedEpisode(
             f"version-{value}",
             1,
             (Finding("not_whole", "row 0"),),
@@ -448,17 +450,19 @@ def test_maintenance_knows_the_table(lake: Lake, tmp_path: Path) -> None:
 
 def test_the_view_has_versions_of_its_own(lake: Lake, tmp_path: Path) -> None:
     _with_rejected(lake, tmp_path)
-    with pytest.raises(QueryRefused, match="quarantine"):
+    with pytest.raises(QueryRefusedError, match="quarantine"):
         lake.sql("select * from log.quarantine", at={"log": 1})
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         lake.sql("select * from nothing.quarantine")
 
 
 def test_a_writer_of_other_kinds_can_use_it(lake: Lake, tmp_path: Path) -> None:
     ingest(lake, [_csv(tmp_path, _rows("a"))], "log")
     rejected = [
-        Rejected("x", 3, (Finding("gap", "step 1"), Finding("shape", "of 2")), agent_id="left"),
-        Rejected("y", 1, (Finding("gap", "step 7"),), rows=pa.table({"k": [1]})),
+        RejectedEpisode(
+            "x", 3, (Finding("gap", "step 1"), Finding("shape", "of 2")), agent_id="left"
+        ),
+        RejectedEpisode("y", 1, (Finding("gap", "step 7"),), rows=pa.table({"k": [1]})),
     ]
     handle = lake.dataset("log")
     assert quarantine(handle, rejected, producer="stream/1", sequence=4) == 2

@@ -16,11 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, NotFound, SourceInvalid, StorageFailed
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    NotFoundError,
+    SourceInvalidError,
+    StorageError,
+)
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.stream import follower, pieces
 from replaylake.datastore.interchange.ingest.stream.lines import Line, LineReader
-from replaylake.datastore.interchange.ingest.stream.receipt import Progress, StreamReceipt
+from replaylake.datastore.interchange.ingest.stream.receipt import StreamProgress, StreamReceipt
 from replaylake.datastore.interchange.ingest.stream.stream import follow
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -248,7 +253,7 @@ def test_streams_are_told_apart_by_name(lake: Lake) -> None:
     _follow(lake, log, stream="other")
     ids = [row["episode_id"] for row in _rows(lake, "SELECT DISTINCT episode_id FROM log.steps")]
     assert sorted(ids) == ["log/a", "other/a"]
-    with pytest.raises(ConfigInvalid, match="--stream"):
+    with pytest.raises(ConfigInvalidError, match="--stream"):
         _follow(lake, log, stream="a/b")
 
 
@@ -261,11 +266,11 @@ def test_agents_are_kept_apart(lake: Lake) -> None:
 
 def test_what_cannot_be_followed_is_refused_by_name(lake: Lake) -> None:
     row = _step("a", 0)
-    with pytest.raises(SourceInvalid, match=r"no column that is the step.*--map step=COLUMN"):
+    with pytest.raises(SourceInvalidError, match=r"no column that is the step.*--map step=COLUMN"):
         _follow(lake, [{k: v for k, v in row.items() if k != "step"}])
-    with pytest.raises(SourceInvalid, match="no column that is the episode_id"):
+    with pytest.raises(SourceInvalidError, match="no column that is the episode_id"):
         _follow(lake, [{k: v for k, v in row.items() if k != "episode_id"}])
-    with pytest.raises(ConfigInvalid, match="--gaps split"):
+    with pytest.raises(ConfigInvalidError, match="--gaps split"):
         _follow(lake, [row], options=ReadOptions(gaps="split"))
     assert not lake.dataset("log").exists()
 
@@ -334,7 +339,7 @@ def test_a_commit_whose_answer_was_lost_is_no_second_one(
         done = append(self, *episodes, **how)
         if failures:
             failures.pop()
-            raise StorageFailed("the answer was lost")
+            raise StorageError("the answer was lost")
         return done
 
     monkeypatch.setattr(Dataset, "append", failing)
@@ -352,7 +357,7 @@ def test_what_waits_is_bounded_and_the_oldest_is_given_up(
     late = [_step("a", step, 99) for step in range(2, 40)]
     most = 0
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: StreamProgress) -> None:
         nonlocal most
         most = max(most, progress.num_waiting)
 
@@ -416,7 +421,7 @@ def test_a_pipe_is_read_to_its_end() -> None:
 
 def test_a_growing_file_is_followed_over_rotation(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         LineReader.of_file(path)
     path.write_bytes(b"1\n2")
     with LineReader.of_file(path) as reader:

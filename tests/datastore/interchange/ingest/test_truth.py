@@ -18,11 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import EpisodeInvalid, SourceInvalid
+from replaylake.datastore.errors import EpisodeInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReading
-from replaylake.datastore.interchange.ingest.ingest import NothingValid, ingest
-from replaylake.datastore.interchange.ingest.inspection import Progress
+from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.ingest.ingest import NothingValidError, ingest
+from replaylake.datastore.interchange.ingest.inspection import IngestProgress
 from replaylake.datastore.interchange.ingest.receipt import Counts
 from replaylake.datastore.lake.lake import Lake, open_lake
 
@@ -204,10 +204,10 @@ def test_any_log_is_told_truly(
         judged = _judge(log, options, num_actions=2 if is_seeded else 99)
         kept = {key: one for key, one in judged.items() if not one.checks}
         if aborts and len(kept) < len(judged):
-            with pytest.raises(EpisodeInvalid):
+            with pytest.raises(EpisodeInvalidError):
                 ingest(lake, paths, "log", options=options, on_invalid="abort")
         elif not kept and not is_seeded:
-            with pytest.raises(NothingValid):
+            with pytest.raises(NothingValidError):
                 ingest(lake, paths, "log", options=options)
         else:
             _check_told(lake, paths, options, judged)
@@ -321,7 +321,7 @@ def test_what_was_cut_short_is_not_continued_under_other_options(tmp_path: Path)
     class Cut(Exception):
         pass
 
-    def cut(progress: Progress) -> None:
+    def cut(progress: IngestProgress) -> None:
         if progress.stage == "commit":
             raise Cut
 
@@ -329,7 +329,7 @@ def test_what_was_cut_short_is_not_continued_under_other_options(tmp_path: Path)
     lake, paths = open_lake(tmp_path / "lake", create=True), [_file(tmp_path / "l.jsonl", rows)]
     with pytest.raises(Cut):
         ingest(lake, paths, "log", commit_steps=3, on_progress=cut)
-    with pytest.raises(SourceInvalid, match="was cut short"):
+    with pytest.raises(SourceInvalidError, match="was cut short"):
         ingest(lake, paths, "log", options=ReadOptions(gaps="split"))
     assert ingest(lake, paths, "log").episodes == Counts(2, 1, 1)
     assert set(_quarantined(lake)) == {("d", "")}
@@ -465,7 +465,7 @@ def _make_all_tiny(patch: pytest.MonkeyPatch) -> None:
     """Let nothing stay in memory: parsed rows spool, episodes are carried and read twice."""
     tabular = "replaylake.datastore.interchange.formats.tabular"
     patch.setattr(f"{tabular}.tables.Kept.__init__.__defaults__", (300, None))
-    patch.setitem(TabularReading.__init__.__kwdefaults__, "block_bytes", 300)
+    patch.setitem(TabularReader.__init__.__kwdefaults__, "block_bytes", 300)
     patch.setattr("replaylake.datastore.interchange.formats.generic.jsonl._BLOCK_BYTES", 300)
     patch.setattr("replaylake.datastore.interchange.ingest.inspection._KEEP_BYTES", 0)
     patch.setattr("replaylake.datastore.interchange.ingest.inspection._CHECK_STEPS", 3)

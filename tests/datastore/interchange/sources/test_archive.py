@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import SourceInvalid
+from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.sources.source import find_source
 
@@ -130,7 +130,7 @@ def _hostile(path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["/etc/x.csv", "../x.csv", "a/../../x.csv", "C:\\x.csv", "..\\x"])
 def test_paths_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
     _hostile(tmp_path / "a.zip", name)
-    with pytest.raises(SourceInvalid, match=r"a\.zip: member .* leads out of the archive"):
+    with pytest.raises(SourceInvalidError, match=r"a\.zip: member .* leads out of the archive"):
         find_source([tmp_path / "a.zip"])
 
 
@@ -140,28 +140,28 @@ def test_other_hostile_members_are_refused(tmp_path: Path) -> None:
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(link, "/etc/passwd")
-    with pytest.raises(SourceInvalid, match="symbolic link"):
+    with pytest.raises(SourceInvalidError, match="symbolic link"):
         find_source([path])
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("a.csv", "x")
-    with pytest.raises(SourceInvalid, match="compression method 14"):
+    with pytest.raises(SourceInvalidError, match="compression method 14"):
         find_source([path])
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.csv", "x")
         with pytest.warns(UserWarning, match="Duplicate"):
             archive.writestr("a.csv", "y")
-    with pytest.raises(SourceInvalid, match=r"'a\.csv' twice"):
+    with pytest.raises(SourceInvalidError, match=r"'a\.csv' twice"):
         find_source([path])
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.csv", "x")
     raw = bytearray(path.read_bytes())
     raw[raw.index(b"PK\x01\x02") + 8] |= 1
     path.write_bytes(raw)
-    with pytest.raises(SourceInvalid, match="encrypted"):
+    with pytest.raises(SourceInvalidError, match="encrypted"):
         find_source([path])
     with zipfile.ZipFile(tmp_path / "outer.zip", "w") as archive:
         archive.write(_zip(tmp_path / "in.zip", _folder(tmp_path / "logs")), "in.zip")
-    with pytest.raises(SourceInvalid, match="zip inside a zip"):
+    with pytest.raises(SourceInvalidError, match="zip inside a zip"):
         find_source([tmp_path / "outer.zip"])
 
 
@@ -175,13 +175,13 @@ def test_torn_and_flipped_bytes_are_refused_and_nothing_else(tmp_path: Path) -> 
         path = tmp_path / f"torn.{kind}"
         for cut in (20, len(raw) // 2, len(raw) - 1):
             path.write_bytes(raw[:cut])
-            with pytest.raises(SourceInvalid, match=rf"torn\.{kind}"):
+            with pytest.raises(SourceInvalidError, match=rf"torn\.{kind}"):
                 find_source([path])
         for _ in range(60):
             flipped = bytearray(raw)
             flipped[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
             path.write_bytes(flipped)
-            with suppress(SourceInvalid):
+            with suppress(SourceInvalidError):
                 for file in find_source([path]).files:
                     file.head(10)
 
@@ -192,7 +192,7 @@ def test_a_packed_file_that_changes_is_refused(tmp_path: Path) -> None:
     (file,) = find_source([path]).files
     file.check_unchanged()
     path.write_bytes(gzip.compress(b"12"))
-    with pytest.raises(SourceInvalid, match="changed while"):
+    with pytest.raises(SourceInvalidError, match="changed while"):
         file.check_unchanged()
 
 

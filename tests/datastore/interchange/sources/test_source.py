@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.errors import NotFound, SourceInvalid
+from replaylake.datastore.errors import NotFoundError, SourceInvalidError
 from replaylake.datastore.interchange.sources.source import find_source
 
 
@@ -60,12 +60,12 @@ def test_the_same_bytes_are_read_once(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="nothing-here"):
+    with pytest.raises(NotFoundError, match="nothing-here"):
         find_source([tmp_path / "nothing-here"])
-    with pytest.raises(SourceInvalid, match="no data file"):
+    with pytest.raises(SourceInvalidError, match="no data file"):
         find_source([tmp_path])
     _write(tmp_path, empty__csv="")
-    with pytest.raises(SourceInvalid, match=r"empty\.csv: found 0 bytes"):
+    with pytest.raises(SourceInvalidError, match=r"empty\.csv: found 0 bytes"):
         find_source([tmp_path])
 
 
@@ -74,7 +74,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     (file,) = find_source([tmp_path]).files
     file.check_unchanged()
     (tmp_path / "a.csv").write_text("12")
-    with pytest.raises(SourceInvalid, match="changed while"):
+    with pytest.raises(SourceInvalidError, match="changed while"):
         file.check_unchanged()
 
 
@@ -91,7 +91,7 @@ def test_patterns_find_files(tmp_path: Path) -> None:
     assert found("logs/**") == ["a/x.csv", "a/y.json", "b/x.csv", "z.csv"]
     assert found("logs/[ab]") == ["a/x.csv", "a/y.json", "b/x.csv"]
     assert found("lo*/z.csv") == ["logs/z.csv"]
-    with pytest.raises(NotFound, match="matches"):
+    with pytest.raises(NotFoundError, match="matches"):
         found("logs/*.parquet")
     # A file that is really called so is that file.
     _write(tmp_path, **{"a[1]__csv": "5", "a1__csv": "6"})
@@ -120,7 +120,7 @@ def test_videos_are_references(tmp_path: Path) -> None:
     assert source.content_hash == without.content_hash
     assert sorted(source.references) == ["videos/one.mp4", "videos/two.MOV"]
     assert "2 video files kept as references" in source.notes[0]
-    with pytest.raises(SourceInvalid, match="but 2 video files"):
+    with pytest.raises(SourceInvalidError, match="but 2 video files"):
         find_source([tmp_path / "videos"])
 
 
@@ -137,7 +137,7 @@ def test_standard_input_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SourceInvalid, match="found a pipe or device"):
+    with pytest.raises(SourceInvalidError, match="found a pipe or device"):
         find_source([tmp_path / "pipe"])
 
 
@@ -155,10 +155,10 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_folder(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    with pytest.raises(SourceInvalid, match=r"logs/closed: .*Permission denied.*Mend"):
+    with pytest.raises(SourceInvalidError, match=r"logs/closed: .*Permission denied.*Mend"):
         find_source([tmp_path / "logs"])
 
 
 def test_a_name_that_the_system_refuses(tmp_path: Path) -> None:
-    with pytest.raises(SourceInvalid, match="File name too long"):
+    with pytest.raises(SourceInvalidError, match="File name too long"):
         find_source([tmp_path / ("a" * 5000)])

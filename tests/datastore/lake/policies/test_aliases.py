@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.errors import CommitConflict, NotFound
+from replaylake.datastore.errors import CommitConflictError, NotFoundError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.aliases import Aliases
 from replaylake.datastore.lake.policies.entries import alias_key, alias_text
@@ -55,13 +55,17 @@ def test_a_moved_alias_is_seen_by_who_polls(lake: Lake, registry: Registry) -> N
 def test_what_has_to_stand_still(registry: Registry) -> None:
     registry.set_alias("cql", "champion", 1)
     registry.aliases.move("cql", "challenger", 2, expected=0, unmoved={"champion": 1})
-    with pytest.raises(CommitConflict, match="cql@champion: found it at version 1, expected not "):
+    with pytest.raises(
+        CommitConflictError, match="cql@champion: found it at version 1, expected not "
+    ):
         registry.aliases.move("cql", "challenger", 3, unmoved={"champion": None})
-    with pytest.raises(CommitConflict, match="cql@challenger: found it at version 2, expected ver"):
+    with pytest.raises(
+        CommitConflictError, match="cql@challenger: found it at version 2, expected ver"
+    ):
         registry.aliases.move("cql", "challenger", 3, expected=1)
     assert registry.alias_version("cql", "challenger") == 2
     assert len(registry.alias_history()) == 2
-    with pytest.raises(NotFound, match="cql:9"):
+    with pytest.raises(NotFoundError, match="cql:9"):
         registry.aliases.move("cql", "champion", 9)
 
 
@@ -69,7 +73,9 @@ def test_rolling_back_goes_further_back_each_time(registry: Registry) -> None:
     for version in (1, 2, 3, 4):
         registry.set_alias("cql", "champion", version)
     assert [registry.aliases.rollback("cql", "champion").to_version for _ in range(3)] == [3, 2, 1]
-    with pytest.raises(NotFound, match="points at version 1, found no version that it pointed at"):
+    with pytest.raises(
+        NotFoundError, match="points at version 1, found no version that it pointed at"
+    ):
         registry.aliases.rollback("cql", "champion")
     # What was undone is forgotten once somebody goes on from there.
     registry.set_alias("cql", "champion", 4)
@@ -83,7 +89,7 @@ def test_nobody_undoes_what_another_has_done(lake: Lake, registry: Registry) -> 
     for version in (1, 2, 3):
         registry.set_alias("cql", "champion", version)
     assert registry.aliases.rollback("cql", "champion", expected=3).to_version == 2
-    with pytest.raises(CommitConflict, match="found it at version 2, expected version 3"):
+    with pytest.raises(CommitConflictError, match="found it at version 2, expected version 3"):
         registry.aliases.rollback("cql", "champion", expected=3)
     assert registry.alias_version("cql", "champion") == 2
 
@@ -103,7 +109,7 @@ def test_two_at_once_roll_back_once(lake: Lake, registry: Registry) -> None:
         log = CommitLog(LocalStorage(lake.path), "_lake")
         try:
             found.append(Waiting(log).rollback("cql", "champion").to_version)
-        except CommitConflict as error:
+        except CommitConflictError as error:
             found.append(str(error))
 
     threads = [threading.Thread(target=roll_back) for _ in range(2)]
@@ -138,5 +144,5 @@ def test_moves_of_a_release_that_kept_no_records(lake: Lake, registry: Registry)
 
 
 def test_an_alias_that_was_never_set(registry: Registry) -> None:
-    with pytest.raises(NotFound, match="cql@champion: no such alias"):
+    with pytest.raises(NotFoundError, match="cql@champion: no such alias"):
         registry.aliases.rollback("cql", "champion")

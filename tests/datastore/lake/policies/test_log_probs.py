@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
-from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
+from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.heads import act_from_head
-from replaylake.datastore.lake.policies.log_probs import action_probs_of, log_probs_of
+from replaylake.datastore.lake.policies.log_probs import head_action_probs, head_log_probs
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 
@@ -37,7 +37,7 @@ def test_drawn_actions_have_the_same_log_probability(head, temperature):
     spec, given = SPECS[head], parameters(head)
     how = {"deterministic": False, "temperature": temperature}
     act = act_from_head(spec, given, np.random.default_rng(1), **how)
-    found = log_probs_of(spec, given, act.actions, **how)
+    found = head_log_probs(spec, given, act.actions, **how)
     # Of a squashed action what it was before tanh is known only as float32 keeps it.
     tolerance = 2e-3 if head == "squashed_gaussian" else 1e-5
     np.testing.assert_allclose(found, act.log_probs, rtol=tolerance, atol=tolerance)
@@ -58,26 +58,26 @@ def test_probabilities_are_how_often_each_action_is_drawn(head, how):
     one = {name: np.repeat(array[:1], 40_000, axis=0) for name, array in parameters(head).items()}
     mask = np.tile([True, False, True, True], (40_000, 1))
     act = act_from_head(spec, one, np.random.default_rng(2), mask=mask, **how)
-    probs = action_probs_of(spec, one, mask=mask, **how)
+    probs = head_action_probs(spec, one, mask=mask, **how)
     start = spec.action_space.start
     drawn = np.bincount(act.actions - start, minlength=4) / 40_000
     np.testing.assert_allclose(probs[0], drawn, atol=0.01)
     assert probs[0, 1] == 0
-    found = log_probs_of(spec, one, act.actions, mask=mask, **how)
+    found = head_log_probs(spec, one, act.actions, mask=mask, **how)
     np.testing.assert_allclose(found, act.log_probs, atol=1e-6)
 
 
 def test_an_action_that_is_never_chosen():
     spec, given = SPECS["categorical"], {"logits": np.array([[0.0, 5.0, 0.0, 0.0]])}
-    assert log_probs_of(spec, given, np.array([1]))[0] == -np.inf
-    assert log_probs_of(spec, given, np.array([0]))[0] == 0
-    found = log_probs_of(spec, given, np.array([1]), epsilon=0.4)
+    assert head_log_probs(spec, given, np.array([1]))[0] == -np.inf
+    assert head_log_probs(spec, given, np.array([0]))[0] == 0
+    found = head_log_probs(spec, given, np.array([1]), epsilon=0.4)
     assert found[0] == pytest.approx(np.log(0.1))
 
 
 def test_density_of_a_gaussian_by_hand():
     given = {"means": np.array([[1.0, 2.0]]), "log_stds": np.log([[0.5, 2.0]])}
-    found = log_probs_of(
+    found = head_log_probs(
         SPECS["gaussian"], given, np.array([[1.5, 0.0]], np.float32), deterministic=False
     )
     # Both are one standard deviation off.
@@ -89,7 +89,9 @@ def test_densities_integrate_to_one():
     space = Box((1,), low=-1.0, high=3.0)
     spec = PolicySpec(OBSERVATIONS, space, "squashed_gaussian")
     given = {"means": np.full((len(grid), 1), 0.3), "log_stds": np.full((len(grid), 1), -0.7)}
-    found = np.exp(log_probs_of(spec, given, grid[:, None].astype(np.float32), deterministic=False))
+    found = np.exp(
+        head_log_probs(spec, given, grid[:, None].astype(np.float32), deterministic=False)
+    )
     assert np.trapezoid(found, grid) == pytest.approx(1, abs=1e-3)
 
 
@@ -97,10 +99,10 @@ def test_a_clipped_action_has_no_known_density():
     spec = PolicySpec(OBSERVATIONS, BOX, "gaussian")
     given = {"means": np.zeros((2, 2)), "log_stds": np.zeros((2, 2))}
     actions = np.array([[3.0, 0.5], [2.9, 0.5]], np.float32)
-    found = log_probs_of(spec, given, actions, deterministic=False)
+    found = head_log_probs(spec, given, actions, deterministic=False)
     assert np.isnan(found).tolist() == [True, False]
     # A squashed one is taken for what float32 can hold next to the bound.
-    squashed = log_probs_of(SPECS["squashed_gaussian"], given, actions, deterministic=False)
+    squashed = head_log_probs(SPECS["squashed_gaussian"], given, actions, deterministic=False)
     assert np.isfinite(squashed).all()
 
 
@@ -115,23 +117,23 @@ def test_a_clipped_action_has_no_known_density():
 )
 def test_heads_without_a_density_refuse_by_name(spec, how, said):
     given = {"means": np.zeros((1, 2)), "log_stds": np.zeros((1, 2)), "actions": np.zeros((1, 2))}
-    with pytest.raises(SpaceUnsupported, match=said):
-        log_probs_of(spec, given, np.array([[0.5, 0.5]], np.float32), **how)
+    with pytest.raises(SpaceUnsupportedError, match=said):
+        head_log_probs(spec, given, np.array([[0.5, 0.5]], np.float32), **how)
 
 
 def test_probabilities_of_every_action_are_of_discrete_ones():
-    with pytest.raises(SpaceUnsupported, match="head gaussian"):
-        action_probs_of(SPECS["gaussian"], parameters("gaussian"))
+    with pytest.raises(SpaceUnsupportedError, match="head gaussian"):
+        head_action_probs(SPECS["gaussian"], parameters("gaussian"))
 
 
 def test_what_is_not_finite_or_not_an_action_is_refused():
-    with pytest.raises(EpisodeInvalid, match="not finite"):
-        action_probs_of(SPECS["categorical"], {"logits": np.array([[0, np.nan, 0, 0]])})
-    with pytest.raises(EpisodeInvalid):
-        log_probs_of(SPECS["categorical"], {"logits": np.zeros((1, 4))}, np.array([0.5]))
+    with pytest.raises(EpisodeInvalidError, match="not finite"):
+        head_action_probs(SPECS["categorical"], {"logits": np.array([[0, np.nan, 0, 0]])})
+    with pytest.raises(EpisodeInvalidError):
+        head_log_probs(SPECS["categorical"], {"logits": np.zeros((1, 4))}, np.array([0.5]))
     for outside in (-2, 3):
-        with pytest.raises(EpisodeInvalid):
-            log_probs_of(SPECS["categorical"], {"logits": np.zeros((1, 4))}, np.array([outside]))
+        with pytest.raises(EpisodeInvalidError):
+            head_log_probs(SPECS["categorical"], {"logits": np.zeros((1, 4))}, np.array([outside]))
 
 
 def test_uniform():
@@ -147,5 +149,5 @@ def test_uniform():
     box = UniformPolicy(OBSERVATIONS, BOX)
     actions = box.act(observations, rng=np.random.default_rng(0))
     np.testing.assert_allclose(box.log_probs(observations, actions.actions), actions.log_probs)
-    with pytest.raises(SpaceUnsupported, match="random policy"):
+    with pytest.raises(SpaceUnsupportedError, match="random policy"):
         box.action_probs(observations)

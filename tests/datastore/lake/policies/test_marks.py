@@ -9,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.registry import Registry
 from replaylake.datastore.maintenance.fsck.fsck import fsck
-from replaylake.datastore.maintenance.purge.purge import trained_on
+from replaylake.datastore.maintenance.purge.purge import find_trained_policies
 from replaylake.datastore.maintenance.vacuum import vacuum
 
 
@@ -31,9 +31,9 @@ def test_notes_are_added_and_never_replaced(registry: Registry) -> None:
     notes = registry.entry("cql", 2)["notes"]
     assert [(note["text"], note["by"]) for note in notes] == [("first", "ada"), ("second", None)]
     assert registry.entry("cql", 1)["notes"] == []
-    with pytest.raises(ConfigInvalid, match="expected some words"):
+    with pytest.raises(ConfigInvalidError, match="expected some words"):
         registry.marks.add_note("cql", 2, "  ")
-    with pytest.raises(NotFound, match="cql:9"):
+    with pytest.raises(NotFoundError, match="cql:9"):
         registry.marks.add_note("cql", 9, "x")
 
 
@@ -41,18 +41,18 @@ def test_protection(registry: Registry) -> None:
     assert registry.marks.protect("cql", 2)
     assert not registry.marks.protect("cql", 2)
     assert registry.entry("cql", 2)["protected"]
-    with pytest.raises(ConfigInvalid, match="cql:2: found it protected"):
+    with pytest.raises(ConfigInvalidError, match="cql:2: found it protected"):
         registry.marks.delete("cql", 2)
     assert registry.marks.protect("cql", 2, False)
     assert not registry.entry("cql", 2)["protected"]
     registry.marks.delete("cql", 2)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         registry.marks.protect("cql", 2)
 
 
 def test_what_an_alias_points_at_is_not_deleted(registry: Registry) -> None:
     registry.set_alias("cql", "champion", 1)
-    with pytest.raises(ConfigInvalid, match="cql:1: found champion pointing at it"):
+    with pytest.raises(ConfigInvalidError, match="cql:1: found champion pointing at it"):
         registry.marks.delete("cql", 1)
     registry.set_alias("cql", "champion", 2)
     registry.marks.delete("cql", 1)
@@ -64,7 +64,7 @@ def test_deletion_leaves_the_lineage_and_frees_no_number(
     registry.marks.delete("cql", 3, by="ada", note="too old")
     assert [row["version"] for row in registry.list()] == [1, 2]
     assert registry.resolve("cql").version == 2
-    with pytest.raises(NotFound, match=r"found 1\.\.2, and that one was deleted"):
+    with pytest.raises(NotFoundError, match=r"found 1\.\.2, and that one was deleted"):
         registry.resolve("cql:3")
     entry = registry.entry("cql", 3)
     assert (entry["lineage"], entry["deleted_by"]) == ({"seed": 2}, "ada")
@@ -72,7 +72,7 @@ def test_deletion_leaves_the_lineage_and_frees_no_number(
     assert ("cql", 3) not in registry.lineages()
     assert registry.lineages(deleted=True)["cql", 3] == {"seed": 2}
     assert registry.register("cql", package, run_id="r", lineage={}).version == 4
-    with pytest.raises(NotFound, match="cql:3: not in this lake"):
+    with pytest.raises(NotFoundError, match="cql:3: not in this lake"):
         registry.marks.delete("cql", 3)
     assert fsck(lake).is_clean
 
@@ -97,4 +97,4 @@ def test_a_purge_names_deleted_versions_that_saw_the_episodes(
     for _ in range(2):
         lake.registry.register("p", package, run_id="r", lineage=body)
     lake.registry.marks.delete("p", 1)
-    assert trained_on(lake, "d", pa.array(["a"])) == {"p:2": 1, "p:1": 1}
+    assert find_trained_policies(lake, "d", pa.array(["a"])) == {"p:2": 1, "p:1": 1}

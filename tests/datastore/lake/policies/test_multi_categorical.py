@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space
-from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
+from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.heads import act_from_head
-from replaylake.datastore.lake.policies.log_probs import action_probs_of, log_probs_of
+from replaylake.datastore.lake.policies.log_probs import head_action_probs, head_log_probs
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 
@@ -59,7 +59,7 @@ def test_temperature_sharpens_each_element() -> None:
     spec = head(MultiDiscrete((2, 3)))
     actions = [[0, 1], [1, 0]]
     # At 0.5 probabilities are squared: 1/10, 9/10 and 4/6, 1/6, 1/6.
-    log_probs = log_probs_of(spec, repeated(2), actions, deterministic=False, temperature=0.5)
+    log_probs = head_log_probs(spec, repeated(2), actions, deterministic=False, temperature=0.5)
     np.testing.assert_allclose(log_probs, np.log([1 / 60, 36 / 60]), rtol=1e-6)
 
 
@@ -71,11 +71,11 @@ def test_epsilon_replaces_the_whole_action() -> None:
     expected = {(i, j): 0.05 + 0.7 * ((i, j) == (1, 0)) for i in range(2) for j in range(3)}
     assert found == pytest.approx(expected, abs=0.01)
     each = [list(action) for action in expected]
-    log_probs = log_probs_of(spec, repeated(6), each, epsilon=0.3)
+    log_probs = head_log_probs(spec, repeated(6), each, epsilon=0.3)
     np.testing.assert_allclose(np.exp(log_probs), list(expected.values()), rtol=1e-6)
     assert act.log_probs is not None
     np.testing.assert_allclose(
-        act.log_probs, log_probs_of(spec, repeated(num), act.actions, epsilon=0.3), rtol=1e-6
+        act.log_probs, head_log_probs(spec, repeated(num), act.actions, epsilon=0.3), rtol=1e-6
     )
 
 
@@ -86,31 +86,31 @@ def test_binary_actions_are_pairs_of_logits(options: dict[str, Any]) -> None:
     every = np.array([[i, j] for i in (0, 1) for j in (0, 1)])
     parameters = {"logits": np.tile(logits["logits"], (4, 1))}
     with np.errstate(divide="ignore"):
-        total = np.exp(log_probs_of(spec, parameters, every, **options)).sum()
+        total = np.exp(head_log_probs(spec, parameters, every, **options)).sum()
     assert total == pytest.approx(1)
     assert act_from_head(spec, logits).actions.tolist() == [[1, 0]]
 
 
 def test_what_it_never_chooses_is_impossible() -> None:
     spec = head(MultiDiscrete((2, 3)))
-    assert log_probs_of(spec, repeated(1), [[0, 0]]).tolist() == [-math.inf]
+    assert head_log_probs(spec, repeated(1), [[0, 0]]).tolist() == [-math.inf]
 
 
 def test_refusals() -> None:
     spec = head(MultiDiscrete((2, 3)))
-    with pytest.raises(SpaceUnsupported, match="found an action mask, which only Discrete"):
+    with pytest.raises(SpaceUnsupportedError, match="found an action mask, which only Discrete"):
         act_from_head(spec, repeated(1), mask=np.ones((1, 5), bool))
-    with pytest.raises(EpisodeInvalid, match="temperature: found -1"):
+    with pytest.raises(EpisodeInvalidError, match="temperature: found -1"):
         act_from_head(
             spec, repeated(1), np.random.default_rng(0), deterministic=False, temperature=-1
         )
-    with pytest.raises(EpisodeInvalid, match="no rng"):
+    with pytest.raises(EpisodeInvalidError, match="no rng"):
         act_from_head(spec, repeated(1), deterministic=False)
-    with pytest.raises(SpaceUnsupported, match="which only Discrete actions have"):
-        action_probs_of(spec, repeated(1))
-    with pytest.raises(SpaceUnsupported, match="expected a MultiDiscrete or MultiBinary"):
+    with pytest.raises(SpaceUnsupportedError, match="which only Discrete actions have"):
+        head_action_probs(spec, repeated(1))
+    with pytest.raises(SpaceUnsupportedError, match="expected a MultiDiscrete or MultiBinary"):
         head(Discrete(5))
-    with pytest.raises(SpaceUnsupported, match="expected a Discrete"):
+    with pytest.raises(SpaceUnsupportedError, match="expected a Discrete"):
         PolicySpec(OBSERVATION, MultiDiscrete((2, 3)), "categorical")
 
 

@@ -11,11 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    EpisodeInvalid,
-    FormatTooNew,
-    NotFound,
-    PackageInvalid,
+    AlreadyExistsError,
+    EpisodeInvalidError,
+    FormatTooNewError,
+    NotFoundError,
+    PackageInvalidError,
 )
 from replaylake.datastore.lake.policies.graph_policy import graph_inputs
 from replaylake.datastore.lake.policies.manifest import GRAPH, LEARNER, MANIFEST
@@ -89,12 +89,12 @@ def test_without_learner_weights_it_acts_and_cannot_resume(tmp_path):
     save_package(directory, onnx=linear_graph(), spec=SPEC, manifest={}, learner_weights=None)
     assert sorted(path.name for path in directory.iterdir()) == [MANIFEST, GRAPH]
     load_policy(directory)
-    with pytest.raises(NotFound, match=LEARNER):
+    with pytest.raises(NotFoundError, match=LEARNER):
         load_learner_weights(directory)
 
 
 def test_it_is_never_overwritten(package):
-    with pytest.raises(AlreadyExists, match="package"):
+    with pytest.raises(AlreadyExistsError, match="package"):
         save_package(package, onnx=b"", spec=SPEC, manifest={}, learner_weights=None)
     assert [path.name for path in package.parent.iterdir()] == ["package"]
 
@@ -104,13 +104,13 @@ def test_one_flipped_bit_is_found(package, name):
     data = bytearray((package / name).read_bytes())
     data[len(data) // 2] ^= 1
     (package / name).write_bytes(data)
-    with pytest.raises(PackageInvalid, match=rf"{name}.*sha256.*altered"):
+    with pytest.raises(PackageInvalidError, match=rf"{name}.*sha256.*altered"):
         load_policy(package)
 
 
 def test_a_missing_file_is_named(package):
     (package / GRAPH).unlink()
-    with pytest.raises(PackageInvalid, match=GRAPH):
+    with pytest.raises(PackageInvalidError, match=GRAPH):
         check_package(package)
 
 
@@ -175,7 +175,7 @@ def test_a_state_that_does_not_fit_is_refused(stateful, state):
     policy = load_policy(stateful)
     observations = np.zeros((3, 2), np.float32)
     for ask in (policy.act, policy.action_probs, lambda o, s: policy.log_probs(o, [0, 0, 0], s)):
-        with pytest.raises(EpisodeInvalid, match=r"found state .*expected float32 \[3, 1\]"):
+        with pytest.raises(EpisodeInvalidError, match=r"found state .*expected float32 \[3, 1\]"):
             ask(observations, state)
 
 
@@ -201,7 +201,7 @@ def test_a_manifest_remembers_how_many_frames_are_stacked(tmp_path):
 
 def test_a_graph_without_the_state_that_its_manifest_names_is_refused(tmp_path):
     spec = PolicySpec(Box((2,)), Discrete(3), "categorical", state_size=4)
-    with pytest.raises(PackageInvalid, match=r"inputs \['observations'\].*'state'"):
+    with pytest.raises(PackageInvalidError, match=r"inputs \['observations'\].*'state'"):
         graph_policy(linear_graph(), spec)
 
 
@@ -209,7 +209,7 @@ def test_a_newer_format_is_refused_with_the_version_needed(package):
     path = package / MANIFEST
     body = json.loads(path.read_text())
     path.write_text(json.dumps({**body, "format_version": 3, "written_by": "9.8.7"}))
-    with pytest.raises(FormatTooNew, match=r"format 3.*up to 2.*9\.8\.7"):
+    with pytest.raises(FormatTooNewError, match=r"format 3.*up to 2.*9\.8\.7"):
         load_policy(package)
 
 
@@ -226,7 +226,7 @@ def test_a_newer_format_is_refused_with_the_version_needed(package):
 )
 def test_a_torn_manifest_is_refused(package, text):
     (package / MANIFEST).write_text(text)
-    with pytest.raises(PackageInvalid, match=MANIFEST):
+    with pytest.raises(PackageInvalidError, match=MANIFEST):
         check_package(package)
 
 
@@ -235,12 +235,12 @@ def test_no_file_outside_the_package_is_read(package):
     body = json.loads(path.read_text())
     body["files"]["../secret"] = {"sha256": "0" * 64}
     path.write_text(json.dumps(body))
-    with pytest.raises(PackageInvalid, match="own folder"):
+    with pytest.raises(PackageInvalidError, match="own folder"):
         check_package(package)
 
 
 def test_a_folder_without_a_package_is_not_found(tmp_path):
-    with pytest.raises(NotFound, match=MANIFEST):
+    with pytest.raises(NotFoundError, match=MANIFEST):
         load_policy(tmp_path)
 
 
@@ -249,14 +249,14 @@ def test_a_graph_of_another_head_is_refused(tmp_path):
     save_package(
         directory, onnx=linear_graph("q_values"), spec=SPEC, manifest={}, learner_weights=None
     )
-    with pytest.raises(PackageInvalid, match=r"outputs \['q_values'\].*\['logits'\]"):
+    with pytest.raises(PackageInvalidError, match=r"outputs \['q_values'\].*\['logits'\]"):
         load_policy(directory)
 
 
 def test_a_graph_that_does_not_parse_is_refused(tmp_path):
     directory = tmp_path / "p"
     save_package(directory, onnx=b"no graph", spec=SPEC, manifest={}, learner_weights=None)
-    with pytest.raises(PackageInvalid, match="cannot load"):
+    with pytest.raises(PackageInvalidError, match="cannot load"):
         load_policy(directory)
 
 
@@ -264,7 +264,7 @@ def test_a_graph_that_does_not_parse_is_refused(tmp_path):
     "manifest", [{"loss": float("nan")}, {"path": Path("x")}, {"format_version": 3}]
 )
 def test_a_manifest_that_is_no_json_is_refused_before_anything_is_written(tmp_path, manifest):
-    with pytest.raises(PackageInvalid, match="manifest"):
+    with pytest.raises(PackageInvalidError, match="manifest"):
         save_package(tmp_path / "p", onnx=b"", spec=SPEC, manifest=manifest, learner_weights=None)
     assert not list(tmp_path.iterdir())
 
@@ -280,7 +280,7 @@ def test_a_manifest_that_is_no_json_is_refused_before_anything_is_written(tmp_pa
     ],
 )
 def test_observations_that_do_not_fit_are_refused_not_reshaped(package, observations, message):
-    with pytest.raises(EpisodeInvalid, match=message):
+    with pytest.raises(EpisodeInvalidError, match=message):
         load_policy(package).act(observations)
 
 
@@ -298,7 +298,7 @@ def test_a_sampled_head_gets_noise_from_the_rng():
     assert graph_input_names(spec) == ("observations", "noise")
     inputs = graph_inputs(spec, np.zeros((3, 1)), np.random.default_rng(0))
     assert inputs["noise"].shape == (3, 4)
-    with pytest.raises(EpisodeInvalid, match="rng"):
+    with pytest.raises(EpisodeInvalidError, match="rng"):
         graph_inputs(spec, np.zeros((3, 1)))
 
 

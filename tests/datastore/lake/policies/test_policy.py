@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
-from replaylake.datastore.errors import EpisodeInvalid, SpaceUnsupported
+from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.heads import act_from_head
 from replaylake.datastore.lake.policies.policy import HEAD_OUTPUTS, HEADS, Act, PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
@@ -38,7 +38,7 @@ def test_every_head_has_outputs():
 
 
 def test_an_unknown_head_is_refused_with_the_known_ones():
-    with pytest.raises(SpaceUnsupported, match=r"'softmax'.*categorical"):
+    with pytest.raises(SpaceUnsupportedError, match=r"'softmax'.*categorical"):
         PolicySpec(OBSERVATION, Discrete(2), "softmax")
 
 
@@ -47,7 +47,7 @@ def test_an_unknown_head_is_refused_with_the_known_ones():
     [("categorical", Box((1,))), ("gaussian", Discrete(2)), ("q_values", Box(()))],
 )
 def test_a_head_refuses_the_other_kind_of_action(head, space):
-    with pytest.raises(SpaceUnsupported, match=head):
+    with pytest.raises(SpaceUnsupportedError, match=head):
         PolicySpec(OBSERVATION, space, head)
 
 
@@ -61,13 +61,13 @@ def test_a_head_refuses_the_other_kind_of_action(head, space):
     ],
 )
 def test_a_state_that_cannot_be_is_refused(head, options):
-    with pytest.raises(SpaceUnsupported, match="state"):
+    with pytest.raises(SpaceUnsupportedError, match="state"):
         PolicySpec(Discrete(3), Discrete(2), head, **options)
 
 
 def test_a_stack_of_frames_needs_a_state_that_holds_them():
     PolicySpec(Box((5,)), Discrete(2), "categorical", state_size=11, frame_stack=3)
-    with pytest.raises(SpaceUnsupported, match=r"found 3 over .* a state of 10 numbers"):
+    with pytest.raises(SpaceUnsupportedError, match=r"found 3 over .* a state of 10 numbers"):
         PolicySpec(Box((5,)), Discrete(2), "categorical", state_size=10, frame_stack=3)
 
 
@@ -177,17 +177,17 @@ def test_q_values_are_returned_and_the_greedy_action_takes_the_greatest_allowed(
     ],
 )
 def test_a_mask_that_does_not_fit_is_refused(mask, message):
-    with pytest.raises(EpisodeInvalid, match=message):
+    with pytest.raises(EpisodeInvalidError, match=message):
         act_from_head(discrete(), {"logits": np.zeros((1, 3))}, mask=mask)
 
 
 def test_a_random_draw_needs_an_rng():
-    with pytest.raises(EpisodeInvalid, match="rng"):
+    with pytest.raises(EpisodeInvalidError, match="rng"):
         act_from_head(discrete(), {"logits": np.zeros((1, 3))}, deterministic=False)
 
 
 def test_a_negative_temperature_is_refused():
-    with pytest.raises(EpisodeInvalid, match="temperature"):
+    with pytest.raises(EpisodeInvalidError, match="temperature"):
         act_from_head(
             discrete(), {"logits": np.zeros((1, 3))}, deterministic=False, temperature=-1.0
         )
@@ -195,9 +195,9 @@ def test_a_negative_temperature_is_refused():
 
 def test_box_actions_have_no_mask_and_no_epsilon():
     parameters = {"actions": np.zeros((1, 1))}
-    with pytest.raises(SpaceUnsupported, match="mask"):
+    with pytest.raises(SpaceUnsupportedError, match="mask"):
         act_from_head(continuous("deterministic"), parameters, mask=np.ones((1, 1), bool))
-    with pytest.raises(SpaceUnsupported, match="epsilon"):
+    with pytest.raises(SpaceUnsupportedError, match="epsilon"):
         act_from_head(continuous("deterministic"), parameters, epsilon=0.1)
 
 
@@ -351,7 +351,7 @@ def test_an_element_without_width_is_certain():
 def test_the_random_policy_says_that_it_is_uniform_and_has_no_graph(space):
     spec = UniformPolicy(OBSERVATION, space).spec
     assert spec.head == "uniform"
-    with pytest.raises(SpaceUnsupported, match="no graph"):
+    with pytest.raises(SpaceUnsupportedError, match="no graph"):
         act_from_head(spec, {})
 
 
@@ -367,10 +367,10 @@ def test_a_graph_that_does_not_answer_with_numbers_is_refused(head, number, dete
     for broken in HEAD_OUTPUTS[head]:
         parameters = {name: np.zeros((4, 3), np.float32) for name in HEAD_OUTPUTS[head]}
         parameters[broken][2, 0] = number
-        with pytest.raises(EpisodeInvalid, match=f"{broken}.*not finite for observation 2"):
+        with pytest.raises(EpisodeInvalidError, match=f"{broken}.*not finite for observation 2"):
             act_from_head(spec, parameters, np.random.default_rng(0), deterministic=deterministic)
 
 
 def test_the_random_policy_refuses_an_unbounded_box():
-    with pytest.raises(SpaceUnsupported, match="bounded"):
+    with pytest.raises(SpaceUnsupportedError, match="bounded"):
         UniformPolicy(OBSERVATION, Box((1,)))

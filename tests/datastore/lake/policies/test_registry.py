@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from replaylake.datastore.errors import CommitConflict, NameRefused, NotFound, PackageInvalid
+from replaylake.datastore.errors import (
+    CommitConflictError,
+    InvalidNameError,
+    NotFoundError,
+    PackageInvalidError,
+)
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.entries import policy_key
-from replaylake.datastore.lake.policies.manifest import GRAPH, LEARNER, MANIFEST, read_checked
+from replaylake.datastore.lake.policies.manifest import GRAPH, LEARNER, MANIFEST, read_verified
 from replaylake.datastore.lake.policies.package import check_package, load_policy
 from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
 from replaylake.datastore.storage.log.commit_file import Intent
@@ -36,16 +41,16 @@ def test_every_registration_is_a_new_version(registry: Registry, package: Path) 
         assert sorted(path.name for path in ref.path.iterdir()) == sorted(
             [GRAPH, LEARNER, MANIFEST]
         )
-        body = read_checked(ref.path)[0].body
+        body = read_verified(ref.path)[0].body
         assert (body["name"], body["version"], body["seed"]) == ("cql", version, 7)
     (package / MANIFEST).write_bytes(b"changed")
-    assert read_checked(first.path)[0].body["name"] == "cql"
+    assert read_verified(first.path)[0].body["name"] == "cql"
 
 
 def test_a_package_that_is_not_there(registry: Registry, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="expected a policy package"):
+    with pytest.raises(NotFoundError, match="expected a policy package"):
         register(registry, tmp_path / "nothing")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         registry.resolve("cql")
 
 
@@ -66,7 +71,7 @@ def test_a_package_that_is_not_whole(
         (package / file).unlink()
     else:
         (package / file).write_bytes(data)
-    with pytest.raises(PackageInvalid, match=message):
+    with pytest.raises(PackageInvalidError, match=message):
         register(registry, package)
     assert registry.list() == []
     assert not (lake.path / "_lake" / "policies").exists()
@@ -102,18 +107,18 @@ def test_the_forms_of_a_reference(registry: Registry, package: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("nothing", NotFound, "policy 'nothing': not in this lake, which has cql"),
-        ("cql:7", NotFound, r"version 7 is not there, found 1\.\.1"),
-        ("cql:0", NotFound, "version 0 is not there"),
-        ("cql@champion", NotFound, "cql@champion: no such alias"),
-        ("cql:", NameRefused, "policy name: found 'cql:'"),
-        ("cql:one", NameRefused, "policy name"),
-        ("cql@a@b", NameRefused, "policy name"),
-        ("run:7", NameRefused, "the reserved words run and random"),
-        ("random", NameRefused, "reserved"),
-        ("../cql", NameRefused, "policy name"),
-        ("", NameRefused, "policy name"),
-        ("cql@../x", NameRefused, "alias: found"),
+        ("nothing", NotFoundError, "policy 'nothing': not in this lake, which has cql"),
+        ("cql:7", NotFoundError, r"version 7 is not there, found 1\.\.1"),
+        ("cql:0", NotFoundError, "version 0 is not there"),
+        ("cql@champion", NotFoundError, "cql@champion: no such alias"),
+        ("cql:", InvalidNameError, "policy name: found 'cql:'"),
+        ("cql:one", InvalidNameError, "policy name"),
+        ("cql@a@b", InvalidNameError, "policy name"),
+        ("run:7", InvalidNameError, "the reserved words run and random"),
+        ("random", InvalidNameError, "reserved"),
+        ("../cql", InvalidNameError, "policy name"),
+        ("", InvalidNameError, "policy name"),
+        ("cql@../x", InvalidNameError, "alias: found"),
     ],
 )
 def test_references_that_name_nothing(
@@ -128,7 +133,7 @@ def test_references_that_name_nothing(
 def test_reserved_and_odd_names_are_refused(
     lake: Lake, registry: Registry, package: Path, name: str
 ) -> None:
-    with pytest.raises(NameRefused):
+    with pytest.raises(InvalidNameError):
         register(registry, package, name)
     assert not (lake.path / "_lake" / "policies").exists()
 
@@ -139,15 +144,15 @@ def test_aliases_are_compared_and_set(registry: Registry, package: Path) -> None
     assert registry.set_alias("cql", "champion", 1, expected=0) is None
     assert registry.set_alias("cql", "champion", 2, expected=1) == 1
     with pytest.raises(
-        CommitConflict, match="cql@champion: found it at version 2, expected version 1"
+        CommitConflictError, match="cql@champion: found it at version 2, expected version 1"
     ):
         registry.set_alias("cql", "champion", 3, expected=1)
-    with pytest.raises(CommitConflict):
+    with pytest.raises(CommitConflictError):
         registry.set_alias("cql", "champion", 3, expected=0)
     assert registry.set_alias("cql", "champion", 3) == 2
-    with pytest.raises(NotFound, match="version 9 is not there"):
+    with pytest.raises(NotFoundError, match="version 9 is not there"):
         registry.set_alias("cql", "champion", 9)
-    with pytest.raises(NameRefused):
+    with pytest.raises(InvalidNameError):
         registry.set_alias("cql", "Champion", 1)
     assert registry.list()[2]["aliases"] == ["champion"]
 
@@ -164,7 +169,7 @@ def test_list_and_show(lake: Lake, registry: Registry, package: Path) -> None:
     shown = registry.show(ref)
     assert shown["lineage"] == {"datasets": [{"dataset": "d", "version": 1}]}
     assert shown["run_id"] == "r1"
-    with pytest.raises(NotFound, match="policy cql:5: not in this lake"):
+    with pytest.raises(NotFoundError, match="policy cql:5: not in this lake"):
         registry.entry("cql", 5)
 
 
@@ -218,7 +223,7 @@ def test_a_registration_whose_reply_was_lost_keeps_its_version(
 def test_a_run_that_is_done_does_not_fail_any_more(registry: Registry) -> None:
     registry.record_run("r9", {"status": "running"})
     registry.record_run("r9", {"status": "done"}, replaces={"status": "running"})
-    with pytest.raises(CommitConflict):
+    with pytest.raises(CommitConflictError):
         registry.record_run("r9", {"status": "failed"}, replaces={"status": "running"})
     (run,) = registry.runs()
     assert run["status"] == "done"
@@ -236,7 +241,7 @@ def forget_hash(lake: Lake, name: str, version: int) -> None:
 def test_a_registered_manifest_is_vouched_for(registry: Registry, package: Path) -> None:
     """Without that, an action space that starts at 5 in place of 0 changed every action."""
     ref = register(registry, package)
-    assert ref.manifest_sha256 == read_checked(ref.path)[0].sha256
+    assert ref.manifest_sha256 == read_verified(ref.path)[0].sha256
     assert registry.resolve("cql").manifest_sha256 == ref.manifest_sha256
     assert registry.show(ref)["manifest_sha256"] == ref.manifest_sha256
     path = ref.path / MANIFEST
@@ -244,16 +249,16 @@ def test_a_registered_manifest_is_vouched_for(registry: Registry, package: Path)
     body["policy"]["action_space"]["start"] = 5
     path.write_bytes(json.dumps(body, indent=2).encode() + b"\n")
     for damaged in (ref, registry.resolve("cql:1"), registry.newest("cql")):
-        with pytest.raises(PackageInvalid) as refused:
+        with pytest.raises(PackageInvalidError) as refused:
             _ = damaged.path
         said = str(refused.value)
         assert str(path) in said
         assert f"expected {str(ref.manifest_sha256)[:16]} as it was registered" in said
         assert "Restore it from a copy of the lake" in said
-    with pytest.raises(PackageInvalid, match="manifest was altered"):
+    with pytest.raises(PackageInvalidError, match="manifest was altered"):
         load_policy(path.parent, ref.manifest_sha256)
     path.unlink()
-    with pytest.raises(NotFound, match=r"found no manifest\.json"):
+    with pytest.raises(NotFoundError, match=r"found no manifest\.json"):
         _ = ref.path
 
 
@@ -266,7 +271,7 @@ def test_every_bit_of_a_manifest_counts(registry: Registry, package: Path) -> No
         flipped = bytearray(data)
         flipped[number // 8] ^= 1 << number % 8
         path.write_bytes(flipped)
-        with pytest.raises(PackageInvalid, match="manifest was altered"):
+        with pytest.raises(PackageInvalidError, match="manifest was altered"):
             _ = ref.path
     path.write_bytes(data)
     assert ref.path == path.parent
@@ -309,5 +314,7 @@ def test_a_copy_of_a_remote_manifest_is_checked_too(tmp_path: Path, package: Pat
     assert (ref.path / MANIFEST).read_bytes() == data
     lake.storage.put(f"{ref.folder}/{MANIFEST}", data.replace(b"cql", b"sql"))
     lake.storage.forget([f"{ref.folder}/{MANIFEST}"])
-    with pytest.raises(PackageInvalid, match=r"manifest\.json: found .* as committed\. Restore"):
+    with pytest.raises(
+        PackageInvalidError, match=r"manifest\.json: found .* as committed\. Restore"
+    ):
         _ = ref.path

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import SpaceUnsupported
+from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.streams import EpisodeStreams
 
 
@@ -31,6 +31,6 @@ def test_uniform_stretches_the_same_draws():
 
 def test_a_draw_for_another_number_of_episodes_is_refused():
     with pytest.raises(
-        SpaceUnsupported, match=r"found a random draw of shape \[2, 1\], expected 3"
+        SpaceUnsupportedError, match=r"found a random draw of shape \[2, 1\], expected 3"
     ):
         _streams().random((2, 1))

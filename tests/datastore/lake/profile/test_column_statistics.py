@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.lake.profile.column_statistics import (
-    Columns,
+    ColumnStatistics,
     EvenSample,
     Histogram,
     histogram,
@@ -17,7 +17,7 @@ def test_statistics_are_those_of_all_rows_however_they_are_cut() -> None:
     rows = np.stack([1e8 + rng.normal(size=5_000), rng.integers(0, 3, 5_000).astype(float)], axis=1)
     rows[::10, 0] = np.nan
     for size in (5_000, 617, 1):
-        columns = Columns(["a", "b"], np.array([-np.inf, 0.0]), np.array([np.inf, 1.0]))
+        columns = ColumnStatistics(["a", "b"], np.array([-np.inf, 0.0]), np.array([np.inf, 1.0]))
         for start in range(0, 5_000, size):
             columns.add(rows[start : start + size])
         a, b = columns.dimensions()
@@ -33,7 +33,7 @@ def test_statistics_are_those_of_all_rows_however_they_are_cut() -> None:
 
 
 def test_columns_without_a_value_say_so() -> None:
-    columns = Columns(["a"], np.array([-np.inf]), np.array([np.inf]))
+    columns = ColumnStatistics(["a"], np.array([-np.inf]), np.array([np.inf]))
     columns.add(np.full((3, 1), np.nan))
     (a,) = columns.dimensions()
     assert a.num == 0

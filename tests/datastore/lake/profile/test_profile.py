@@ -8,9 +8,9 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
-from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.errors import EmptyReplayError
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.datastore.lake.profile.profile import profile
+from replaylake.datastore.lake.profile.profile import compute_profile
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_profile_counts_what_is_there(lake: Lake) -> None:
     episodes = [_episode(i, "old" if i < 3 else "new") for i in range(6)]
     dataset.append(episodes[:3])
     dataset.append(episodes[3:])
-    found = profile(dataset.snapshot(), dataset.history())
+    found = compute_profile(dataset.snapshot(), dataset.history())
     observed = np.concatenate([e.observations for e in episodes])
     assert found.summary["num_steps"] == found.num_sampled == len(observed) == 75
     assert [one.name for one in found.observations] == [f"observation[{i}]" for i in range(3)]
@@ -84,7 +84,7 @@ def test_time_orders_policies_where_it_is_known(lake: Lake) -> None:
         episode = _episode(number, "p")
         times = start + np.arange(len(episode)) * 1_000
         dataset.append([Episode(**{**vars(episode), "timestamps": times})])
-    found = profile(dataset.snapshot())
+    found = compute_profile(dataset.snapshot())
     assert found.by_timestamp
     by_version = {one.version: one for one in found.policies}
     assert np.flatnonzero(by_version[1].by_period).tolist()[0] == 0
@@ -120,7 +120,7 @@ def test_spaces_of_every_kind_are_profiled(lake: Lake) -> None:
             )
         ]
     )
-    found = profile(dataset.snapshot())
+    found = compute_profile(dataset.snapshot())
     assert found.left_out == (
         "observation.camera (frames)",
         "observation.note (text)",
@@ -149,12 +149,12 @@ def test_what_ingests_said_is_summed_up_once_each(lake: Lake) -> None:
         {"version": 1, "producer": "d"},
     ]
     dataset.append([_episode(1)])
-    (both,) = profile(dataset.snapshot(), history).checks
+    (both,) = compute_profile(dataset.snapshot(), history).checks
     assert (both.check, both.num_episodes, both.num_rows, both.example) == ("gap", 5, 8, "f row 1")
 
 
 def test_an_empty_dataset_has_no_profile(lake: Lake) -> None:
     dataset = lake.dataset("log")
     dataset.create(Box((3,)), Discrete(2))
-    with pytest.raises(EmptyReplay):
-        profile(dataset.snapshot())
+    with pytest.raises(EmptyReplayError):
+        compute_profile(dataset.snapshot())

@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from replaylake.datastore.errors import FormatTooNew, NotFound, PackageInvalid, StorageFailed
+from replaylake.datastore.errors import (
+    FormatTooNewError,
+    NotFoundError,
+    PackageInvalidError,
+    StorageError,
+)
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.storage.storage import LocalStorage
@@ -53,7 +58,7 @@ def equal(found, expected):
 
 def test_what_is_saved_comes_back_to_the_bit(storage):
     checkpoints = Checkpoints(storage, "r1")
-    with pytest.raises(NotFound, match="run r1"):
+    with pytest.raises(NotFoundError, match="run r1"):
         checkpoints.load()
     checkpoints.save(5, arrays(1), STATE)
     checkpoints.save(10, arrays(2), {**STATE, "sampler": {"leaves": np.arange(3), "alpha": 0.6}})
@@ -124,7 +129,7 @@ def test_a_damaged_one_is_passed_over_and_refused_by_name(tmp_path, checkpoints,
     else:
         about.write_text(about.read_text()[:20])
     assert checkpoints.load().update == 1
-    with pytest.raises(PackageInvalid, match="run r1"):
+    with pytest.raises(PackageInvalidError, match="run r1"):
         checkpoints.load(2)
     # The damaged one goes as any other does.
     checkpoints.keep([1])
@@ -134,7 +139,7 @@ def test_a_damaged_one_is_passed_over_and_refused_by_name(tmp_path, checkpoints,
 def test_all_damaged_is_an_error(tmp_path, checkpoints):
     checkpoints.save(1, arrays(), {})
     (tmp_path / FOLDER / f"{1:012d}.json").write_text("{")
-    with pytest.raises(PackageInvalid, match="does not parse"):
+    with pytest.raises(PackageInvalidError, match="does not parse"):
         checkpoints.load()
 
 
@@ -142,7 +147,7 @@ def test_a_newer_format_is_refused(tmp_path, checkpoints):
     checkpoints.save(1, arrays(), {})
     about = tmp_path / FOLDER / f"{1:012d}.json"
     about.write_text(json.dumps({**json.loads(about.read_text()), "format": 2}))
-    with pytest.raises(FormatTooNew, match="checkpoint format 2"):
+    with pytest.raises(FormatTooNewError, match="checkpoint format 2"):
         checkpoints.load()
 
 
@@ -153,7 +158,7 @@ class Full(LocalStorage):
 
     def put(self, path, data):
         if self.room == 0:
-            raise StorageFailed(f"{path}: No space left on device")
+            raise StorageError(f"{path}: No space left on device")
         self.room -= 1
         super().put(path, data)
 
@@ -161,6 +166,6 @@ class Full(LocalStorage):
 def test_a_disk_that_fills_up_leaves_the_one_before(tmp_path):
     checkpoints = Checkpoints(Full(tmp_path), "r1")
     checkpoints.save(1, arrays(1), {})
-    with pytest.raises(StorageFailed):
+    with pytest.raises(StorageError):
         checkpoints.save(2, arrays(2), {})
     assert checkpoints.load().update == 1

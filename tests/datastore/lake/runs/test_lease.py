@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from replaylake.datastore.errors import CommitConflict
+from replaylake.datastore.errors import CommitConflictError
 from replaylake.datastore.lake.runs import lease as lease_module
-from replaylake.datastore.lake.runs.lease import RunLease, is_at_work, last_heartbeat
+from replaylake.datastore.lake.runs.lease import RunLease, is_active, last_heartbeat
 from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.storage.storage import LocalStorage
 
@@ -49,15 +49,15 @@ def from_elsewhere(storage, age_s):
 def test_one_process_at_a_time(storage):
     with RunLease(storage, "r1") as lease:
         lease.confirm()
-        assert is_at_work(storage, "r1")
+        assert is_active(storage, "r1")
         with (
-            pytest.raises(CommitConflict, match=rf"process {os.getpid()} .*at work"),
+            pytest.raises(CommitConflictError, match=rf"process {os.getpid()} .*at work"),
             RunLease(storage, "r1"),
         ):
             pass
         with RunLease(storage, "r2"):
             pass
-    assert not is_at_work(storage, "r1")
+    assert not is_active(storage, "r1")
     assert last_heartbeat(storage, "r1") is None
     with RunLease(storage, "r1"):
         pass
@@ -65,14 +65,14 @@ def test_one_process_at_a_time(storage):
 
 def test_a_killed_process_lets_go_at_once(tmp_path, storage):
     holder = hold(tmp_path)
-    with pytest.raises(CommitConflict), RunLease(storage, "r1"):
+    with pytest.raises(CommitConflictError), RunLease(storage, "r1"):
         pass
-    assert is_at_work(storage, "r1")
+    assert is_active(storage, "r1")
     holder.kill()
     holder.wait()
     holder.stdout.close()
     assert last_heartbeat(storage, "r1").pid == holder.pid
-    assert not is_at_work(storage, "r1")
+    assert not is_active(storage, "r1")
     with RunLease(storage, "r1") as lease:
         lease.confirm()
 
@@ -80,7 +80,7 @@ def test_a_killed_process_lets_go_at_once(tmp_path, storage):
 def test_a_remote_lake_has_its_lock_on_this_machine(bucket):
     lake = f"s3://{bucket}/lake"
     holder = hold(lake)
-    with pytest.raises(CommitConflict), RunLease(open_storage(lake), "r1"):
+    with pytest.raises(CommitConflictError), RunLease(open_storage(lake), "r1"):
         pass
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -91,14 +91,16 @@ def test_a_remote_lake_has_its_lock_on_this_machine(bucket):
 
 def test_another_machine_counts_as_dead_after_a_silence(storage):
     from_elsewhere(storage, 20)
-    assert is_at_work(storage, "r1")
+    assert is_active(storage, "r1")
     with (
-        pytest.raises(CommitConflict, match="process 7 of far at work on it, last heard of 20 s"),
+        pytest.raises(
+            CommitConflictError, match="process 7 of far at work on it, last heard of 20 s"
+        ),
         RunLease(storage, "r1"),
     ):
         pass
-    from_elsewhere(storage, lease_module.SILENT_S + 1)
-    assert not is_at_work(storage, "r1")
+    from_elsewhere(storage, lease_module.STALE_AFTER_S + 1)
+    assert not is_active(storage, "r1")
     with RunLease(storage, "r1"):
         assert last_heartbeat(storage, "r1").pid == os.getpid()
 
@@ -115,9 +117,9 @@ def test_the_heartbeat_goes_on(storage):
 def test_who_was_taken_over_gives_up_and_leaves_the_other_alone(storage):
     with RunLease(storage, "r1") as lease:
         from_elsewhere(storage, 0)
-        with pytest.raises(CommitConflict, match="process 7 of far goes on with it"):
+        with pytest.raises(CommitConflictError, match="process 7 of far goes on with it"):
             lease.confirm()
-        with pytest.raises(CommitConflict):
+        with pytest.raises(CommitConflictError):
             lease.check()
     assert last_heartbeat(storage, "r1").host == "far"
 
@@ -138,7 +140,7 @@ def test_those_that_wait_get_it_one_by_one(storage):
                     inside.append(1)
                     most.append(len(inside))
                     inside.pop()
-            except CommitConflict:
+            except CommitConflictError:
                 pass
 
     threads = [threading.Thread(target=work) for _ in range(4)]

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.runs import metrics
 from replaylake.datastore.lake.runs.metrics import (
-    Logged,
+    LoggedMetrics,
     MetricsLog,
-    damaged_pieces,
+    find_damaged_pieces,
     read_curves,
-    read_logged,
+    read_logged_metrics,
     read_metrics,
 )
 from replaylake.datastore.names import new_ulid
@@ -72,14 +72,16 @@ def test_what_was_logged_time_by_time(storage: LocalStorage) -> None:
         # Of the same moment, but another update; and of a clock that was set back.
         log.add(30, {"a/x": 6.0}, NOW_S + 1)
         log.add(40, {"a/x": 7.0}, NOW_S - 9)
-    assert read_logged(storage, "r", "a/") == [
-        Logged(10, NOW_S, {"a/x": 1.0}),
-        Logged(10, NOW_S + 1, {"a/y": 3.0, "a/x": 4.0}),
-        Logged(30, NOW_S + 1, {"a/x": 6.0}),
-        Logged(40, NOW_S - 9, {"a/x": 7.0}),
+    assert read_logged_metrics(storage, "r", "a/") == [
+        LoggedMetrics(10, NOW_S, {"a/x": 1.0}),
+        LoggedMetrics(10, NOW_S + 1, {"a/y": 3.0, "a/x": 4.0}),
+        LoggedMetrics(30, NOW_S + 1, {"a/x": 6.0}),
+        LoggedMetrics(40, NOW_S - 9, {"a/x": 7.0}),
     ]
-    assert len(read_logged(storage, "r", "")) == 5
-    assert read_logged(storage, "r", "c") == read_logged(storage, "other", "a/") == []
+    assert len(read_logged_metrics(storage, "r", "")) == 5
+    assert (
+        read_logged_metrics(storage, "r", "c") == read_logged_metrics(storage, "other", "a/") == []
+    )
 
 
 def test_nan_stays_nan(storage: LocalStorage) -> None:
@@ -253,13 +255,13 @@ def test_a_damaged_piece_is_named(storage: LocalStorage) -> None:
     path = "_lake/runs/r/metrics/000000.parquet"
     data = storage.get(path)
     assert data is not None
-    assert list(damaged_pieces(storage)) == []
+    assert list(find_damaged_pieces(storage)) == []
     storage.put(path, data[:40])
-    with pytest.raises(StorageFailed, match=r"r/metrics/000000.parquet: .*remove it"):
+    with pytest.raises(StorageError, match=r"r/metrics/000000.parquet: .*remove it"):
         read_metrics(storage)
-    with pytest.raises(StorageFailed, match="cannot be read"):
+    with pytest.raises(StorageError, match="cannot be read"):
         MetricsLog(storage, "r")
-    ((found, reason),) = damaged_pieces(storage)
+    ((found, reason),) = find_damaged_pieces(storage)
     assert found == path
     assert "expected metrics of a run" in reason
 
@@ -343,5 +345,5 @@ def test_metrics_are_read_only_by_a_query_that_names_them(lake: Lake) -> None:
     make_runs(lake)
     lake.storage.put("_lake/runs/r1/metrics/000000.parquet", b"damaged")
     assert lake.sql("select count(*) as n from runs")["n"].to_pylist() == [2]
-    with pytest.raises(StorageFailed, match="000000"):
+    with pytest.raises(StorageError, match="000000"):
         lake.sql("select * from metrics")

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import Curve, MetricsLog
 from replaylake.datastore.lake.runs.summary import (
     best_point,
     dataset_texts,
-    differing,
+    find_differences,
     find_run,
     is_loss,
-    summarise,
+    summarize,
 )
 
 RECORD: dict[str, Any] = {
@@ -41,7 +41,7 @@ def record(lake: Lake, run_id: str = "r1", **fields: Any) -> dict[str, Any]:
 def test_a_done_run(lake: Lake) -> None:
     history = [{"update": 1000, "value": -5.0}, {"update": 2000, "value": -6.0}]
     selection = {"measure": "environment", "update": 1000, "value": -5.0, "history": history}
-    found = summarise(
+    found = summarize(
         lake.storage,
         record(
             lake,
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_is_as_far_as_its_metrics(
             log.add(update, {metric: value}, 0.0)
         log.add(400, {"critic_loss": 0.5}, 0.0)
         log.flush()
-        found = summarise(lake.storage, written)
+        found = summarize(lake.storage, written)
     assert (found.status, found.update, found.policy) == ("running", 400, None)
     assert (found.measure, found.best, found.best_update) == (metric.split("/")[1], best, at)
     assert found.duration_s is not None
@@ -86,14 +86,14 @@ def test_a_run_that_nobody_is_at_work_on_was_killed(lake: Lake) -> None:
         RunLease(lake.storage, "r1").__enter__()
         os._exit(0)
     os.waitpid(child, 0)
-    found = summarise(lake.storage, written)
+    found = summarize(lake.storage, written)
     assert (found.status, found.duration_s, found.best) == ("killed", None, None)
 
 
 def test_a_record_of_another_kind_has_what_it_has(lake: Lake) -> None:
     lake.registry.record_run("x", {"kind": "import", "status": "done"})
     (only,) = lake.registry.runs()
-    found = summarise(lake.storage, only)
+    found = summarize(lake.storage, only)
     assert (found.status, found.datasets, found.algorithm, found.update) == ("done", (), None, None)
 
 
@@ -101,16 +101,16 @@ def test_a_run_that_collects_is_as_far_as_its_metrics_until_it_is_done(lake: Lak
     fields = {"kind": "train online", "env_id": "E-v1", "dataset": "live", "datasets": None}
     fields |= {"config": {"steps": 500, "seed": 9}, "seed": None}
     written = record(lake, **fields)
-    assert summarise(lake.storage, written).env_steps is None
+    assert summarize(lake.storage, written).env_steps is None
     with MetricsLog(lake.storage, "r1") as log:
         log.add(7, {"env_steps": 100.0, "return": 2.0, "staleness": 0.5}, 0.0)
         log.add(9, {"env_steps": 120.0, "selection/environment": 3.0}, 0.0)
-    found = summarise(lake.storage, written)
+    found = summarize(lake.storage, written)
     assert (found.env, found.datasets, found.steps, found.update) == ("E-v1", ("live",), 500, 9)
     assert (found.env_steps, found.mean_return, found.staleness) == (120, 2.0, 0.5)
     assert (found.measure, found.best, found.best_update) == ("environment", 3.0, 9)
     ended = {"status": "done", "ended_ms": 1_002_000, "num_steps": 500, "num_updates": 450}
-    found = summarise(lake.storage, {**written, **ended, "mean_return": 4.0, "staleness": 0.25})
+    found = summarize(lake.storage, {**written, **ended, "mean_return": 4.0, "staleness": 0.25})
     assert (found.env_steps, found.mean_return, found.staleness) == (500, 4.0, 0.25)
     assert (found.update, found.updates) == (450, None)
 
@@ -130,13 +130,13 @@ def test_runs_are_found_by_how_their_ids_begin() -> None:
     assert find_run(runs, "01ac")["run_id"] == "01ac"
     # A whole id is itself, whatever others begin with it.
     assert find_run(runs, "01")["run_id"] == "01"
-    with pytest.raises(NotFound, match=r"found 2 runs that begin so, the latest 01ab, 01ac"):
+    with pytest.raises(NotFoundError, match=r"found 2 runs that begin so, the latest 01ab, 01ac"):
         find_run(runs, "01a")
-    with pytest.raises(NotFound, match="whose latest are 01ab, 01ac, 01"):
+    with pytest.raises(NotFoundError, match="whose latest are 01ab, 01ac, 01"):
         find_run(runs, "02")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         find_run(runs, "")
-    with pytest.raises(NotFound, match="latest are none"):
+    with pytest.raises(NotFoundError, match="latest are none"):
         find_run([], "x")
 
 
@@ -148,7 +148,7 @@ def test_what_differs_is_told_by_dotted_name() -> None:
         "datasets": [{"dataset": "pendulum", "version": 3, "where": "complete"}],
         "config": {"updates": 5000, "options": {"tau": 0.7, "hidden": [8, 8], "alpha": 1.0}},
     }
-    assert differing([first, second]) == {
+    assert find_differences([first, second]) == {
         "seed": [3, 4],
         "options.tau": [0.5, 0.7],
         "datasets.0.dataset": ["pendulum@2", "pendulum@3"],
@@ -156,7 +156,7 @@ def test_what_differs_is_told_by_dotted_name() -> None:
         "datasets.0.where": [None, "complete"],
         "options.alpha": [None, 1.0],
     }
-    assert differing([first, first, first]) == {}
+    assert find_differences([first, first, first]) == {}
 
 
 def test_the_best_point() -> None:

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.versions import diff as module
-from replaylake.datastore.lake.versions.diff import Changes, EpisodeKey, diff
-from replaylake.datastore.storage.table.rewrite import Plan, rewrite
+from replaylake.datastore.lake.versions.diff import ChangeCounts, EpisodeKey, diff
+from replaylake.datastore.storage.table.rewrite import RewritePlan, rewrite
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def _compact(dataset):
 def _rewrite(dataset, change, name="change"):
     rewrite(
         dataset.table,
-        lambda snapshot: Plan({entry: change for entry in snapshot.files}),
+        lambda snapshot: RewritePlan({entry: change for entry in snapshot.files}),
         producer=f"test/{name}",
         sequence=0,
         operation="REWRITE",
@@ -69,24 +69,24 @@ def _reward(rows, name, step, value):
 def test_an_append(dataset):
     found = _diff(dataset, 1, 2)
     assert (found.from_version, found.to_version) == (1, 2)
-    assert found.shards == Changes(added=1)
-    assert found.episodes == Changes(added=1)
-    assert found.steps == Changes(added=2)
+    assert found.shards == ChangeCounts(added=1)
+    assert found.episodes == ChangeCounts(added=1)
+    assert found.steps == ChangeCounts(added=2)
     assert found.added == _keys("c")
     assert not found.is_empty
 
 
 def test_the_way_back(dataset):
     found = _diff(dataset, 2, 1)
-    assert found.episodes == Changes(removed=1)
-    assert found.steps == Changes(removed=2)
+    assert found.episodes == ChangeCounts(removed=1)
+    assert found.steps == ChangeCounts(removed=2)
     assert found.removed == _keys("c")
 
 
 def test_from_nothing(dataset):
     found = _diff(dataset, 0, 2)
-    assert found.episodes == Changes(added=3)
-    assert found.steps == Changes(added=10)
+    assert found.episodes == ChangeCounts(added=3)
+    assert found.steps == ChangeCounts(added=10)
 
 
 def test_the_same_version_reads_nothing(dataset, monkeypatch):
@@ -97,9 +97,9 @@ def test_the_same_version_reads_nothing(dataset, monkeypatch):
 def test_compaction_is_no_difference(dataset):
     _compact(dataset)
     found = _diff(dataset, 2, 3)
-    assert found.shards == Changes(added=1, removed=2)
+    assert found.shards == ChangeCounts(added=1, removed=2)
     assert found.is_empty
-    assert found.episodes == Changes()
+    assert found.episodes == ChangeCounts()
 
 
 def test_what_compaction_moved_is_not_read(dataset, monkeypatch):
@@ -117,8 +117,8 @@ def test_through_compaction_the_rest_is_seen(dataset, make_episode):
     _rewrite(dataset, lambda rows: _reward(rows, "b", 2, 99.0), "reward")
     _compact(dataset)
     found = _diff(dataset, 2, None)
-    assert found.episodes == Changes(added=1, removed=1, changed=1)
-    assert found.steps == Changes(added=4, removed=3, changed=1)
+    assert found.episodes == ChangeCounts(added=1, removed=1, changed=1)
+    assert found.steps == ChangeCounts(added=4, removed=3, changed=1)
     assert (found.added, found.removed, found.changed) == (_keys("new"), _keys("a"), _keys("b"))
     assert found.columns_changed == {"reward": 1}
 
@@ -131,20 +131,20 @@ def test_a_column_that_was_added_and_filled(dataset):
     _rewrite(dataset, label)
     found = _diff(dataset, 2, 3)
     assert found.columns_added == ("label",)
-    assert found.steps == Changes(changed=5)
-    assert found.episodes == Changes(changed=1)
+    assert found.steps == ChangeCounts(changed=5)
+    assert found.episodes == ChangeCounts(changed=1)
     assert found.columns_changed == {"label": 5}
     back = _diff(dataset, 3, 2)
     assert back.columns_removed == ("label",)
-    assert back.steps == Changes(changed=5)
+    assert back.steps == ChangeCounts(changed=5)
 
 
 def test_a_column_that_was_added_and_is_empty(dataset, make_episode):
     dataset.append([make_episode("x", extras={"label": np.ones(3)})])
     found = _diff(dataset, 2, 3)
     assert found.columns_added == ("label",)
-    assert found.steps == Changes(added=3)
-    assert not replace(found, steps=Changes()).is_empty
+    assert found.steps == ChangeCounts(added=3)
+    assert not replace(found, steps=ChangeCounts()).is_empty
 
 
 def test_a_piece_of_an_episode_changes_it(dataset, make_episode):
@@ -152,11 +152,11 @@ def test_a_piece_of_an_episode_changes_it(dataset, make_episode):
     dataset.append([open_piece])
     dataset.append([make_episode("open", 2, first_step=3, terminated=True)])
     found = _diff(dataset, 3, 4)
-    assert found.episodes == Changes(changed=1)
-    assert found.steps == Changes(added=2)
+    assert found.episodes == ChangeCounts(changed=1)
+    assert found.steps == ChangeCounts(added=2)
     assert found.changed == _keys("open")
-    assert _diff(dataset, 2, 4).episodes == Changes(added=1)
-    assert _diff(dataset, 4, 3).episodes == Changes(changed=1)
+    assert _diff(dataset, 2, 4).episodes == ChangeCounts(added=1)
+    assert _diff(dataset, 4, 3).episodes == ChangeCounts(changed=1)
 
 
 def test_a_log_that_starts_later_is_a_new_episode(dataset, make_episode):
@@ -172,8 +172,8 @@ def test_steps_that_left_an_episode(dataset):
         ),
     )
     found = _diff(dataset, 2, 3)
-    assert found.episodes == Changes(changed=1)
-    assert found.steps == Changes(removed=2)
+    assert found.episodes == ChangeCounts(changed=1)
+    assert found.steps == ChangeCounts(removed=2)
 
 
 def test_agents_are_apart(lake, make_episode):
@@ -182,14 +182,14 @@ def test_agents_are_apart(lake, make_episode):
     _rewrite(dataset, lambda rows: rows.filter(pc.equal(rows["agent_id"].cast("string"), "left")))
     found = _diff(dataset, 1, 2)
     assert found.removed == (EpisodeKey("e", "right"),)
-    assert found.episodes == Changes(removed=1)
+    assert found.episodes == ChangeCounts(removed=1)
 
 
 def test_the_lists_end_at_the_limit_and_the_counts_do_not(dataset, make_episode):
     dataset.append([make_episode(f"n{number}", 1) for number in range(5)])
     found = _diff(dataset, 2, 3, limit=2)
     assert found.added == _keys("n0", "n1")
-    assert found.episodes == Changes(added=5)
+    assert found.episodes == ChangeCounts(added=5)
 
 
 def test_nan_is_like_nan_and_null_like_null(lake, make_episode):
@@ -201,5 +201,5 @@ def test_nan_is_like_nan_and_null_like_null(lake, make_episode):
 
 def test_two_datasets_are_not_compared(lake, dataset, make_episode):
     lake.dataset("other").append([make_episode("z")])
-    with pytest.raises(ConfigInvalid, match="two datasets"):
+    with pytest.raises(ConfigInvalidError, match="two datasets"):
         diff(dataset.snapshot(), lake.snapshot("other"))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from replaylake.datastore.errors import NotFound
-from replaylake.datastore.lake.versions.history import history
-from replaylake.datastore.storage.table.rewrite import Plan, rewrite
+from replaylake.datastore.errors import NotFoundError
+from replaylake.datastore.lake.versions.history import read_history
+from replaylake.datastore.storage.table.rewrite import RewritePlan, rewrite
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def dataset(lake, make_episode):
 def test_the_newest_comes_first(lake, dataset):
     lake.tag("d@1", "golden")
     lake.tag("d@1", "first")
-    found = history(lake.dataset("d"), lake.tags)
+    found = read_history(lake.dataset("d"), lake.tags)
     assert [version.version for version in found.versions] == [2, 1, 0]
     newest, middle, oldest = found.versions
     assert (newest.producer, newest.operation) == ("second", "WRITE")
@@ -32,7 +32,7 @@ def test_the_newest_comes_first(lake, dataset):
 
 
 def test_a_limit(lake, dataset):
-    found = history(lake.dataset("d"), lake.tags, limit=2)
+    found = read_history(lake.dataset("d"), lake.tags, limit=2)
     assert [version.version for version in found.versions] == [2, 1]
     assert found.num_older == 1
 
@@ -40,15 +40,17 @@ def test_a_limit(lake, dataset):
 def test_a_rewrite_removes_shards(lake, dataset):
     rewrite(
         dataset.table,
-        lambda snapshot: Plan({entry: lambda rows: rows.slice(0, 0) for entry in snapshot.files}),
+        lambda snapshot: RewritePlan(
+            {entry: lambda rows: rows.slice(0, 0) for entry in snapshot.files}
+        ),
         producer="delete/x",
         sequence=0,
         operation="DELETE",
     )
-    (newest,) = history(lake.dataset("d"), lake.tags, limit=1).versions
+    (newest,) = read_history(lake.dataset("d"), lake.tags, limit=1).versions
     assert (newest.operation, newest.shards_added, newest.shards_removed) == ("DELETE", 0, 2)
 
 
 def test_no_dataset(lake):
-    with pytest.raises(NotFound, match="nowhere"):
-        history(lake.dataset("nowhere"), lake.tags)
+    with pytest.raises(NotFoundError, match="nowhere"):
+        read_history(lake.dataset("nowhere"), lake.tags)

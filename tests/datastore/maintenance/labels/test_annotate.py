@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    NotFound,
-    QueryFailed,
-    QueryRefused,
-    SchemaMismatch,
-    SourceInvalid,
+    ConfigInvalidError,
+    NotFoundError,
+    QueryError,
+    QueryRefusedError,
+    SchemaMismatchError,
+    SourceInvalidError,
 )
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
@@ -105,7 +105,7 @@ def test_the_same_call_again_changes_nothing(filled: Lake) -> None:
     other = call(labels.set_column(1, "bonus", pa.array([0.5, 0.0, 0.0])))
     assert not other.already_present
     assert column(filled, "reward")[:3] == [2.5, 4, 3]
-    with pytest.raises(ConfigInvalid, match="count twice"):
+    with pytest.raises(ConfigInvalidError, match="count twice"):
         call(labels, again=True)
 
 
@@ -264,26 +264,34 @@ def test_whole_numbers_fit_a_column_of_numbers(filled: Lake) -> None:
 @pytest.mark.parametrize(
     ("more", "error", "said"),
     [
-        ({"on": ["decision_id"]}, ConfigInvalid, "nothing to write"),
-        ({"on": [], "add": ["x"]}, ConfigInvalid, "found nothing, expected decision_id"),
-        ({"on": ["step"], "add": ["x"]}, ConfigInvalid, "found step"),
-        ({"on": ["decision_id", "step"], "add": ["x"]}, ConfigInvalid, "--on"),
-        ({"on": ["request_id"], "add": ["x"]}, NotFound, "request_id, which the dataset has not"),
-        ({"on": ["decision_id"], "add": ["y"]}, NotFound, "no column 'y'"),
-        ({"on": {"decision_id": "id"}, "add": ["x"]}, NotFound, "no column 'id'"),
-        ({"on": ["decision_id"], "add": ["step"]}, ConfigInvalid, "found step"),
-        ({"on": ["decision_id"], "add": {"reward": "x"}}, ConfigInvalid, "a reward is --set"),
-        ({"on": ["decision_id"], "add": {"decision_id": "x"}}, ConfigInvalid, "decision_id"),
-        ({"on": ["decision_id"], "add": {"a b": "x"}}, SchemaMismatch, "'a b'"),
-        ({"on": ["decision_id"], "add": {"next_observation": "x"}}, SchemaMismatch, "next_obs"),
-        ({"on": ["decision_id"], "set": {"terminated": "true"}}, ConfigInvalid, "terminated"),
-        ({"on": ["decision_id"], "set": {"reward": "nothing"}}, QueryFailed, "nothing"),
-        ({"on": ["decision_id"], "set": {"reward": "random()"}}, QueryRefused, "random"),
-        ({"on": ["decision_id"], "set": {"reward": "sum(x)"}}, QueryFailed, "GROUP BY"),
-        ({"on": ["decision_id"], "set": {"reward": "x / 0.0"}}, SchemaMismatch, "infinity"),
-        ({"on": ["decision_id"], "set": {"reward": "t"}}, QueryFailed, "hot"),
-        ({"on": ["decision_id"], "set": {"reward": "x"}, "to": "each"}, ConfigInvalid, "--to"),
-        ({"on": ["decision_id"], "set": {"reward": "x"}, "to": "all"}, ConfigInvalid, "'all'"),
+        ({"on": ["decision_id"]}, ConfigInvalidError, "nothing to write"),
+        ({"on": [], "add": ["x"]}, ConfigInvalidError, "found nothing, expected decision_id"),
+        ({"on": ["step"], "add": ["x"]}, ConfigInvalidError, "found step"),
+        ({"on": ["decision_id", "step"], "add": ["x"]}, ConfigInvalidError, "--on"),
+        (
+            {"on": ["request_id"], "add": ["x"]},
+            NotFoundError,
+            "request_id, which the dataset has not",
+        ),
+        ({"on": ["decision_id"], "add": ["y"]}, NotFoundError, "no column 'y'"),
+        ({"on": {"decision_id": "id"}, "add": ["x"]}, NotFoundError, "no column 'id'"),
+        ({"on": ["decision_id"], "add": ["step"]}, ConfigInvalidError, "found step"),
+        ({"on": ["decision_id"], "add": {"reward": "x"}}, ConfigInvalidError, "a reward is --set"),
+        ({"on": ["decision_id"], "add": {"decision_id": "x"}}, ConfigInvalidError, "decision_id"),
+        ({"on": ["decision_id"], "add": {"a b": "x"}}, SchemaMismatchError, "'a b'"),
+        (
+            {"on": ["decision_id"], "add": {"next_observation": "x"}},
+            SchemaMismatchError,
+            "next_obs",
+        ),
+        ({"on": ["decision_id"], "set": {"terminated": "true"}}, ConfigInvalidError, "terminated"),
+        ({"on": ["decision_id"], "set": {"reward": "nothing"}}, QueryError, "nothing"),
+        ({"on": ["decision_id"], "set": {"reward": "random()"}}, QueryRefusedError, "random"),
+        ({"on": ["decision_id"], "set": {"reward": "sum(x)"}}, QueryError, "GROUP BY"),
+        ({"on": ["decision_id"], "set": {"reward": "x / 0.0"}}, SchemaMismatchError, "infinity"),
+        ({"on": ["decision_id"], "set": {"reward": "t"}}, QueryError, "hot"),
+        ({"on": ["decision_id"], "set": {"reward": "x"}, "to": "each"}, ConfigInvalidError, "--to"),
+        ({"on": ["decision_id"], "set": {"reward": "x"}, "to": "all"}, ConfigInvalidError, "'all'"),
     ],
 )
 def test_what_is_refused_changes_nothing(
@@ -299,10 +307,10 @@ def test_a_column_of_another_type_is_refused_by_name(filled: Lake) -> None:
     labels = pa.table({"decision_id": ["a0"], "x": [1]})
     annotate(filled, "d", labels, on=["decision_id"], add=["x"])
     labels = pa.table({"decision_id": ["a0"], "x": ["one"]})
-    with pytest.raises(SchemaMismatch, match="column 'x': found string, expected int64"):
+    with pytest.raises(SchemaMismatchError, match="column 'x': found string, expected int64"):
         annotate(filled, "d", labels, on=["decision_id"], add=["x"])
     naive = pa.table({"decision_id": ["a0"], "at": pa.array([1], pa.timestamp("us"))})
-    with pytest.raises(SchemaMismatch, match="time zone"):
+    with pytest.raises(SchemaMismatchError, match="time zone"):
         annotate(filled, "d", naive, on=["decision_id"], add=["at"])
 
 
@@ -339,7 +347,7 @@ def test_a_select_is_no_file(filled: Lake) -> None:
     labels = read_labels(filled, query, parse_key(["episode_id"]))
     annotate(filled, "d", labels, on=["episode_id"], add=["size"])
     assert set(column(filled, "size")) == {30}
-    with pytest.raises(NotFound, match=r"selected\.csv"):
+    with pytest.raises(NotFoundError, match=r"selected\.csv"):
         read_labels(filled, "selected.csv", parse_key(["episode_id"]))
 
 
@@ -441,7 +449,7 @@ def test_a_label_of_another_type_is_refused_by_its_line(filled: Lake, tmp_path: 
     key = parse_key(["decision_id"])
     lines = '{"decision_id": "a0", "score": 1}\n' * 3 + '{"decision_id": "a1", "score": "n/a"}\n'
     (tmp_path / "labels.jsonl").write_text(lines)
-    with pytest.raises(SourceInvalid, match=r"labels\.jsonl line 4, column 'score'.*'n/a'"):
+    with pytest.raises(SourceInvalidError, match=r"labels\.jsonl line 4, column 'score'.*'n/a'"):
         read_labels(filled, tmp_path / "labels.jsonl", key)
     # Of a CSV, where each cell is text, the column is text.
     cells = "decision_id,score\n" + "a0,1\n" * 30 + "a1,n/a\n"

@@ -11,12 +11,12 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.feedback.decisions import decisions_encoder, ensure_feedback_tables
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
-from replaylake.datastore.maintenance.lineage.episode_lineage import of_episode
+from replaylake.datastore.maintenance.lineage.episode_lineage import trace_episode
 from replaylake.datastore.maintenance.vacuum import vacuum
 
 
@@ -65,28 +65,28 @@ def trained(body: dict[str, Any]) -> dict[str, str]:
 def test_versions_tags_and_who_wrote_it(lake: Lake) -> None:
     lake.tag("d@1", "early")
     lake.tag("d@2", "late")
-    body = of_episode(lake, "d", "a")
+    body = trace_episode(lake, "d", "a")
     assert spans(body) == [(1, 2, "yes")]
     assert [tag["tag"] for tag in body["tags"]] == ["early", "late"]
     (ingest,) = body["ingests"]
     assert (ingest["producer"], ingest["source"]) == ("ingest/a", "5" * 64)
-    body = of_episode(lake, "d", "b")
+    body = trace_episode(lake, "d", "b")
     assert spans(body) == [(2, 2, "yes")]
     assert [tag["tag"] for tag in body["tags"]] == ["late"]
     assert body["ingests"][0]["producer"] == "ingest/b"
-    with pytest.raises(NotFound, match="episode 'c': found in no version of it"):
-        of_episode(lake, "d", "c")
-    with pytest.raises(NotFound):
-        of_episode(lake, "nothing", "a")
+    with pytest.raises(NotFoundError, match="episode 'c': found in no version of it"):
+        trace_episode(lake, "d", "c")
+    with pytest.raises(NotFoundError):
+        trace_episode(lake, "nothing", "a")
 
 
 def test_rewriting_and_deletion(lake: Lake) -> None:
     compact(lake, "d", open_s=0.0)
-    assert spans(of_episode(lake, "d", "a")) == [(1, 3, "yes")]
+    assert spans(trace_episode(lake, "d", "a")) == [(1, 3, "yes")]
     delete(lake, "d", "episode_id = 'a'")
-    assert spans(of_episode(lake, "d", "a")) == [(1, 3, "yes")]
+    assert spans(trace_episode(lake, "d", "a")) == [(1, 3, "yes")]
     lake.dataset("d").append([episode("a")])
-    assert spans(of_episode(lake, "d", "a")) == [(1, 3, "yes"), (5, 5, "yes")]
+    assert spans(trace_episode(lake, "d", "a")) == [(1, 3, "yes"), (5, 5, "yes")]
 
 
 def test_selections_are_evaluated_for_it(lake: Lake, register: Any) -> None:
@@ -95,9 +95,9 @@ def test_selections_are_evaluated_for_it(lake: Lake, register: Any) -> None:
     register("ends", selection(2, where_steps="step > 5"))
     register("other", selection(2, dataset="elsewhere"))
     register("held", selection(2, where="episode_id <> 'a'"), holdout={"fraction": 0.5})
-    assert trained(of_episode(lake, "d", "a")) == {"all:1": "yes", "short:1": "yes"}
-    assert trained(of_episode(lake, "d", "b")) == {"short:1": "yes", "held:1": "yes"}
-    found = trained(of_episode(lake, "d", "long"))
+    assert trained(trace_episode(lake, "d", "a")) == {"all:1": "yes", "short:1": "yes"}
+    assert trained(trace_episode(lake, "d", "b")) == {"short:1": "yes", "held:1": "yes"}
+    found = trained(trace_episode(lake, "d", "long"))
     assert found == {"all:1": "yes", "ends:1": "yes", "held:1": "yes"}
 
 
@@ -105,8 +105,8 @@ def test_a_run_that_followed_the_dataset(lake: Lake, register: Any) -> None:
     register("early", selection(1, since=0))
     register("late", selection(2, since=1))
     register("mixed", selection(2, since=1), selection(1, where="num_steps < 5"))
-    assert trained(of_episode(lake, "d", "a")) == {"early:1": "yes", "mixed:1": "yes"}
-    body = of_episode(lake, "d", "b")
+    assert trained(trace_episode(lake, "d", "a")) == {"early:1": "yes", "mixed:1": "yes"}
+    body = trace_episode(lake, "d", "b")
     assert trained(body) == {"late:1": "yes", "mixed:1": "yes"}
     assert body["policies"][0]["why"] == "came while the run followed d@1 to 2"
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_told_is_unknown(lake: Lake, register: Any, package: Path
     register("gone", selection(9))
     register("broken", selection(2, where="no_such_column > 1"))
     lake.registry.register("mute", package, run_id="r", lineage={})
-    body = of_episode(lake, "d", "a")
+    body = trace_episode(lake, "d", "a")
     assert trained(body) == {"gone:1": "unknown", "broken:1": "unknown", "mute:1": "unknown"}
     whys = {one["policy"]: one["why"] for one in body["policies"]}
     assert "d@9" in whys["gone"]
@@ -129,7 +129,7 @@ def test_shards_that_vacuum_took(lake: Lake, register: Any) -> None:
     for path in (lake.path / "d").rglob("*.parquet"):
         os.utime(path, (0, 0))
     assert vacuum(lake, ["d"], older_than_s=0, delete=True, force=True).garbage
-    body = of_episode(lake, "d", "a")
+    body = trace_episode(lake, "d", "a")
     assert spans(body) == [(1, 2, "unknown"), (3, 3, "yes")]
     (policy,) = body["policies"]
     assert (policy["trained"], policy["deleted"]) == ("unknown", True)
@@ -137,8 +137,8 @@ def test_shards_that_vacuum_took(lake: Lake, register: Any) -> None:
     for path in (lake.path / "d").rglob("*.parquet"):
         os.utime(path, (0, 0))
     vacuum(lake, ["d"], older_than_s=0, delete=True, force=True)
-    with pytest.raises(NotFound, match="cannot be read any more"):
-        of_episode(lake, "d", "b")
+    with pytest.raises(NotFoundError, match="cannot be read any more"):
+        trace_episode(lake, "d", "b")
 
 
 def test_when_they_served(lake: Lake, register: Any) -> None:
@@ -159,7 +159,7 @@ def test_when_they_served(lake: Lake, register: Any) -> None:
         for i, version in enumerate([1, 2, 2])
     ]
     live.decisions.append(decisions_encoder(live)(records), producer="w", sequence=0)
-    first, second = of_episode(lake, "d", "a")["policies"]
+    first, second = trace_episode(lake, "d", "a")["policies"]
     assert first["served"] == [
         {
             "policy": "p",

@@ -8,7 +8,7 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import NotFound
+from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.feedback.decisions import (
     decisions_encoder,
@@ -54,7 +54,7 @@ def lake(tmp_path: Path, package: Path) -> Lake:
 
 
 def test_a_policy_names_its_run_its_sql_and_the_ingests_up_to_its_version(lake: Lake) -> None:
-    body = lineage.of_policy(lake, "p")
+    body = lineage.trace_policy(lake, "p")
     assert (body["policy"]["version"], body["policy"]["selected_by"]) == (1, "newest")
     assert (body["run"]["run_id"], body["run"]["seed"]) == (RUN, 7)
     assert body["run"]["started_at"] == "1970-01-01T00:00:01.000+00:00"
@@ -71,7 +71,7 @@ def test_a_policy_names_its_run_its_sql_and_the_ingests_up_to_its_version(lake: 
 
 
 def test_a_dataset_names_every_ingest_and_its_policies(lake: Lake) -> None:
-    body = lineage.of_dataset(lake, "d")
+    body = lineage.trace_dataset(lake, "d")
     assert body["dataset"] == {"dataset": "d", "version": 3, "num_steps": 12, "num_shards": 3}
     assert [ingest["producer"] for ingest in body["ingests"]] == ["ingest/a", "ingest/b"]
     (policy,) = body["policies"]
@@ -81,7 +81,7 @@ def test_a_dataset_names_every_ingest_and_its_policies(lake: Lake) -> None:
 
 def test_a_dataset_that_trained_nothing(lake: Lake) -> None:
     lake.dataset("other").append([episode("o/0")])
-    body = lineage.of_dataset(lake, "other")
+    body = lineage.trace_dataset(lake, "other")
     assert body["policies"] == []
     assert len(body["ingests"]) == 1
 
@@ -89,7 +89,7 @@ def test_a_dataset_that_trained_nothing(lake: Lake) -> None:
 def test_a_decision_is_traced_by_its_signature_alone(lake: Lake) -> None:
     lake.dataset("other").append([episode("o/0")])
     (decision,) = DecisionSigner(lake.signing_key(), "other").issue("p", 1, 2_500_000)
-    body = lineage.of_decision(lake, decision)
+    body = lineage.trace_decision(lake, decision)
     assert body["decision"]["dataset"] == "other"
     assert body["decision"]["decided_at"] == "1970-01-01T00:00:02.500+00:00"
     assert body["decision"]["logged"] is False
@@ -103,20 +103,20 @@ def test_a_decision_is_traced_by_its_signature_alone(lake: Lake) -> None:
 )
 def test_an_id_that_the_lake_did_not_sign(lake: Lake, change: Any) -> None:
     (decision,) = DecisionSigner(lake.signing_key(), "d").issue("p", 1, 2_500_000)
-    with pytest.raises(NotFound, match="no dataset of this lake that signed it"):
-        lineage.of_decision(lake, change(decision))
+    with pytest.raises(NotFoundError, match="no dataset of this lake that signed it"):
+        lineage.trace_decision(lake, change(decision))
 
 
 def test_asking_makes_no_key(lake: Lake) -> None:
-    with pytest.raises(NotFound, match="no dataset of this lake that signed it"):
-        lineage.of_decision(lake, "x")
+    with pytest.raises(NotFoundError, match="no dataset of this lake that signed it"):
+        lineage.trace_decision(lake, "x")
     assert not (lake.path / "_lake" / "keys").exists()
 
 
 def test_a_dataset_since_removed_has_no_ingests(lake: Lake, package: Path) -> None:
     body = {"algorithm": "bc", "datasets": [selection(1, dataset="gone")]}
     lake.registry.register("p", package, run_id="unrecorded", lineage=body)
-    traced = lineage.of_policy(lake, "p:2")
+    traced = lineage.trace_policy(lake, "p:2")
     assert traced["datasets"][0]["ingests"] == []
     assert traced["run"]["run_id"] == "unrecorded"
     assert traced["run"]["kind"] is None
@@ -126,23 +126,23 @@ def test_a_policy_says_when_it_served_and_which_aliases_it_had(lake: Lake, packa
     lake.registry.register("p", package, run_id=RUN, lineage={"datasets": []})
     lake.registry.aliases.move("p", "champion", 1, by="ada")
     lake.registry.aliases.move("p", "champion", 2)
-    body = lineage.of_policy(lake, "p:1")
+    body = lineage.trace_policy(lake, "p:1")
     assert body["served"] == []
     moves = [(m["alias"], m["from_version"], m["to_version"], m["by"]) for m in body["moves"]]
     assert moves == [("champion", None, 1, "ada"), ("champion", 1, 2, None)]
     assert body["moves"][0]["at"].endswith("+00:00")
-    assert len(lineage.of_policy(lake, "p:2")["moves"]) == 1
+    assert len(lineage.trace_policy(lake, "p:2")["moves"]) == 1
 
 
 def test_a_decision_of_a_version_that_was_deleted(lake: Lake, package: Path) -> None:
     lake.dataset("other").append([episode("o/0")])
     (decision,) = DecisionSigner(lake.signing_key(), "other").issue("p", 1, 2_500_000)
     lake.registry.marks.delete("p", 1)
-    body = lineage.of_decision(lake, decision)
+    body = lineage.trace_decision(lake, decision)
     assert body["policy"]["deleted_at"].endswith("+00:00")
     assert body["datasets"][0]["where"] == '("return" > 1)'
-    with pytest.raises(NotFound):
-        lineage.of_policy(lake, "p:1")
+    with pytest.raises(NotFoundError):
+        lineage.trace_policy(lake, "p:1")
 
 
 def test_rewards_by_every_name_of_a_decision(lake: Lake) -> None:
@@ -167,7 +167,7 @@ def test_rewards_by_every_name_of_a_decision(lake: Lake) -> None:
     ends = {"terminated": False, "truncated": False}
     reports = [{**name, **ends, "timestamp": i, "reward": i} for i, name in enumerate(names)]
     live.rewards.append(rewards_encoder(live)(reports), producer="w", sequence=0)
-    body = lineage.of_decision(lake, ours)
+    body = lineage.trace_decision(lake, ours)
     assert [reward["reward"] for reward in body["decision"]["rewards"]] == [0, 1, 2]
 
 
@@ -175,12 +175,12 @@ def test_a_run_that_followed_a_dataset(lake: Lake, package: Path) -> None:
     """What was there before it began is none of its ingests."""
     followed = selection(3, since=2, num_episodes=None, num_steps=None, content_hash=None)
     lake.registry.register("online", package, run_id=RUN, lineage={"datasets": [followed]})
-    (dataset,) = lineage.of_policy(lake, "online")["datasets"]
+    (dataset,) = lineage.trace_policy(lake, "online")["datasets"]
     assert (dataset["since"], dataset["num_steps"]) == (2, None)
     assert [ingest["producer"] for ingest in dataset["ingests"]] == ["ingest/b"]
 
 
-@pytest.mark.parametrize("trace", [lineage.of_policy, lineage.of_dataset])
+@pytest.mark.parametrize("trace", [lineage.trace_policy, lineage.trace_dataset])
 def test_what_is_not_there(lake: Lake, trace: Any) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         trace(lake, "absent")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import NotFound, StorageFailed
+from replaylake.datastore.errors import NotFoundError, StorageError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.delete import delete
@@ -21,9 +21,9 @@ from replaylake.datastore.maintenance.purge.purge import purge
 from replaylake.datastore.maintenance.retention import set_retention
 from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.replay.cache.cached_view import arrays_of, describe
-from replaylake.datastore.replay.cache.draft import Draft, Stopped, abandoned_drafts
-from replaylake.datastore.replay.cache.keeping import Keeping
+from replaylake.datastore.replay.cache.cached_view import collect_arrays, make_metadata
+from replaylake.datastore.replay.cache.draft import Draft, DraftStoppedError, find_abandoned_drafts
+from replaylake.datastore.replay.cache.keeping import CacheWriter
 from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.replay.layout import RecordLayout
 from replaylake.datastore.replay.memory import is_mapped
@@ -68,9 +68,9 @@ def holds_mark(folder: Path) -> bool:
 
 def written(cache: ViewCache, packed: Packed, shards: list[str]) -> Draft:
     draft = cache.draft(0)
-    arrays = arrays_of(packed)
+    arrays = collect_arrays(packed)
     draft.write_missing(arrays, threading.Event())
-    about = describe(packed, arrays, has_masked_actions=False)
+    about = make_metadata(packed, arrays, has_masked_actions=False)
     draft.complete(arrays, about, shards, threading.Event())
     return draft
 
@@ -120,7 +120,7 @@ def test_a_view_that_is_finished_after_its_purge_does_not_stay(filled: Lake) -> 
     before, after = written(cache, view.packed, shards), written(cache, view.packed, shards)
     cache.publish(before, "a" * 64, layout_of(view), shards)
     filled.storage.delete([f"d/{shards[1]}"])
-    with pytest.raises(NotFound, match="1 of its 3 shards were removed while it was written"):
+    with pytest.raises(NotFoundError, match="1 of its 3 shards were removed while it was written"):
         cache.publish(after, "b" * 64, layout_of(view), shards)
     assert views_of(filled) == ["a" * 64]
     cache.forget()
@@ -175,7 +175,7 @@ def test_a_copied_lake_takes_no_views_along(filled: Lake, tmp_path: Path) -> Non
 
 def test_the_least_recently_used_views_go_beyond_the_limit(filled: Lake) -> None:
     view = filled.snapshot("d").replay(cache=False)
-    size = sum(array.nbytes for array in arrays_of(view.packed).values())
+    size = sum(array.nbytes for array in collect_arrays(view.packed).values())
     cache = ViewCache(filled.storage, "d", max_bytes=2 * size + size // 2)
     for second, key in enumerate(["a" * 64, "b" * 64, "c" * 64]):
         folder = cache.publish(written(cache, view.packed, []), key, layout_of(view), [])
@@ -191,7 +191,7 @@ def test_the_least_recently_used_views_go_beyond_the_limit(filled: Lake) -> None
 def test_older_views_make_room_on_a_full_disk(filled: Lake) -> None:
     kept(filled)
     cache = ViewCache(filled.storage, "d")
-    with pytest.raises(StorageFailed, match=r"GB free, expected room for 1000000.00 GB"):
+    with pytest.raises(StorageError, match=r"GB free, expected room for 1000000.00 GB"):
         cache.draft(10**15)
     assert views_of(filled) == []
 
@@ -234,8 +234,8 @@ def test_a_stopped_draft_is_removed(filled: Lake) -> None:
     stop.set()
     view = filled.snapshot("d").replay(cache=False)
     draft = ViewCache(filled.storage, "d").draft(0)
-    with pytest.raises(Stopped):
-        draft.write_missing(arrays_of(view.packed), stop)
+    with pytest.raises(DraftStoppedError):
+        draft.write_missing(collect_arrays(view.packed), stop)
     draft.discard()
     assert not draft.folder.exists()
 
@@ -243,11 +243,11 @@ def test_a_stopped_draft_is_removed(filled: Lake) -> None:
 def test_a_draft_in_use_is_not_abandoned(tmp_path: Path) -> None:
     draft = Draft(tmp_path)
     os.utime(draft.folder, (0, 0))
-    assert abandoned_drafts(tmp_path) == []
+    assert find_abandoned_drafts(tmp_path) == []
     draft.close()
-    assert abandoned_drafts(tmp_path) == [draft.folder]
+    assert find_abandoned_drafts(tmp_path) == [draft.folder]
     os.utime(draft.folder)
-    assert abandoned_drafts(tmp_path) == [], "its owner may not have locked it yet"
+    assert find_abandoned_drafts(tmp_path) == [], "its owner may not have locked it yet"
 
 
 def test_what_goes_on_for_long_is_stopped_when_the_process_ends() -> None:
@@ -256,9 +256,9 @@ def test_what_goes_on_for_long_is_stopped_when_the_process_ends() -> None:
     def write(stop: threading.Event) -> Path:
         began.set()
         assert stop.wait(60)
-        raise Stopped
+        raise DraftStoppedError
 
-    keeping = Keeping(write)
+    keeping = CacheWriter(write)
     keeping.end(time.monotonic() + 0.2)
     assert began.is_set()
     assert keeping.is_done
@@ -274,7 +274,7 @@ def test_a_view_is_written_after_the_first_batches(monkeypatch: pytest.MonkeyPat
         return Path("there")
 
     began = time.monotonic()
-    keeping = Keeping(write)
+    keeping = CacheWriter(write)
     while not at:
         time.sleep(0.01)
     assert at[0] - began > 0.2
@@ -282,7 +282,7 @@ def test_a_view_is_written_after_the_first_batches(monkeypatch: pytest.MonkeyPat
     # Unless somebody waits for it.
     monkeypatch.setattr("replaylake.datastore.replay.cache.keeping._DELAY_S", 60.0)
     began = time.monotonic()
-    assert Keeping(write).folder() == Path("there")
+    assert CacheWriter(write).folder() == Path("there")
     assert time.monotonic() - began < 30
 
 
@@ -294,7 +294,7 @@ def test_a_forked_child_does_not_wait_for_its_parent_s_thread() -> None:
         release.wait(60)
         return Path("there")
 
-    keeping = Keeping(write)
+    keeping = CacheWriter(write)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=lambda: queue.put(keeping.folder()))

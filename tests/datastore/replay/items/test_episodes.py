@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.items.episodes import Episodes
-from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.protocols import SelectedItems
 from replaylake.datastore.replay.sampler import FixedCandidates, Sampler
 from replaylake.datastore.replay.selectors.uniform import UniformSelector
 
@@ -21,7 +21,7 @@ def rows_of(log: Any, item: Episodes) -> Any:
     starts = item.starts(log.packed)
     assembler = item.assembler(log.packed.records)
     where = {position: step for step, position in log.positions.items()}
-    batch = assembler.assemble(starts, Selected(np.arange(len(starts)))).batch
+    batch = assembler.assemble(starts, SelectedItems(np.arange(len(starts)))).batch
     return batch, [where[int(position)] for position in starts]
 
 
@@ -53,7 +53,7 @@ def test_too_long_a_one_is_refused(pack_pieces: Pack) -> None:
     log = pack_pieces([(0, 0, 2, "open"), (0, 2, 2, "terminated"), (1, 0, 3, "truncated")])
     assert len(Episodes(max_length=4).starts(log.packed)) == 2
     message = "found 1 of 2 longer than max_length 3, the longest of 4 steps, expected none"
-    with pytest.raises(ConfigInvalid, match=message):
+    with pytest.raises(ConfigInvalidError, match=message):
         Episodes(max_length=3).starts(log.packed)
 
 
@@ -71,17 +71,17 @@ def test_a_batch_is_as_long_as_its_longest(pack_pieces: Pack) -> None:
         lengths.add(batch.mask.shape[1])
     assert len(lengths) > 2
     # Memory of other lengths is left alone.
-    out = assembler.assemble(starts[:2], Selected(np.arange(2)))
-    assert assembler.assemble(starts[:2], Selected(np.arange(2)), out) is out
-    assert assembler.assemble(starts[1:3], Selected(np.arange(2)), out) is not out
+    out = assembler.assemble(starts[:2], SelectedItems(np.arange(2)))
+    assert assembler.assemble(starts[:2], SelectedItems(np.arange(2)), out) is out
+    assert assembler.assemble(starts[1:3], SelectedItems(np.arange(2)), out) is not out
 
 
 def test_options_out_of_range() -> None:
     with pytest.raises(
-        ConfigInvalid, match="found max_length 0, expected a whole number of 1 or more"
+        ConfigInvalidError, match="found max_length 0, expected a whole number of 1 or more"
     ):
         Episodes(max_length=0)
-    with pytest.raises(ConfigInvalid, match="found discount -1, expected a number from 0"):
+    with pytest.raises(ConfigInvalidError, match="found discount -1, expected a number from 0"):
         Episodes(discount=-1)
 
 

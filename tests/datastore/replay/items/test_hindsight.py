@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array, Box, Dict, Discrete
-from replaylake.datastore.errors import ConfigInvalid, SpaceUnsupported
+from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.replay.items.hindsight import Hindsight
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.protocols import SelectedItems
 from replaylake.datastore.replay.records import Packed, Records
 from replaylake.datastore.replay.sampler import FixedCandidates, Sampler
 from replaylake.datastore.replay.selectors.uniform import UniformSelector
@@ -51,7 +51,7 @@ def reached(achieved: Array, desired: Array, info: dict[str, Any]) -> Array:
 def draw(packed: Packed, item: Hindsight, repeats: int = 1) -> Any:
     starts = np.repeat(item.starts(packed), repeats)
     assembler = item.assembler(packed.records)
-    return assembler.assemble(starts, Selected(np.arange(len(starts)))).batch
+    return assembler.assemble(starts, SelectedItems(np.arange(len(starts)))).batch
 
 
 def goals_by_step(batch: Batch[Array]) -> dict[tuple[int, int], set[tuple[int, int]]]:
@@ -145,19 +145,25 @@ def test_a_saved_sampler_goes_on(pack_pieces: Pack) -> None:
 def test_what_is_refused(pack_pieces: Pack) -> None:
     log = pack_pieces([(0, 0, 4, "terminated")])
     item = Hindsight(compute_reward=reached, seed=0)
-    with pytest.raises(SpaceUnsupported, match="found observations of Box, expected a Dict with"):
+    with pytest.raises(
+        SpaceUnsupportedError, match="found observations of Box, expected a Dict with"
+    ):
         item.assembler(log.packed.records)
     records = with_goals(log).records
     growing = Records(records.layout, records.words, has_links=False)
     episode = Hindsight(compute_reward=reached, seed=0, strategy="episode")
-    with pytest.raises(ConfigInvalid, match='found strategy "episode" in a view that grows'):
+    with pytest.raises(ConfigInvalidError, match='found strategy "episode" in a view that grows'):
         episode.assembler(growing)
     one = Hindsight(compute_reward=lambda achieved, desired, info: np.zeros(1), seed=0, fraction=1)
-    with pytest.raises(ConfigInvalid, match=r"returned shape \(1,\), expected \(4,\)"):
+    with pytest.raises(ConfigInvalidError, match=r"returned shape \(1,\), expected \(4,\)"):
         draw(with_goals(log), one)
-    with pytest.raises(ConfigInvalid, match=r"found fraction 1\.5, expected a number from 0 to 1"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"found fraction 1\.5, expected a number from 0 to 1"
+    ):
         Hindsight(compute_reward=reached, seed=0, fraction=1.5)
-    with pytest.raises(ConfigInvalid, match="found strategy 'past', expected future or final or"):
+    with pytest.raises(
+        ConfigInvalidError, match="found strategy 'past', expected future or final or"
+    ):
         Hindsight(compute_reward=reached, seed=0, strategy="past")  # type: ignore[arg-type]
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.items.sequences import Sequences
-from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.protocols import SelectedItems
 from replaylake.datastore.replay.record_runs import Runs
 from replaylake.datastore.replay.records import Packed
 
@@ -25,7 +25,7 @@ def starts_of(log: Any, item: Sequences) -> list[tuple[int, int]]:
 def rows_at(log: Any, item: Sequences, steps: list[tuple[int, int]], out: Any = None) -> Any:
     positions = np.array([log.positions[step] for step in steps], np.int64)
     assembler = item.assembler(log.packed.records)
-    return assembler.assemble(positions, Selected(np.arange(len(steps))), out)
+    return assembler.assemble(positions, SelectedItems(np.arange(len(steps))), out)
 
 
 def test_a_padded_row_and_a_full_one(pack_pieces: Pack) -> None:
@@ -136,7 +136,7 @@ def test_stacks(pack_pieces: Pack) -> None:
 )
 def test_options_out_of_range(options: tuple[int, ...]) -> None:
     with pytest.raises(
-        ConfigInvalid, match=r"sequences: found (length|overlap|burn_in) -?[0-9]+, expected"
+        ConfigInvalidError, match=r"sequences: found (length|overlap|burn_in) -?[0-9]+, expected"
     ):
         Sequences(*options)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.items.transitions import Transitions
-from replaylake.datastore.replay.protocols import Selected
+from replaylake.datastore.replay.protocols import SelectedItems
 
 Pack = Callable[..., Any]
 
@@ -20,7 +20,7 @@ def rows_of(log: Any, item: Transitions, out: Any = None) -> Any:
     starts = item.starts(log.packed)
     numbers = np.arange(len(starts))
     assembler = item.assembler(log.packed.records)
-    batch = assembler.assemble(starts, Selected(numbers), out).batch
+    batch = assembler.assemble(starts, SelectedItems(numbers), out).batch
     where = {position: step for step, position in log.positions.items()}
     return batch, [where[int(position)] for position in starts]
 
@@ -81,10 +81,10 @@ def test_memory_is_used_again(pack_pieces: Pack, frame_stack: int, n_step: int) 
     item = Transitions(0.5, n_step)
     assembler = item.assembler(log.packed.records)
     starts = item.starts(log.packed)
-    out = assembler.assemble(starts[:6], Selected(np.arange(6), np.full(6, 0.5, np.float32)))
+    out = assembler.assemble(starts[:6], SelectedItems(np.arange(6), np.full(6, 0.5, np.float32)))
     assert out.batch.weights.tolist() == [0.5] * 6
-    other = assembler.assemble(starts[3:9], Selected(np.arange(3, 9)))
-    again = assembler.assemble(starts[3:9], Selected(np.arange(3, 9)), out)
+    other = assembler.assemble(starts[3:9], SelectedItems(np.arange(3, 9)))
+    again = assembler.assemble(starts[3:9], SelectedItems(np.arange(3, 9)), out)
     assert again is out
     for name, value in vars(other.batch).items():
         if name not in ("weights", "columns"):
@@ -100,14 +100,14 @@ def test_stacks_share_their_frames(pack_pieces: Pack) -> None:
 
 
 def test_options_out_of_range() -> None:
-    with pytest.raises(ConfigInvalid, match=r"found discount 1.5, expected a number from 0"):
+    with pytest.raises(ConfigInvalidError, match=r"found discount 1.5, expected a number from 0"):
         Transitions(1.5)
     with pytest.raises(
-        ConfigInvalid, match="found n_step 0, expected a whole number from 1 to 1023"
+        ConfigInvalidError, match="found n_step 0, expected a whole number from 1 to 1023"
     ):
         Transitions(n_step=0)
     with pytest.raises(
-        ConfigInvalid, match="found n_step 1024, expected a whole number from 1 to 1023"
+        ConfigInvalidError, match="found n_step 1024, expected a whole number from 1 to 1023"
     ):
         Transitions(n_step=1024)
 
@@ -214,5 +214,5 @@ def test_returns_are_summed_up_once_a_discount(pack_pieces: Pack) -> None:
 
 
 def test_next_actions_of_several_steps_are_refused() -> None:
-    with pytest.raises(ConfigInvalid, match="next_actions with n_step 2, expected n_step 1"):
+    with pytest.raises(ConfigInvalidError, match="next_actions with n_step 2, expected n_step 1"):
         Transitions(n_step=2, next_actions=True)

@@ -20,7 +20,7 @@ def _implementation(request):
         module = kernels.load()
         assert module is not plain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "chosen", lambda: module)
+        patch.setattr(kernels, "select_kernels", lambda: module)
         yield
 
 
@@ -282,7 +282,7 @@ def test_both_end_sequences_alike(lengths, num_steps, before, seed):
 def test_numpy_comes_first_and_numba_after_some_calls(monkeypatch):
     pytest.importorskip("numba")
     monkeypatch.setattr(kernels, "_num_calls", kernels._CALLS_BEFORE_NUMBA - 2)
-    names = [kernels.chosen().__name__.rpartition(".")[2] for _ in range(4)]
+    names = [kernels.select_kernels().__name__.rpartition(".")[2] for _ in range(4)]
     assert names == ["plain", "plain", "compiled", "compiled"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.kernels import kernels, plain
 from replaylake.datastore.replay.kernels.sum_tree import SumTree
 
@@ -20,7 +20,7 @@ def _implementation(request):
         module = kernels.load()
         assert module is not plain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "chosen", lambda: module)
+        patch.setattr(kernels, "select_kernels", lambda: module)
         yield
 
 
@@ -52,16 +52,18 @@ class TestSumTree:
         found = _find(tree, 0.0, 2.9, 3.0, 3.9, 4.0, 5.9, 6.0, 10.9)
         assert found == [0, 0, 1, 1, 2, 2, 3, 3]
         for target in (-1.0, 11.0, 12.0):
-            with pytest.raises(ConfigInvalid, match=f"is {target}, expected 0 <= target < 11.0"):
+            with pytest.raises(
+                ConfigInvalidError, match=f"is {target}, expected 0 <= target < 11.0"
+            ):
                 _find(tree, 1.0, target)
 
     @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
     def test_refuses_bad_priorities_and_changes_nothing(self, value):
         """dqn_zoo/replay_test.py and reverb/cc/selectors/prioritized_test.cc (both Apache-2.0)."""
         tree = _filled([3.0, 1.0, 2.0, 5.0])
-        with pytest.raises(ConfigInvalid, match=f"priority {value} for leaf 2"):
+        with pytest.raises(ConfigInvalidError, match=f"priority {value} for leaf 2"):
             _set(tree, [0, 2], [7.0, value])
-        with pytest.raises(ConfigInvalid, match=f"priority {value} for leaf 1"):
+        with pytest.raises(ConfigInvalidError, match=f"priority {value} for leaf 1"):
             tree.fill(np.array([7.0, value]))
         assert tree.leaves.tolist() == [3.0, 1.0, 2.0, 5.0]
         assert tree.total == 11.0
@@ -76,14 +78,14 @@ class TestSumTree:
         assert tree.leaves.tolist() == [3.0, 1.0, 2.0, 5.0]
 
     def test_refuses_targets_that_are_no_numbers(self):
-        with pytest.raises(ConfigInvalid, match="is nan"):
+        with pytest.raises(ConfigInvalidError, match="is nan"):
             _find(_filled([1.0]), math.nan)
 
     def test_without_any_priority_nothing_is_found(self):
         tree = SumTree(100)
         assert tree.total == 0.0
         assert _find(tree) == []
-        with pytest.raises(ConfigInvalid, match=r"target < 0\.0"):
+        with pytest.raises(ConfigInvalidError, match=r"target < 0\.0"):
             _find(tree, 0.0)
 
     def test_the_sum_of_the_largest_priorities_is_finite(self):
@@ -92,7 +94,7 @@ class TestSumTree:
         _set(tree, [0, 1, 2], [largest] * 3)
         assert math.isfinite(tree.total)
         assert _find(tree, tree.total * 0.99) == [2]
-        with pytest.raises(ConfigInvalid, match="for leaf 1"):
+        with pytest.raises(ConfigInvalidError, match="for leaf 1"):
             _set(tree, [1], [largest * 1.01])
 
     def test_of_equal_leaves_the_last_one_counts(self):
@@ -125,13 +127,13 @@ class TestSumTree:
         [([0.0], [1.0]), ([[0]], [1.0]), ([0], [[1.0]]), ([0, 1], [1.0]), ([0], [1j])],
     )
     def test_refuses_other_types_and_shapes(self, leaves, values):
-        with pytest.raises(ConfigInvalid):
+        with pytest.raises(ConfigInvalidError):
             SumTree(3).set(np.array(leaves), np.array(values))
 
     def test_refuses_more_values_than_leaves_and_trees_without(self):
-        with pytest.raises(ConfigInvalid, match="found 4 values, expected at most 3"):
+        with pytest.raises(ConfigInvalidError, match="found 4 values, expected at most 3"):
             SumTree(3).fill(np.ones(4))
-        with pytest.raises(ConfigInvalid, match="found 0 leaves"):
+        with pytest.raises(ConfigInvalidError, match="found 0 leaves"):
             SumTree(0)
 
     @given(values=_whole, data=st.data())
@@ -199,7 +201,7 @@ def test_numba_and_numpy_agree_to_the_last_bit(monkeypatch):
     pytest.importorskip("numba")
     results = []
     for module in (kernels.load(), plain):
-        monkeypatch.setattr(kernels, "chosen", lambda module=module: module)
+        monkeypatch.setattr(kernels, "select_kernels", lambda module=module: module)
         rng = np.random.default_rng(5)
         tree = SumTree(20_011)
         tree.fill(rng.lognormal(0.0, 9.0, 20_000))

@@ -22,9 +22,9 @@ from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.layout import make_layout
-from replaylake.datastore.replay.live.contents import Contents
+from replaylake.datastore.replay.live.contents import LiveContents
 from replaylake.datastore.replay.live.log_reader import LogReader
-from replaylake.datastore.replay.protocols import Item, Selected
+from replaylake.datastore.replay.protocols import Item, SelectedItems
 
 ITEMS = (
     Transitions(0.5),
@@ -107,10 +107,10 @@ def followed(dataset: Dataset, max_steps: int = 10_000, frame_stack: int = 1) ->
     layout = make_layout(dataset.spec, dataset.snapshot().table.schema, frame_stack=frame_stack)
     reader = LogReader(dataset.table, layout, None)
     reader.begin(None)
-    return reader, Contents(layout, max_steps)
+    return reader, LiveContents(layout, max_steps)
 
 
-def apply(reader: LogReader, contents: Contents) -> None:
+def apply(reader: LogReader, contents: LiveContents) -> None:
     while (change := reader.next()) is not None:
         if change.removed is not None:
             contents.replace(change.added, change.removed)
@@ -119,7 +119,7 @@ def apply(reader: LogReader, contents: Contents) -> None:
                 contents.add(block)
 
 
-def drawn(contents: Contents, item: Item) -> Any:
+def drawn(contents: LiveContents, item: Item) -> Any:
     """All items of a kind that there are, as one batch; each once."""
     candidates = contents.items.candidates(item, lambda: None)
     low, high = candidates.bounds()
@@ -128,7 +128,7 @@ def drawn(contents: Contents, item: Item) -> Any:
     there = positions >= 0
     assert len(np.unique(positions[there])) == there.sum()
     assembler = item.assembler(contents.ring)
-    return assembler.assemble(positions[there], Selected(numbers[there])).batch
+    return assembler.assemble(positions[there], SelectedItems(numbers[there])).batch
 
 
 def rows_of(batch: Any) -> set[tuple[Any, ...]]:
@@ -170,7 +170,7 @@ def sql_transitions(dataset: Dataset, n_step: int = 1) -> set[tuple[float, ...]]
     return found
 
 
-def live_transitions(contents: Contents, n_step: int = 1) -> set[tuple[float, ...]]:
+def live_transitions(contents: LiveContents, n_step: int = 1) -> set[tuple[float, ...]]:
     batch = drawn(contents, Transitions(0.5, n_step=n_step))
     rows = zip(
         batch.observations[:, 0].tolist(),
@@ -223,7 +223,7 @@ def check_snapshot(
     view = dataset.snapshot().replay(frame_stack=frame_stack, cache=False)
     for item in items:
         starts = item.starts(view.packed)
-        fixed = item.assembler(view.packed.records).assemble(starts, Selected(starts)).batch
+        fixed = item.assembler(view.packed.records).assemble(starts, SelectedItems(starts)).batch
         live = drawn(contents, item)
         assert len(live) == len(fixed)
         assert rows_of(live) == rows_of(fixed)

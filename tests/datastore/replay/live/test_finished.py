@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.errors import EmptyReplayError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.items.sequences import Sequences
@@ -37,7 +37,7 @@ def taken(sampler: InOrderSampler) -> Iterator[list[tuple[int, int]]]:
         assert len(batch) == min(num, sampler.batch_size)
         for observations, mask in zip(batch.observations, batch.mask, strict=True):
             yield [(int(number), int(step)) for number, step in observations[mask]]
-    with pytest.raises(EmptyReplay):
+    with pytest.raises(EmptyReplayError):
         sampler.sample()
 
 

@@ -14,11 +14,11 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    LogCorrupt,
-    NotFound,
-    ShardCorrupt,
-    SpaceUnsupported,
-    StorageFailed,
+    LogCorruptError,
+    NotFoundError,
+    ShardCorruptError,
+    SpaceUnsupportedError,
+    StorageError,
 )
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
@@ -55,7 +55,7 @@ def test_a_damaged_shard_is_passed_over(dataset: Dataset, make_told: Make) -> No
         whole = path.read_bytes()
         path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
         dataset.commit([written], producer="p", sequence=0)
-        assert "found sha256" in raised(view, ShardCorrupt)
+        assert "found sha256" in raised(view, ShardCorruptError)
         assert numbers(view) == {0}
         assert view.wait_for(dataset.append([make_told(2)]).version)
         assert numbers(view) == {0, 2}
@@ -72,7 +72,7 @@ def test_a_number_that_a_record_cannot_hold(lake: Lake) -> None:
         else:
             version = dataset.append([episode]).version
     with view:
-        assert "expected numbers that float32 holds" in raised(view, SpaceUnsupported)
+        assert "expected numbers that float32 holds" in raised(view, SpaceUnsupportedError)
         assert view.wait_for(version)
         assert view.num_steps == 2
 
@@ -82,7 +82,7 @@ def test_a_damaged_log_is_tried_again(dataset: Dataset, make_told: Make) -> None
     with dataset.follow() as view:
         path = dataset.path / "_delta_log" / f"{2:020d}.json"
         path.write_bytes(b"nothing")
-        assert f"{2:020d}.json" in raised(view, LogCorrupt)
+        assert f"{2:020d}.json" in raised(view, LogCorruptError)
         # Once, though it is met again and again.
         time.sleep(0.3)
         assert numbers(view) == {0}
@@ -97,7 +97,7 @@ def test_a_dataset_that_is_deleted_or_made_anew(dataset: Dataset, make_told: Mak
     dataset.append([make_told(1)])
     with dataset.follow() as view:
         shutil.rmtree(dataset.path)
-        assert "expected a table" in raised(view, NotFound)
+        assert "expected a table" in raised(view, NotFoundError)
         # What was there can still be sampled; nothing is followed any more.
         assert numbers(view) == {0, 1}
         assert not view.wait_for(99, timeout_s=5)
@@ -107,7 +107,7 @@ def test_a_dataset_that_is_deleted_or_made_anew(dataset: Dataset, make_told: Mak
     with dataset.follow() as view:
         shutil.rmtree(dataset.path)
         dataset.create(Box((2,)), Discrete(5))
-        assert raised(view, NotFound)
+        assert raised(view, NotFoundError)
 
 
 def test_commits_that_expired(
@@ -119,7 +119,7 @@ def test_commits_that_expired(
         for number in range(2, 5):
             dataset.append([make_told(number)])
         expire(dataset.table.log, 4)
-        assert "it expired" in raised(view, NotFound)
+        assert "it expired" in raised(view, NotFoundError)
         version = dataset.append([make_told(9)]).version
         assert view.wait_for(version)
         assert numbers(view) == {0, 1, 2, 3, 4, 9}
@@ -146,7 +146,7 @@ def test_a_store_that_does_not_answer_at_first(
     with dataset.follow() as view:
         failing_once(monkeypatch, view._follower._reader, "read")
         dataset.append([make_told(1)])
-        assert raised(view, StorageFailed) == "away"
+        assert raised(view, StorageError) == "away"
         assert view.wait_for(dataset.append([make_told(2)]).version)
         assert numbers(view) == {0, 1, 2}
         assert view.num_steps == 30
@@ -157,7 +157,7 @@ def failing_once(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 
     def fails(*arguments: Any) -> Any:
         patch.setattr(owner, name, whole)
-        raise StorageFailed("away")
+        raise StorageError("away")
 
     patch.setattr(owner, name, fails)
 
@@ -175,9 +175,9 @@ def test_beginning_anew_goes_on_after_a_failure_and_past_damage(
         path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
         expire(dataset.table.log, 4)
         failing_once(monkeypatch, view._follower._reader, "change")
-        assert "it expired" in raised(view, NotFound)
-        assert raised(view, StorageFailed) == "away"
-        assert "found sha256" in raised(view, ShardCorrupt)
+        assert "it expired" in raised(view, NotFoundError)
+        assert raised(view, StorageError) == "away"
+        assert "found sha256" in raised(view, ShardCorruptError)
         assert view.wait_for(dataset.append([make_told(9)]).version)
         assert numbers(view) == {0, 1, 3, 4, 9}
         assert view.num_steps == 50
@@ -187,9 +187,9 @@ def test_each_failure_is_said_once(dataset: Dataset) -> None:
     with dataset.follow() as view:
         follows = view._follower
         for name in ("one", "two", "two"):
-            follows._tell(StorageFailed(name))
+            follows._tell(StorageError(name))
         for name in ("one", "two"):
-            with pytest.raises(StorageFailed, match=name):
+            with pytest.raises(StorageError, match=name):
                 follows.check()
         follows.check()
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, NotFoundError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
@@ -132,7 +132,7 @@ def test_nothing_is_torn_while_another_process_appends(
 def test_the_oldest_fall_out(dataset: Dataset, make_told: Make, check_told: Check) -> None:
     with dataset.follow(max_steps=2000) as view:
         sampler = view.uniform(256, Transitions(n_step=5), seed=0)
-        with pytest.raises(EmptyReplay):
+        with pytest.raises(EmptyReplayError):
             sampler.sample()
         # Longer than the view, and than what is written at once.
         version = dataset.append([make_told(1, 7000, terminated=True)]).version
@@ -161,7 +161,7 @@ def test_only_what_was_there_last_is_decoded(dataset: Dataset, make_told: Make) 
         assert view.num_steps == 0
         assert view.wait_for(6)
         assert {number for number, _, _ in steps_of(view)} == {4, 5}
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         dataset.follow(since=77)
 
 
@@ -207,7 +207,7 @@ def test_where_steps_follows_labels(lake: Lake, dataset: Dataset, make_told: Mak
         assert view.wait_for(dataset.snapshot().version)
         assert (view.num_steps, view.num_transitions) == (10, 6)
         assert (0, 4, 3.0) in steps_of(view)
-        with pytest.raises(ConfigInvalid, match="stream: found a view with where_steps"):
+        with pytest.raises(ConfigInvalidError, match="stream: found a view with where_steps"):
             view.stream("x")
 
 
@@ -247,7 +247,7 @@ def test_in_order_of_arrival(dataset: Dataset, make_told: Make) -> None:
     with dataset.follow() as view:
         sampler = view.in_order(4)
         taken = [sampler.sample() for _ in range(2)]
-        with pytest.raises(EmptyReplay):
+        with pytest.raises(EmptyReplayError):
             sampler.sample()
         assert view.wait_for(dataset.append([make_told(1, 3, terminated=True)]).version)
         taken.append(sampler.sample())
@@ -290,13 +290,16 @@ def test_priorities_are_kept_with_the_dataset(dataset: Dataset, make_told: Make)
 
 
 def test_options_that_cannot_be(dataset: Dataset, lake: Lake) -> None:
-    with dataset.follow() as view, pytest.raises(ConfigInvalid, match="weighted: found a view"):
+    with (
+        dataset.follow() as view,
+        pytest.raises(ConfigInvalidError, match="weighted: found a view"),
+    ):
         view.weighted(32, weight="reward", seed=0)
-    with pytest.raises(ConfigInvalid, match="max_steps 0"):
+    with pytest.raises(ConfigInvalidError, match="max_steps 0"):
         dataset.follow(max_steps=0)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         lake.dataset("other").follow()
-    with pytest.raises(NotFound, match="no column"):
+    with pytest.raises(NotFoundError, match="no column"):
         dataset.follow(columns=["nothing"])
 
 
@@ -315,7 +318,7 @@ def test_arguments_that_make_no_sense_are_refused(
     lake: Lake, make_episode: Make, arguments: dict[str, Any], found: str
 ) -> None:
     lake.dataset("d").append([make_episode("e", 3)])
-    with pytest.raises(ConfigInvalid, match=f"found {found}, expected"):
+    with pytest.raises(ConfigInvalidError, match=f"found {found}, expected"):
         lake.dataset("d").follow(**arguments)
     assert not [thread for thread in threading.enumerate() if "follow" in thread.name]
 
@@ -324,10 +327,10 @@ def test_it_stays_in_its_process(lake: Lake, make_episode: Make) -> None:
     lake.dataset("d").append([make_episode("e", 3)])
     with (
         lake.dataset("d").follow() as view,
-        pytest.raises(ConfigInvalid, match="expected it to stay in the one that made it"),
+        pytest.raises(ConfigInvalidError, match="expected it to stay in the one that made it"),
     ):
         pickle.dumps(view)
-    with pytest.raises(ConfigInvalid, match="version 'x'"):
+    with pytest.raises(ConfigInvalidError, match="version 'x'"):
         view.wait_for("x")  # type: ignore[arg-type]
 
 
@@ -335,6 +338,6 @@ def test_it_stays_in_its_process(lake: Lake, make_episode: Make) -> None:
 def test_what_is_still_to_come_is_not_told(dataset: Dataset, asked: str) -> None:
     with (
         dataset.follow() as view,
-        pytest.raises(ConfigInvalid, match=f"{asked}: found a view|found {asked} in a view"),
+        pytest.raises(ConfigInvalidError, match=f"{asked}: found a view|found {asked} in a view"),
     ):
         view.uniform(4, Transitions(**{asked: True}), seed=0)

@@ -14,7 +14,7 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.episode_columns import EpisodeColumns
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, concatenate
-from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
@@ -24,7 +24,7 @@ from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.datastore.replay.protocols import Item, Selected
+from replaylake.datastore.replay.protocols import Item, SelectedItems
 
 Make = Callable[..., Episode]
 ITEMS = (
@@ -39,7 +39,7 @@ def drawn(view: LiveView, item: Item) -> Any:
     candidates = view.candidates(item)
     numbers = np.arange(*candidates.bounds())
     positions = candidates.positions(numbers)
-    return view.assembler(item).assemble(positions[positions >= 0], Selected(numbers)).batch
+    return view.assembler(item).assemble(positions[positions >= 0], SelectedItems(numbers)).batch
 
 
 def rows(batch: Any) -> list[Any]:
@@ -260,25 +260,27 @@ def test_those_who_put_need_not_read_it_again(
 def test_what_does_not_fit_is_named(lake: Lake, dataset: Dataset, make_told: Make) -> None:
     with dataset.follow() as view:
         wrong = make_told(1, 3, observations=np.zeros((3, 5), np.float32))
-        with pytest.raises(EpisodeInvalid, match=r"episode e1: observation: found shape \[5\]"):
+        with pytest.raises(
+            EpisodeInvalidError, match=r"episode e1: observation: found shape \[5\]"
+        ):
             view.put([make_told(0, 3), wrong])
-        with pytest.raises(EpisodeInvalid, match="episode e1: found no steps"):
+        with pytest.raises(EpisodeInvalidError, match="episode e1: found no steps"):
             view.put([make_told(1, 0)])
-        with pytest.raises(EpisodeInvalid, match="episode_id: found ''"):
+        with pytest.raises(EpisodeInvalidError, match="episode_id: found ''"):
             view.put([make_told(1, 2, episode_id="")])
-        with pytest.raises(EpisodeInvalid, match="episode e2: final_observation"):
+        with pytest.raises(EpisodeInvalidError, match="episode e2: final_observation"):
             view.put([make_told(0, 2), make_told(2, 2, final_observation=np.zeros(3))])
         masks = np.ones((2, 5), np.bool_)
-        with pytest.raises(SchemaMismatch, match="found action masks, expected none"):
+        with pytest.raises(SchemaMismatchError, match="found action masks, expected none"):
             view.put([make_told(1, 2, action_masks=masks)])
-        with pytest.raises(EpisodeInvalid, match=r"episode e1: reward at step 1: found .*nan"):
+        with pytest.raises(EpisodeInvalidError, match=r"episode e1: reward at step 1: found .*nan"):
             view.put(joined([make_told(0, 3), make_told(1, 2, rewards=np.array([0, np.nan]))]))
         view.put([])
         view.put(joined([make_told(0, 3)])[:0])
         assert view.num_steps == 0
     with (
         dataset.follow(where_steps="reward > 0") as view,
-        pytest.raises(ConfigInvalid, match="put: found a view with where_steps"),
+        pytest.raises(ConfigInvalidError, match="put: found a view with where_steps"),
     ):
         view.put([make_told(0, 3)])
 

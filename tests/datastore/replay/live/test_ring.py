@@ -14,7 +14,7 @@ from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.replay.layout import RecordLayout
 from replaylake.datastore.replay.live.candidates import LiveCandidates
 from replaylake.datastore.replay.live.ring import Ring
-from replaylake.datastore.replay.protocols import Overwritten
+from replaylake.datastore.replay.protocols import OverwrittenError
 
 Make = Callable[..., Episode]
 
@@ -42,14 +42,14 @@ def test_what_was_overwritten_is_not_returned(ring: Ring) -> None:
     positions = np.arange(ring.size, ring.size + 5)
     ring.windows(positions, 2)
     ring.write(2 * ring.size, words(ring, 1, 2), 0)
-    with pytest.raises(Overwritten):
+    with pytest.raises(OverwrittenError):
         ring.windows(positions, 2)
-    with pytest.raises(Overwritten):
+    with pytest.raises(OverwrittenError):
         ring.take("reward", positions)
     ring.windows(positions[1:], 2)
     # Room for more counts as written.
     ring.write(2 * ring.size + 1, words(ring, 1, 2), 3)
-    with pytest.raises(Overwritten):
+    with pytest.raises(OverwrittenError):
         ring.windows(positions[1:], 2)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
-from replaylake.datastore.errors import ConfigInvalid, EpisodeInvalid, SchemaMismatch
+from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.episodes import Episodes
@@ -19,7 +19,7 @@ from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.live.stream import Stream
-from replaylake.datastore.replay.protocols import Item, Selected
+from replaylake.datastore.replay.protocols import Item, SelectedItems
 
 Make = Callable[..., Episode]
 Check = Callable[..., None]
@@ -35,7 +35,7 @@ def drawn(view: LiveView, item: Item) -> Any:
     candidates = view.candidates(item)
     numbers = np.arange(*candidates.bounds())
     positions = candidates.positions(numbers)
-    return view.assembler(item).assemble(positions[positions >= 0], Selected(numbers)).batch
+    return view.assembler(item).assemble(positions[positions >= 0], SelectedItems(numbers)).batch
 
 
 def test_a_goal_is_of_the_same_episode_while_that_grows(
@@ -94,7 +94,7 @@ def test_steps_can_be_sampled_at_the_next_draw(dataset: Dataset, check_told: Che
         assert view.num_steps == view.num_transitions == 41
         last = drawn(view, Transitions(0.5))
         assert (last.discounts == 0).sum() == 1
-        with pytest.raises(ConfigInvalid, match="found a step after its end"):
+        with pytest.raises(ConfigInvalidError, match="found a step after its end"):
             append(stream, 7, 41)
 
 
@@ -217,12 +217,12 @@ def test_masks_log_probabilities_and_columns(lake: Lake) -> None:
         assert batch.columns["policy_version"].tolist() == [-1, -1, 7, 7]
         assert batch.columns["hidden"][2:].tolist() == [[2, 0.5], [3, 0.5]]
         assert np.isnan(batch.columns["hidden"][:2]).all()
-        with pytest.raises(EpisodeInvalid, match="found columns flag, expected some of"):
+        with pytest.raises(EpisodeInvalidError, match="found columns flag, expected some of"):
             view.stream("f").append({"near": near, "far": 0}, near, 0.0, columns={"flag": True})
     with dataset.follow(columns=["flag"]) as view:
         stream = view.stream("e")
         stream.append({"near": near, "far": 0}, near, 0.0)
-        with pytest.raises(SchemaMismatch, match="column 'flag': found 1 nulls"):
+        with pytest.raises(SchemaMismatchError, match="column 'flag': found 1 nulls"):
             stream.close()
 
 
@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_named(
         stream.append(observation, action, reward)
         append(stream, 3, 5)
         sampler = view.uniform(4, seed=0)
-        with pytest.raises(EpisodeInvalid, match=expected):
+        with pytest.raises(EpisodeInvalidError, match=expected):
             sampler.sample()
         # Once; the steps that were packed with it are left out, and those after it come.
         append(stream, 3, 6, terminated=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, NotFoundError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.replay.items.sequences import Sequences
@@ -67,7 +67,7 @@ def test_each_step_comes_once_in_order_and_then_nothing(view: ReplayView) -> Non
     assert len(sampler.sample()) == 4
     assert sampler.num_available == 0
     for _ in range(2):
-        with pytest.raises(EmptyReplay, match="found nothing after item 100"):
+        with pytest.raises(EmptyReplayError, match="found nothing after item 100"):
             sampler.sample()
     assert (sampler.num_consumed, sampler.num_missed) == (100, 0)
     assert rewards(view.in_order(8), 13) == REWARDS
@@ -117,7 +117,9 @@ def test_steps_that_came_in_between_are_not_silently_passed(lake: Lake, make_epi
     rewards(sampler, 1)
     dataset.append([make_episode("open", 2, first_step=4)])
     later = make_view(lake).in_order(8)
-    with pytest.raises(ConfigInvalid, match=r"found 10 items up to the one handed out last.* 8 "):
+    with pytest.raises(
+        ConfigInvalidError, match=r"found 10 items up to the one handed out last.* 8 "
+    ):
         later.load_state_dict(sampler.state_dict())
 
 
@@ -125,9 +127,9 @@ def test_a_row_that_is_gone_is_named(view: ReplayView, lake: Lake) -> None:
     sampler = view.in_order(8)
     rewards(sampler, 1)
     other = lake.dataset("d").snapshot().replay("episode_id = 'e1'", cache=False).in_order(8)
-    with pytest.raises(NotFound, match="among 39, expected the row"):
+    with pytest.raises(NotFoundError, match="among 39, expected the row"):
         other.load_state_dict(sampler.state_dict())
-    with pytest.raises(NotFound, match=r"found no item of key 0{32}"):
+    with pytest.raises(NotFoundError, match=r"found no item of key 0{32}"):
         view.in_order(8, after=np.zeros(2, np.uint64))
 
 
@@ -149,11 +151,11 @@ def live_sampler(view: ReplayView, size: int) -> tuple[MovingCandidates, InOrder
 
 def test_a_live_view_gives_what_is_there_and_more_when_it_comes(view: ReplayView) -> None:
     candidates, sampler = live_sampler(view, 8)
-    with pytest.raises(EmptyReplay):
+    with pytest.raises(EmptyReplayError):
         sampler.sample()
     candidates.high = 20
     assert rewards(sampler, 3) == REWARDS[:20]
-    with pytest.raises(EmptyReplay):
+    with pytest.raises(EmptyReplayError):
         sampler.sample()
     candidates.high = 28
     assert rewards(sampler, 1) == REWARDS[20:28]
@@ -171,7 +173,7 @@ def test_what_was_evicted_before_it_was_consumed_is_counted(view: ReplayView) ->
     state = sampler.state_dict()
     assert (state["num_consumed"], state["num_missed"]) == (16, 8)
     candidates.low = 40
-    with pytest.raises(EmptyReplay):
+    with pytest.raises(EmptyReplayError):
         sampler.sample()
     assert (sampler.num_consumed, sampler.num_missed) == (16, 24)
     # Made anew: it counts from where the view then begins.
@@ -189,7 +191,7 @@ def test_following_a_dataset_each_step_comes_once(lake: Lake, make_episode: Make
         live.wait_for(num_steps=20, timeout_s=10)
         sampler = live.in_order(8)
         assert rewards(sampler, 3) == [*range(1, 21)]
-        with pytest.raises(EmptyReplay):
+        with pytest.raises(EmptyReplayError):
             sampler.sample()
         # By arrival: more of the first episode after the second one.
         dataset.append([make_episode("other", 3)])

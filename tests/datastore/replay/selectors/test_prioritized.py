@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
@@ -94,7 +94,7 @@ def test_priorities_that_are_none(view_of: View, priority: float) -> None:
     sampler = with_priorities(view_of(3), [1, 2, 3])
     before = sampler.state_dict()["priorities"]["leaves"]
     with pytest.raises(
-        ConfigInvalid, match=f"found {priority} for row 1, expected a finite number"
+        ConfigInvalidError, match=f"found {priority} for row 1, expected a finite number"
     ):
         sampler.update_priorities(np.array([0, 1, 2]), np.array([9.0, priority, 9.0]))
     assert (sampler.state_dict()["priorities"]["leaves"] == before).all()
@@ -212,10 +212,10 @@ def test_the_state_of_another_view(view_of: View, lake: Lake, make_episode: Make
     lake.dataset("d").append([make_episode("f", 1)])
     other = lake.dataset("d").snapshot().replay(cache=False)
     with pytest.raises(
-        ConfigInvalid, match=r"found the state of 3 candidates with alpha 0.6, expected 4 and"
+        ConfigInvalidError, match=r"found the state of 3 candidates with alpha 0.6, expected 4 and"
     ):
         other.prioritized(8, seed=0).load_state_dict(state)
-    with pytest.raises(ConfigInvalid, match=r"expected 3 and 0.5"):
+    with pytest.raises(ConfigInvalidError, match=r"expected 3 and 0.5"):
         lake.dataset("d").snapshot(1).replay(cache=False).prioritized(
             8, seed=0, alpha=0.5
         ).load_state_dict(state)
@@ -248,18 +248,18 @@ def test_every_item_can_be_prioritized(view_of: View) -> None:
     ],
 )
 def test_options_out_of_range(view_of: View, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigInvalid, match=message):
+    with pytest.raises(ConfigInvalidError, match=message):
         view_of(2).prioritized(1, seed=0, **options)
 
 
 def test_indices_of_no_batch(view_of: View) -> None:
     sampler = view_of(3).prioritized(4, seed=0)
     with pytest.raises(
-        ConfigInvalid, match=r"found indices of shape \(2,\) and priorities of \(1,\)"
+        ConfigInvalidError, match=r"found indices of shape \(2,\) and priorities of \(1,\)"
     ):
         sampler.update_priorities([0, 1], [1.0])
     for index in (-1, 3):
-        with pytest.raises(ConfigInvalid, match="expected less than 3 and none below 0"):
+        with pytest.raises(ConfigInvalidError, match="expected less than 3 and none below 0"):
             sampler.update_priorities([index], [1.0])
     sampler.update_priorities([], [])
 
@@ -340,5 +340,5 @@ def test_candidates_that_are_gone_are_replaced() -> None:
 
 
 def test_nothing_to_draw() -> None:
-    with pytest.raises(EmptyReplay, match="prioritized sampler: found nothing to sample"):
+    with pytest.raises(EmptyReplayError, match="prioritized sampler: found nothing to sample"):
         selector_of(4).select(Moving(4), 2)

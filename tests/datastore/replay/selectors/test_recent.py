@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.sampler import Sampler
@@ -80,7 +80,7 @@ def test_the_learner_s_version_may_rise(view: ReplayView) -> None:
     assert set(rewards(sampler)) == {1, 3, 5, 7, 9, 11}
     version = 5
     with pytest.raises(
-        EmptyReplay, match="found version 3 at most, expected 4 or more: at most 1 be"
+        EmptyReplayError, match="found version 3 at most, expected 4 or more: at most 1 be"
     ):
         sampler.sample()
     version = 4
@@ -91,19 +91,23 @@ def test_no_known_version(lake: Lake, make_episode: Make) -> None:
     lake.dataset("d").append([make_episode("e", 3)])
     view = lake.dataset("d").snapshot().replay(columns=["policy_version"], cache=False)
     sampler = view.recent(8, max_staleness=1, policy_version=0, seed=0)
-    with pytest.raises(EmptyReplay, match="found no step of a known version, expected 0 or"):
+    with pytest.raises(EmptyReplayError, match="found no step of a known version, expected 0 or"):
         sampler.sample()
 
 
 def test_a_view_without_versions(lake: Lake, make_episode: Make) -> None:
     lake.dataset("d").append([make_episode("e", 3)])
     view = lake.dataset("d").snapshot().replay(cache=False)
-    with pytest.raises(ConfigInvalid, match=r"Make the view with columns=\['policy_version'\]"):
+    with pytest.raises(
+        ConfigInvalidError, match=r"Make the view with columns=\['policy_version'\]"
+    ):
         view.recent(8, max_staleness=1, seed=0)
 
 
 def test_options_out_of_range(view: ReplayView) -> None:
-    with pytest.raises(ConfigInvalid, match="found max_staleness -1, expected a whole number of 0"):
+    with pytest.raises(
+        ConfigInvalidError, match="found max_staleness -1, expected a whole number of 0"
+    ):
         view.recent(8, max_staleness=-1, seed=0)
 
 
@@ -172,7 +176,7 @@ def test_candidates_that_come_and_go(
         if expected:
             assert set(selector.select(moving, 300).numbers.tolist()) == expected
         else:
-            with pytest.raises(EmptyReplay):
+            with pytest.raises(EmptyReplayError):
                 selector.select(moving, 300)
 
 

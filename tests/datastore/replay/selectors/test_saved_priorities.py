@@ -9,11 +9,11 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    FormatTooNew,
-    NameRefused,
-    NotFound,
-    StorageFailed,
+    ConfigInvalidError,
+    FormatTooNewError,
+    InvalidNameError,
+    NotFoundError,
+    StorageError,
 )
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
@@ -96,10 +96,10 @@ def test_priorities_by_name(lake: Lake, saved: Saved) -> None:
     assert other.restore_priorities("run.2") == 9
     assert not any(leaves_by_key(view, other).values())
     with pytest.raises(
-        NotFound, match=r"'none': found last, run.2 in .*/_derived/priorities, expect"
+        NotFoundError, match=r"'none': found last, run.2 in .*/_derived/priorities, expect"
     ):
         other.restore_priorities("none")
-    with pytest.raises(NameRefused, match=r"found name '../x'"):
+    with pytest.raises(InvalidNameError, match=r"found name '../x'"):
         other.save_priorities("../x")
 
 
@@ -125,21 +125,21 @@ def test_damaged_priorities(lake: Lake, saved: Saved, damage: str) -> None:
     path.write_bytes({"cut": data[:-30], "flipped": data, "not a zip": b"?"}[damage])
     view = lake.dataset("d").snapshot().replay(cache=False)
     with pytest.raises(
-        StorageFailed, match=r"last.npz: found .*, expected the priorities that were"
+        StorageError, match=r"last.npz: found .*, expected the priorities that were"
     ):
         restored(view)
 
 
 def test_priorities_of_a_newer_format(lake: Lake, saved: Saved) -> None:
     np.savez(only_file(lake), format=2)
-    with pytest.raises(FormatTooNew, match="found format 2, expected 1 or less"):
+    with pytest.raises(FormatTooNewError, match="found format 2, expected 1 or less"):
         restored(lake.dataset("d").snapshot().replay(cache=False))
 
 
 def test_a_purge_takes_them_along(lake: Lake, saved: Saved) -> None:
     purge(lake, "d", where="episode_id = 'a'")
     view = lake.dataset("d").snapshot().replay(cache=False)
-    with pytest.raises(NotFound, match="found none"):
+    with pytest.raises(NotFoundError, match="found none"):
         restored(view)
 
 
@@ -147,7 +147,7 @@ def test_a_view_of_several_datasets(lake: Lake, saved: Saved, make_episode: Make
     lake.dataset("other").append([make_episode("x", 3)])
     views = [lake.dataset(name).snapshot().replay(cache=False) for name in ("d", "other")]
     sampler = concatenate(views).prioritized(8, seed=0)
-    with pytest.raises(ConfigInvalid, match="found a view of several datasets"):
+    with pytest.raises(ConfigInvalidError, match="found a view of several datasets"):
         sampler.save_priorities()
 
 
@@ -170,5 +170,5 @@ def test_a_file_that_somebody_else_wrote(lake: Lake, saved: Saved, wrong: dict[s
     np.savez(only_file(lake), format=1, **{**right, "highest": 1.0})
     restored(view)
     np.savez(only_file(lake), format=1, **{**right, "highest": 1.0, **wrong})
-    with pytest.raises(StorageFailed, match=r"expected the priorities that were saved there"):
+    with pytest.raises(StorageError, match=r"expected the priorities that were saved there"):
         restored(view)

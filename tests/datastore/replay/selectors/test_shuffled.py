@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.sampler import FixedCandidates
@@ -110,10 +110,10 @@ def test_ranks_divide_an_epoch(num: int, size: int, num_ranks: int, drop_last: b
     selectors = [ShuffledSelector(size, rank=rank, **options) for rank in range(num_ranks)]
     try:
         batches = [epoch_of(selector, num, size) for selector in selectors]
-    except ConfigInvalid:
+    except ConfigInvalidError:
         # Refused by all, and only where some rank would have nothing for a batch.
         for selector in selectors:
-            with pytest.raises(ConfigInvalid, match=rf"{num} items for {num_ranks} ranks"):
+            with pytest.raises(ConfigInvalidError, match=rf"{num} items for {num_ranks} ranks"):
                 selector.share(FixedCandidates(np.arange(num)))
         least = num // num_ranks
         assert least < size if drop_last else least < -(-num // (num_ranks * size)), "not needed"
@@ -173,20 +173,20 @@ def test_a_state_that_does_not_fit_is_refused(view: ReplayView, lake: Lake, make
         view.shuffled(8, seed=3),
         view.shuffled(8, seed=3, rank=1, num_ranks=2),
     ):
-        with pytest.raises(ConfigInvalid, match="found a state of"):
+        with pytest.raises(ConfigInvalidError, match="found a state of"):
             other.load_state_dict(state)
     lake.dataset("d").append([make_episode("more", 5)])
     grown = lake.dataset("d").snapshot().replay(cache=False)
     other = grown.shuffled(8, seed=3, num_ranks=2)
-    with pytest.raises(ConfigInvalid, match="over 100 items and a view of 105"):
+    with pytest.raises(ConfigInvalidError, match="over 100 items and a view of 105"):
         other.load_state_dict(state)
 
 
 def test_ranks_that_make_no_sense_are_refused(view: ReplayView) -> None:
     for rank, num_ranks in ((-1, 2), (2, 2), (0, 0)):
-        with pytest.raises(ConfigInvalid, match=f"found rank {rank} of {num_ranks}"):
+        with pytest.raises(ConfigInvalidError, match=f"found rank {rank} of {num_ranks}"):
             view.shuffled(8, seed=0, rank=rank, num_ranks=num_ranks)
-    with pytest.raises(ConfigInvalid, match="found 100 items for 101 ranks"):
+    with pytest.raises(ConfigInvalidError, match="found 100 items for 101 ranks"):
         view.shuffled(8, seed=0, num_ranks=101)
 
 
@@ -205,8 +205,8 @@ def test_what_a_live_view_loses_is_passed_over_and_what_it_gets_comes_next() -> 
         following += selector.select(candidates, 10).numbers.tolist()
     assert sorted(following) == list(range(120, 180))
     candidates.low = 180
-    with pytest.raises(EmptyReplay):
+    with pytest.raises(EmptyReplayError):
         selector.select(candidates, 10)
     candidates.high = 200
-    with pytest.raises(ConfigInvalid, match="a view that follows a dataset"):
+    with pytest.raises(ConfigInvalidError, match="a view that follows a dataset"):
         ShuffledSelector(10, seed=0, num_ranks=2).select(candidates, 10)

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    QueryFailed,
-    QueryRefused,
-    SchemaMismatch,
-    ShardCorrupt,
+    ConfigInvalidError,
+    QueryError,
+    QueryRefusedError,
+    SchemaMismatchError,
+    ShardCorruptError,
 )
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
@@ -165,7 +165,7 @@ def test_only_selected_episodes_are_weighted(view: ReplayView, lake: Lake) -> No
     sampler = selected.weighted(64, weight="1 / (10 - reward)", seed=0)
     assert set(shares(sampler)) == {1.0, 2.0, 3.0}
     with pytest.raises(
-        SchemaMismatch, match="found NULL for step 0 of episode 'b', the first of 1"
+        SchemaMismatchError, match="found NULL for step 0 of episode 'b', the first of 1"
     ):
         view.weighted(64, weight="CASE WHEN reward < 10 THEN 1 END", seed=0)
     limited = lake.dataset("d").snapshot().replay(where_steps="reward > 1")
@@ -190,20 +190,20 @@ def test_several_datasets(view: ReplayView, lake: Lake, make_episode: Make) -> N
     ],
 )
 def test_weights_that_are_none(view: ReplayView, weight: str, message: str) -> None:
-    with pytest.raises(SchemaMismatch, match=message):
+    with pytest.raises(SchemaMismatchError, match=message):
         view.weighted(8, weight=weight, seed=0)
 
 
 @pytest.mark.parametrize(
     ("weight", "error", "message"),
     [
-        ("random()", QueryRefused, "found random, whose value changes between runs"),
-        ("(SELECT 1)", QueryRefused, "found a subquery"),
-        ("row_number() OVER ()", QueryRefused, "found a window function"),
-        ("unnest([1, 2])", QueryRefused, "found 10 values for 5 steps, expected one a step"),
-        ("sum(reward)", QueryFailed, "GROUP BY"),
-        ("no_such", QueryFailed, "no_such"),
-        ("episode_id", QueryFailed, "Could not convert string"),
+        ("random()", QueryRefusedError, "found random, whose value changes between runs"),
+        ("(SELECT 1)", QueryRefusedError, "found a subquery"),
+        ("row_number() OVER ()", QueryRefusedError, "found a window function"),
+        ("unnest([1, 2])", QueryRefusedError, "found 10 values for 5 steps, expected one a step"),
+        ("sum(reward)", QueryError, "GROUP BY"),
+        ("no_such", QueryError, "no_such"),
+        ("episode_id", QueryError, "Could not convert string"),
     ],
 )
 def test_expressions_that_are_no_weight(
@@ -215,7 +215,7 @@ def test_expressions_that_are_no_weight(
 
 def test_a_view_that_was_sent(view: ReplayView) -> None:
     sent = pickle.loads(pickle.dumps(view))
-    with pytest.raises(ConfigInvalid, match="found a view of d@3 that another process made"):
+    with pytest.raises(ConfigInvalidError, match="found a view of d@3 that another process made"):
         sent.weighted(8, weight="reward", seed=0)
 
 
@@ -250,7 +250,7 @@ def test_an_alias_table_holds_the_weights(weights: list[float]) -> None:
 def test_a_shard_that_is_gone(view: ReplayView, lake: Lake) -> None:
     for path in Path(lake.storage.url).glob("d/shards/*"):
         path.unlink()
-    with pytest.raises(ShardCorrupt, match=r"expected the shard that the log names"):
+    with pytest.raises(ShardCorruptError, match=r"expected the shard that the log names"):
         view.weighted(8, weight="reward + 1", seed=0)
 
 
@@ -259,5 +259,5 @@ def test_a_damaged_shard_gives_no_weights(view: ReplayView, lake: Lake) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 3] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(ShardCorrupt, match=path.name):
+    with pytest.raises(ShardCorruptError, match=path.name):
         view.weighted(4, weight="step + 1", seed=0)

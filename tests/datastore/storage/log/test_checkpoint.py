@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from replaylake.datastore.errors import FormatTooNew, LogCorrupt
+from replaylake.datastore.errors import FormatTooNewError, LogCorruptError
 from replaylake.datastore.storage.log.checkpoint import read_checkpoint, write_checkpoint
 from replaylake.datastore.storage.log.state import FileEntry, LogState
 from replaylake.datastore.storage.table.table_schema import new_metadata
@@ -45,25 +45,25 @@ def test_what_is_written_is_read(changes: dict[str, dict[str, object]]) -> None:
 
 
 def test_a_state_before_the_table_exists() -> None:
-    with pytest.raises(LogCorrupt, match="checkpoint of version -1: found no metaData"):
+    with pytest.raises(LogCorruptError, match="checkpoint of version -1: found no metaData"):
         write_checkpoint(LogState())
 
 
 def test_damaged_bytes() -> None:
     whole = bytes(write_checkpoint(STATE))
     for data in (b"", whole[:-1], whole[: len(whole) // 2], whole[4:]):
-        with pytest.raises(LogCorrupt, match=r"the/path: .*expected a Delta checkpoint"):
+        with pytest.raises(LogCorruptError, match=r"the/path: .*expected a Delta checkpoint"):
             read_checkpoint(data, "the/path", 7)
     flipped = bytearray(whole)
     flipped[60] ^= 1
-    with pytest.raises(LogCorrupt, match="the/path"):
+    with pytest.raises(LogCorruptError, match="the/path"):
         read_checkpoint(bytes(flipped), "the/path", 7)
 
 
 def test_a_file_that_is_no_checkpoint() -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"x": [1]}), sink)
-    with pytest.raises(LogCorrupt, match="expected a Delta checkpoint"):
+    with pytest.raises(LogCorruptError, match="expected a Delta checkpoint"):
         read_checkpoint(sink.getvalue().to_pybytes(), "path", 7)
 
 
@@ -72,5 +72,5 @@ def test_a_newer_writer() -> None:
         METADATA,
         configuration={"replaylake.format_version": "9", "replaylake.written_by": "9.0"},
     )
-    with pytest.raises(FormatTooNew, match=r"format version 9.*ReplayLake 9\.0"):
+    with pytest.raises(FormatTooNewError, match=r"format version 9.*ReplayLake 9\.0"):
         read_checkpoint(bytes(write_checkpoint(replace(STATE, metadata=newer))), "path", 7)

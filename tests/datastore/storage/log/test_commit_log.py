@@ -15,11 +15,11 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    CommitConflict,
-    LogCorrupt,
-    NotFound,
-    StorageFailed,
+    AlreadyExistsError,
+    CommitConflictError,
+    LogCorruptError,
+    NotFoundError,
+    StorageError,
 )
 from replaylake.datastore.storage.log import folder as folder_module
 from replaylake.datastore.storage.log.commit_file import Intent
@@ -93,9 +93,9 @@ def test_versions_count_from_zero_and_hold_their_files(storage: LocalStorage) ->
 def test_a_log_that_is_not_there(storage: LocalStorage) -> None:
     log = CommitLog(storage, "t")
     assert not log.exists()
-    with pytest.raises(NotFound, match="expected a table"):
+    with pytest.raises(NotFoundError, match="expected a table"):
         log.newest()
-    with pytest.raises(NotFound, match="expected one to commit to"):
+    with pytest.raises(NotFoundError, match="expected one to commit to"):
         add(log, "p", 0)
     assert storage.names("t/_delta_log") == []
 
@@ -122,9 +122,9 @@ def test_a_repeated_commit_is_recognised_before_any_conflict_rule(storage: Local
 def test_commits_that_no_longer_apply_are_refused(storage: LocalStorage) -> None:
     log = created(storage)
     add(log, "p", 0)
-    with pytest.raises(CommitConflict, match=r"p-0\.parquet is already in the table"):
+    with pytest.raises(CommitConflictError, match=r"p-0\.parquet is already in the table"):
         add(log, "p", 1, add=(entry("p-0"),))
-    with pytest.raises(CommitConflict, match=r"gone\.parquet is no longer live at version 1"):
+    with pytest.raises(CommitConflictError, match=r"gone\.parquet is no longer live at version 1"):
         log.commit(lambda _: Intent("c", 0, "COMPACT", remove=("shards/gone.parquet",)))
     assert log.newest().version == 1
 
@@ -138,7 +138,7 @@ def test_entries_are_compared_and_set(storage: LocalStorage) -> None:
 
     put(0, "one", {"key": None})
     put(1, "two", {"key": "one"})
-    with pytest.raises(CommitConflict, match="found two, expected one"):
+    with pytest.raises(CommitConflictError, match="found two, expected one"):
         put(2, "three", {"key": "one"})
     assert log.newest().entries == {"key": "two"}
     put(3, None, {"key": "two"})
@@ -175,9 +175,9 @@ def test_an_error_of_build_commits_nothing(storage: LocalStorage) -> None:
     log = created(storage)
 
     def build(state: LogState) -> Intent:
-        raise AlreadyExists(f"at {state.version}")
+        raise AlreadyExistsError(f"at {state.version}")
 
-    with pytest.raises(AlreadyExists, match="at 0"):
+    with pytest.raises(AlreadyExistsError, match="at 0"):
         log.commit(build)
     assert log.newest().version == 0
 
@@ -217,7 +217,7 @@ def test_every_version_reads_the_same_with_and_without_checkpoints(
     assert list(with_checkpoints.files) == list(without.files)
     assert len(without.files) == version
     for outside in (-1, 206):
-        with pytest.raises(NotFound, match=r"has 0\.\.205"):
+        with pytest.raises(NotFoundError, match=r"has 0\.\.205"):
             long_log.at(outside)
 
 
@@ -270,7 +270,9 @@ def test_a_damaged_checkpoint_without_its_commits_is_named(
     assert log.newest().version == 205, "another engine may drop commits below a checkpoint"
     checkpoint_path(storage, 200).write_bytes(b"PAR1")
     checkpoint_path(storage, 100).unlink()
-    with pytest.raises(LogCorrupt, match=r"0200\.checkpoint\.parquet: .*expected a Delta check"):
+    with pytest.raises(
+        LogCorruptError, match=r"0200\.checkpoint\.parquet: .*expected a Delta check"
+    ):
         CommitLog(storage, "t").newest()
 
 
@@ -280,12 +282,14 @@ def test_a_missing_commit_is_a_hole_and_is_never_filled(
     long_log.newest()
     commit_path(storage, 203).unlink()
     for log in (CommitLog(storage, "t"), CommitLog(storage, "t")):
-        with pytest.raises(LogCorrupt, match=r"0203\.json: missing, expected every version up to"):
+        with pytest.raises(
+            LogCorruptError, match=r"0203\.json: missing, expected every version up to"
+        ):
             log.newest()
-        with pytest.raises(LogCorrupt, match=r"0203\.json: missing"):
+        with pytest.raises(LogCorruptError, match=r"0203\.json: missing"):
             add(log, "q", 0)
     assert not commit_path(storage, 203).exists()
-    with pytest.raises(LogCorrupt, match=r"0203\.json: missing"):
+    with pytest.raises(LogCorruptError, match=r"0203\.json: missing"):
         long_log.history()
 
 
@@ -300,7 +304,7 @@ def test_every_damage_to_a_commit_is_reported(storage: LocalStorage) -> None:
     damages.append(b"\n".join(good.splitlines()[:-1]) + b"\n")
     for damaged in damages:
         path.write_bytes(damaged)
-        with pytest.raises(LogCorrupt, match=r"0001\.json: .*expected one JSON action a line"):
+        with pytest.raises(LogCorruptError, match=r"0001\.json: .*expected one JSON action a line"):
             CommitLog(storage, "t").newest()
     path.write_bytes(good)
     assert CommitLog(storage, "t").newest() == log.newest()
@@ -309,7 +313,7 @@ def test_every_damage_to_a_commit_is_reported(storage: LocalStorage) -> None:
 def test_an_action_without_what_delta_requires_is_reported(storage: LocalStorage) -> None:
     created(storage)
     commit_path(storage, 1).write_text('{"add": {"partitionValues": {}}}\n')
-    with pytest.raises(LogCorrupt, match=r"versions 0\.\.1 hold an action without"):
+    with pytest.raises(LogCorruptError, match=r"versions 0\.\.1 hold an action without"):
         CommitLog(storage, "t").newest()
 
 
@@ -336,7 +340,7 @@ def test_a_checkpoint_that_fails_fails_no_commit(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(state: LogState) -> memoryview:
-        raise StorageFailed(f"no room at {state.version}")
+        raise StorageError(f"no room at {state.version}")
 
     monkeypatch.setattr(folder_module, "write_checkpoint", failing)
     log = created(storage)

@@ -12,7 +12,7 @@ import deltalake
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import CommitConflict
+from replaylake.datastore.errors import CommitConflictError
 from replaylake.datastore.storage.log import commit_log as log_module
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.commit_log import CommitLog
@@ -99,10 +99,12 @@ def test_two_compactors_that_replace_the_same_shards(table: Table) -> None:
     fields = {"operation": "COMPACT", "removed": replaced, "data_change": False}
     done = first.commit([merged[0]], producer="compact/a", sequence=0, **fields)
     table.append(rows(9), producer="p", sequence=4)
-    with pytest.raises(CommitConflict, match=r"COMPACT: shards/\S+ is no longer live at version 6"):
+    with pytest.raises(
+        CommitConflictError, match=r"COMPACT: shards/\S+ is no longer live at version 6"
+    ):
         second.commit([merged[1]], producer="compact/b", sequence=0, **fields)
     # One of them overlaps in a single shard.
-    with pytest.raises(CommitConflict, match="no longer live"):
+    with pytest.raises(CommitConflictError, match="no longer live"):
         second.commit(
             [merged[1]],
             producer="compact/c",
@@ -133,7 +135,7 @@ def test_compactors_beside_writers_keep_every_row(table: Table) -> None:
             merged = [handle.write(snapshot.read())] if removed else []
             try:
                 handle.commit(merged, producer=name, sequence=sequence, removed=removed)
-            except CommitConflict:
+            except CommitConflictError:
                 continue
             won.append(sequence)
 

@@ -13,9 +13,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import LogCorrupt
+from replaylake.datastore.errors import LogCorruptError
 from replaylake.datastore.storage.log.commit_file import Intent
-from replaylake.datastore.storage.log.commit_log import CommitLog, Committed
+from replaylake.datastore.storage.log.commit_log import CommitLog, CommitResult
 from replaylake.datastore.storage.log.expiry import expire
 from replaylake.datastore.storage.log.state import FileEntry, LogState
 from replaylake.datastore.storage.storage import LocalStorage
@@ -78,7 +78,7 @@ def reported_or(expected: object, read: Callable[[], object]) -> bool:
     """Whether it was reported; fails on any other answer than the expected one."""
     try:
         found = read()
-    except LogCorrupt:
+    except LogCorruptError:
         return True
     assert found == expected
     return False
@@ -91,7 +91,7 @@ def check_damaged(sound: Sound, storage: LocalStorage, versions: list[int]) -> i
     found.append(reported_or(sound.history, log.history))
     before = set(storage.names("t/_delta_log"))
     commit = partial(log.commit, lambda _: Intent("q", 0, "WRITE"))
-    if not reported_or(Committed(NEWEST + 1, False), commit):
+    if not reported_or(CommitResult(NEWEST + 1, False), commit):
         after = set(storage.names("t/_delta_log"))
         assert after - before == {f"{NEWEST + 1:020d}.json"}, "and no name of an earlier version"
     return sum(found)
@@ -139,7 +139,7 @@ def check_bits(path: Path, read: Callable[[], object], bits: slice) -> None:
         flipped = bytearray(good)
         flipped[position // 8] ^= 1 << position % 8
         path.write_bytes(flipped)
-        with pytest.raises(LogCorrupt, match=rf"{path.name}: .*expected"):
+        with pytest.raises(LogCorruptError, match=rf"{path.name}: .*expected"):
             read()
     path.write_bytes(good)
     read()

@@ -11,7 +11,7 @@ import deltalake
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import LogCorrupt, NotFound, StorageFailed
+from replaylake.datastore.errors import LogCorruptError, NotFoundError, StorageError
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.commit_log import CommitLog
 from replaylake.datastore.storage.log.expiry import expire
@@ -62,7 +62,7 @@ def check_kept(storage: LocalStorage, states: dict[int, LogState], oldest: int) 
             since = [entry.since for entry in log.at(version).files.values()]
             assert since == [entry.since for entry in states[version].files.values()]
         for version in range(oldest):
-            with pytest.raises(NotFound, match=rf"version {version}: not in .*{oldest}\.\.12"):
+            with pytest.raises(NotFoundError, match=rf"version {version}: not in .*{oldest}\.\.12"):
                 log.at(version)
         again = add(log, "p", 2)
         assert (again.version, again.already_present) == (2, True), "known after its commit is gone"
@@ -97,7 +97,7 @@ def test_history_goes_on_from_the_oldest_version(storage: LocalStorage, log: Com
         assert reader.history(since=2) == before[5:]
         assert reader.info(5) == before[5]
         for gone in (reader.info, reader.actions):
-            with pytest.raises(NotFound, match=r"has 5\.\.12; those before were dropped"):
+            with pytest.raises(NotFoundError, match=r"has 5\.\.12; those before were dropped"):
                 gone(4)
 
 
@@ -129,10 +129,10 @@ def test_what_an_ingest_said_of_its_source_outlives_its_commit(
 
 def test_a_version_that_is_not_there_drops_nothing(log: CommitLog) -> None:
     for version in (-1, 13):
-        with pytest.raises(NotFound, match=r"has 0\.\.12"):
+        with pytest.raises(NotFoundError, match=r"has 0\.\.12"):
             expire(log, version)
     expire(log, 6)
-    with pytest.raises(NotFound, match=r"has 6\.\.12"):
+    with pytest.raises(NotFoundError, match=r"has 6\.\.12"):
         expire(log, 4)
 
 
@@ -239,7 +239,7 @@ def test_what_a_slow_checkpointer_leaves_below_is_passed_over(
     log.folder.write_checkpoint(states[4])
     assert log.folder.pointer() == 10, "an older one never takes the pointer"
     check_kept(storage, states, 10)
-    with pytest.raises(NotFound, match=r"has 10\.\.12"):
+    with pytest.raises(NotFoundError, match=r"has 10\.\.12"):
         log.at(4)
     assert len(expire(log, 10).paths) == 1
 
@@ -253,7 +253,7 @@ def test_nothing_is_dropped_over_a_checkpoint_that_reads_differently(
         put(self, path, bytes(data)[:-1])
 
     monkeypatch.setattr(LocalStorage, "put", damaging)
-    with pytest.raises(LogCorrupt, match=r"0010\.checkpoint\.parquet: .*Nothing was dropped"):
+    with pytest.raises(LogCorruptError, match=r"0010\.checkpoint\.parquet: .*Nothing was dropped"):
         expire(log, 10)
     assert log.oldest() == 0
 
@@ -284,9 +284,9 @@ def test_without_its_checkpoint_an_expired_log_is_refused(
 ) -> None:
     expire(log, 10)
     storage.local(log.folder.checkpoint_path(10)).write_bytes(b"PAR1")
-    with pytest.raises(LogCorrupt, match=r"0010\.checkpoint\.parquet"):
+    with pytest.raises(LogCorruptError, match=r"0010\.checkpoint\.parquet"):
         CommitLog(storage, "t").newest()
-    with pytest.raises(LogCorrupt, match=r"0010\.checkpoint\.parquet"):
+    with pytest.raises(LogCorruptError, match=r"0010\.checkpoint\.parquet"):
         add(CommitLog(storage, "t"), "q", 0)
     assert "1.json" not in names(storage)
 
@@ -295,8 +295,8 @@ def test_a_storage_that_fails_is_said(
     storage: LocalStorage, log: CommitLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(self: LocalStorage, paths: Iterable[str]) -> None:
-        raise StorageFailed(str(list(paths)))
+        raise StorageError(str(list(paths)))
 
     monkeypatch.setattr(LocalStorage, "delete", failing)
-    with pytest.raises(StorageFailed, match=r"000\.json"):
+    with pytest.raises(StorageError, match=r"000\.json"):
         expire(log, 10)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaylake.datastore.storage.log.shared_map import SharedMap
+from replaylake.datastore.storage.log.shared_map import PersistentMap
 
 KEYS = st.text("abcdef", min_size=1, max_size=2)
 CHANGES = st.lists(st.dictionaries(KEYS, st.one_of(st.none(), st.integers()), max_size=4))
@@ -14,7 +14,7 @@ CHANGES = st.lists(st.dictionaries(KEYS, st.one_of(st.none(), st.integers()), ma
 def test_it_says_what_a_dict_would(
     base: dict[str, int], steps: list[dict[str, int | None]]
 ) -> None:
-    shared, plain = SharedMap(base), dict(base)
+    shared, plain = PersistentMap(base), dict(base)
     earlier = []
     for changes in steps:
         earlier.append((shared, dict(plain)))
@@ -32,7 +32,7 @@ def test_it_says_what_a_dict_would(
 
 
 def test_many_changes_one_by_one() -> None:
-    shared = SharedMap[int]()
+    shared = PersistentMap[int]()
     for number in range(500):
         shared = shared.changed({str(number): number, str(number - 10): None})
     assert dict(shared) == {str(number): number for number in range(490, 500)}
@@ -42,11 +42,11 @@ def test_many_changes_one_by_one() -> None:
 
 
 def test_order_is_that_of_arrival() -> None:
-    shared = SharedMap({"b": 1}).changed({"c": 2}).changed({"a": 3, "b": None})
+    shared = PersistentMap({"b": 1}).changed({"c": 2}).changed({"a": 3, "b": None})
     assert list(shared) == ["c", "a"]
 
 
 def test_one_that_is_shared_already_is_not_copied() -> None:
-    shared = SharedMap({"a": 1})
-    assert SharedMap.of(shared) is shared
+    shared = PersistentMap({"a": 1})
+    assert PersistentMap.of(shared) is shared
     assert shared.changed({}) is shared

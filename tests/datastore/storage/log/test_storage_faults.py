@@ -1,6 +1,6 @@
 """A disk that fails at any call of an append, or is full, or takes no file of that size.
 
-Each time: a StorageFailed or success, the old version untouched, and a repeated append that works
+Each time: a StorageError or success, the old version untouched, and a repeated append that works
 and doubles nothing.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.storage.log.commit_log import CHECKPOINT_INTERVAL
 from replaylake.datastore.storage.log.expiry import expire
 from replaylake.datastore.storage.storage import LocalStorage
@@ -94,7 +94,7 @@ def each_call(base: Path, folder: Path, how: str, act: Callable[[Table], Any]) -
         with failing_at(call, code, how) as made:
             try:
                 act(table)
-            except StorageFailed as error:
+            except StorageError as error:
                 said = str(error)
         if len(made) <= call:
             assert failures > 8, "expected most calls to matter"
@@ -152,7 +152,7 @@ def test_a_creation_that_fails_at_any_call(tmp_path: Path) -> None:
     root = tmp_path / "store"
     for call in range(400):
         shutil.rmtree(root, ignore_errors=True)
-        with failing_at(call, errno.EIO, "before") as made, suppress(StorageFailed):
+        with failing_at(call, errno.EIO, "before") as made, suppress(StorageError):
             Table(LocalStorage(root), "t").create(SCHEMA)
         if len(made) <= call:
             break
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_cannot_be_written_fails_no_append(base: Path) -> None
 
     def failing(self: LocalStorage, path: str, data: bytes | memoryview) -> None:
         if "_delta_log" in path:
-            raise StorageFailed(path)
+            raise StorageError(path)
         put(self, path, data)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_cannot_be_written_fails_no_append(base: Path) -> None
 LARGE: Final = """
 import pathlib, sys
 import numpy as np, pyarrow as pa
-from replaylake.datastore.errors import StorageFailed
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.storage.storage import LocalStorage
 from replaylake.datastore.storage.table.table import Table
 root = pathlib.Path(sys.argv[1])
@@ -199,10 +199,10 @@ def append_large():
 def refused():
     try:
         append_large()
-    except StorageFailed as error:
+    except StorageError as error:
         print(error)
     else:
-        raise SystemExit("expected StorageFailed")
+        raise SystemExit("expected StorageError")
     assert table.snapshot().num_rows == Table(LocalStorage(root), "t").snapshot().num_rows == 2
     assert not list((root / "_lake" / "tmp").iterdir()), "half of a file left behind"
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import NameRefused, ShardCorrupt, StorageFailed
+from replaylake.datastore.errors import InvalidNameError, ShardCorruptError, StorageError
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.storage.storage import Blob, LocalStorage, Storage
@@ -91,7 +91,7 @@ def test_a_path_that_leads_out_is_refused_by_a_store(on_s3: Storage, path: str) 
         lambda: on_s3.state_folder(path),
         lambda: on_s3.names(path),
     ):
-        with pytest.raises(NameRefused, match="inside of the lake"):
+        with pytest.raises(InvalidNameError, match="inside of the lake"):
             attempt()
 
 
@@ -124,7 +124,7 @@ def test_what_fails_in_passing_is_repeated(on_s3: Storage, s3) -> None:
 def test_a_store_that_stays_broken_is_reported_in_one_line(on_s3: Storage, s3) -> None:
     s3.fail("PUT", "/x", done=False, times=99)
     for attempt in (lambda: on_s3.put("x", b""), lambda: on_s3.put_new("x", b"")):
-        with pytest.raises(StorageFailed, match=r"lake/x: .*503.*Run it again") as failure:
+        with pytest.raises(StorageError, match=r"lake/x: .*503.*Run it again") as failure:
             attempt()
         assert "\n" not in str(failure.value)
     s3.heal()
@@ -135,9 +135,11 @@ def test_fetched_files_are_checked_as_they_are_copied(on_s3: Storage) -> None:
     on_s3.put("shard", b"right")
     right = Blob("shard", 5, hashlib.sha256(b"right").hexdigest())
     for wrong in (Blob("shard", 4, right.sha256), Blob("shard", 5, "0" * 64)):
-        with pytest.raises(ShardCorrupt, match=r"lake/shard: found 5 bytes of sha256 .* expected"):
+        with pytest.raises(
+            ShardCorruptError, match=r"lake/shard: found 5 bytes of sha256 .* expected"
+        ):
             on_s3.fetch([wrong])
-    with pytest.raises(ShardCorrupt, match="lake/absent: found no such file"):
+    with pytest.raises(ShardCorruptError, match="lake/absent: found no such file"):
         on_s3.fetch([right, Blob("absent")])
     (path,) = on_s3.fetch([right])
     assert path.read_bytes() == b"right"
@@ -155,20 +157,20 @@ def test_no_bucket_is_named(s3) -> None:
         lambda: list(storage.files("")),
         lambda: storage.fetch([Blob("x")]),
     ):
-        with pytest.raises(StorageFailed, match="found no bucket 'no-such-bucket'"):
+        with pytest.raises(StorageError, match="found no bucket 'no-such-bucket'"):
             attempt()
 
 
 def test_no_credentials_are_named(s3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(StorageFailed, match="found no credentials, expected AWS_ACCESS_KEY_ID"):
+    with pytest.raises(StorageError, match="found no credentials, expected AWS_ACCESS_KEY_ID"):
         open_storage("s3://bucket/lake").get("x")
 
 
 def test_no_account_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(StorageFailed, match="expected AZURE_STORAGE_ACCOUNT_NAME"):
+    with pytest.raises(StorageError, match="expected AZURE_STORAGE_ACCOUNT_NAME"):
         open_storage("az://container/lake")
 
 
@@ -176,5 +178,5 @@ def test_nobody_at_the_endpoint_is_named(s3, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     storage = open_storage("s3://bucket/lake")
     for attempt in (lambda: storage.get("x"), lambda: storage.put_new("x", b"")):
-        with pytest.raises(StorageFailed, match=r"no answer .*expected an object store there"):
+        with pytest.raises(StorageError, match=r"no answer .*expected an object store there"):
             attempt()

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import NotFound, PackageInvalid, ShardCorrupt
+from replaylake.datastore.errors import NotFoundError, PackageInvalidError, ShardCorruptError
 from replaylake.datastore.feedback.segments import journal_folder
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.datastore.lake.policies.manifest import read_checked
+from replaylake.datastore.lake.policies.manifest import read_verified
 from replaylake.datastore.maintenance.lineage import lineage
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.remote.shard_cache import trim_cache
@@ -81,7 +81,7 @@ def test_other_engines_open_the_same_table(s3_lake: Lake, make_episode: MakeEpis
 
 def test_a_lake_that_is_not_there_is_not_made_by_reading(url: str, s3) -> None:
     s3.requests.clear()
-    with pytest.raises(NotFound, match="found none there"):
+    with pytest.raises(NotFoundError, match="found none there"):
         open_lake(url)
     assert [request for request in s3.requests if request[0] != "GET"] == []
 
@@ -143,7 +143,7 @@ def test_a_damaged_copy_is_reported_removed_and_made_again(
     data = bytearray(copy.read_bytes())
     data[len(data) // 2] ^= 1
     copy.write_bytes(data)
-    with pytest.raises(ShardCorrupt, match="copy of it was damaged and is removed now"):
+    with pytest.raises(ShardCorruptError, match="copy of it was damaged and is removed now"):
         snapshot.replay()
     assert snapshot.replay().num_steps == 3
 
@@ -160,10 +160,10 @@ def test_a_shard_damaged_in_the_store_is_never_copied(
     data[len(data) // 2] ^= 1
     storage.put(path, bytes(data))
     for read in (lambda: steps(s3_lake), lambda: dataset.snapshot().replay()):
-        with pytest.raises(ShardCorrupt, match=r"s3://.*/d/shards/.*expected"):
+        with pytest.raises(ShardCorruptError, match=r"s3://.*/d/shards/.*expected"):
             read()
     storage.delete([path])
-    with pytest.raises(ShardCorrupt, match=r"s3://.*No such file"):
+    with pytest.raises(ShardCorruptError, match=r"s3://.*No such file"):
         steps(s3_lake)
     assert copies(tmp_path) == []
 
@@ -220,10 +220,10 @@ def test_policies_are_copied_when_they_are_loaded_and_not_before(
 ) -> None:
     ref = s3_lake.registry.register("clone", package, run_id="r1", lineage={"datasets": []})
     assert ref.version == 1
-    assert lineage.of_policy(open_lake(url), "clone")["policy"]["version"] == 1
+    assert lineage.trace_policy(open_lake(url), "clone")["policy"]["version"] == 1
     again = open_lake(url).registry.resolve("clone")
     assert not (tmp_path / "own-cache").exists()
-    assert read_checked(again.path)[0].body["version"] == 1
+    assert read_verified(again.path)[0].body["version"] == 1
     assert again.path.is_relative_to(tmp_path / "own-cache")
     s3.requests.clear()
     assert again.path == ref.path
@@ -235,7 +235,7 @@ def test_policies_are_copied_when_they_are_loaded_and_not_before(
 def test_a_policy_damaged_in_the_store_is_not_copied(s3_lake: Lake, package: Path) -> None:
     ref = s3_lake.registry.register("clone", package, run_id="r1", lineage={"datasets": []})
     ref.storage.put(f"{ref.folder}/policy.onnx", b"Graph")
-    with pytest.raises(PackageInvalid, match=r"policy\.onnx: found 5 bytes"):
+    with pytest.raises(PackageInvalidError, match=r"policy\.onnx: found 5 bytes"):
         _ = ref.path
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, StorageFailed
+from replaylake.datastore.errors import ConfigInvalidError, StorageError
 from replaylake.datastore.storage.remote.shard_cache import (
     CacheConfig,
     ShardCache,
@@ -89,9 +89,9 @@ def test_what_fails_leaves_nothing_under_its_name(tmp_path: Path, source: Source
     def copy(blob: Blob, target: Path) -> None:
         source.copy(blob, target)
         if blob.path == "d/s3":
-            raise StorageFailed("no")
+            raise StorageError("no")
 
-    with pytest.raises(StorageFailed, match="no"):
+    with pytest.raises(StorageError, match="no"):
         cache.fetch(blobs("s1", "s2", "s3"), copy)
     assert "s3" not in kept(cache)
     assert list((tmp_path / "cache" / "tmp").iterdir()) == []
@@ -224,7 +224,7 @@ def test_abandoned_temporaries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, source: Source) -> None:
     (tmp_path / "file").write_bytes(b"")
     cache = ShardCache(CacheConfig(tmp_path / "file"), "lake")
-    with pytest.raises(StorageFailed, match=r"cache .*file: .*REPLAYLAKE_CACHE"):
+    with pytest.raises(StorageError, match=r"cache .*file: .*REPLAYLAKE_CACHE"):
         cache.fetch(blobs("a"), source.copy)
 
 
@@ -237,7 +237,7 @@ def test_sizes(text: str, value: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1.5GB", "10GiB", "ten"])
 def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ConfigInvalid, match="REPLAYLAKE_CACHE_BYTES"):
+    with pytest.raises(ConfigInvalidError, match="REPLAYLAKE_CACHE_BYTES"):
         parse_bytes(text)
 
 

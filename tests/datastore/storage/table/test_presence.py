@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import NotFound, ShardCorrupt
+from replaylake.datastore.errors import NotFoundError, ShardCorruptError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.query import summaries
-from replaylake.datastore.storage.table.presence import check_present
+from replaylake.datastore.storage.table.presence import check_shards_present
 
 Make = Callable[..., Episode]
 GONE = (
@@ -45,17 +45,17 @@ def dataset(lake: Lake, make_episode: Make) -> Dataset:
 
 @pytest.mark.parametrize("view", ["steps", "episodes", "games", "transitions"])
 def test_a_version_that_was_vacuumed(lake: Lake, dataset: Dataset, view: str) -> None:
-    with pytest.raises(NotFound, match=GONE):
+    with pytest.raises(NotFoundError, match=GONE):
         dataset.snapshot(2).sql(f"SELECT * FROM {view} LIMIT 1")
-    with pytest.raises(NotFound, match=GONE):
+    with pytest.raises(NotFoundError, match=GONE):
         lake.sql(f"SELECT * FROM d.{view} LIMIT 1", at={"d": 2})
     assert lake.sql(f"SELECT DISTINCT episode_id FROM d.{view}").num_rows == 3
 
 
 def test_it_cannot_be_trained_on(dataset: Dataset) -> None:
-    with pytest.raises(NotFound, match=GONE):
+    with pytest.raises(NotFoundError, match=GONE):
         dataset.snapshot(2).replay()
-    with pytest.raises(NotFound, match="1 of its 1 shards are gone"):
+    with pytest.raises(NotFoundError, match="1 of its 1 shards are gone"):
         dataset.snapshot(1).describe()
 
 
@@ -63,7 +63,7 @@ def test_what_should_be_there_is_damage(dataset: Dataset) -> None:
     newest = dataset.snapshot()
     path = newest.table.paths()[-1]
     path.unlink()
-    with pytest.raises(ShardCorrupt, match=rf"{path}: No such file.*from a copy of the lake"):
+    with pytest.raises(ShardCorruptError, match=rf"{path}: No such file.*from a copy of the lake"):
         newest.sql("SELECT count(*) FROM episodes")
     # Version 3 does not have that shard.
     assert dataset.snapshot(3).sql("SELECT count(*) AS n FROM steps")["n"].to_pylist() == [6]
@@ -73,8 +73,8 @@ def test_where_the_log_no_longer_says(dataset: Dataset, monkeypatch: pytest.Monk
     snapshot = dataset.snapshot(2)
 
     def expired(*_: object) -> None:
-        raise NotFound("version 3: its commit is not in d/_delta_log.")
+        raise NotFoundError("version 3: its commit is not in d/_delta_log.")
 
     monkeypatch.setattr(type(dataset.table.log), "actions", expired)
-    with pytest.raises(NotFound, match=r"A later version took them out, and vacuum or purge"):
-        check_present(snapshot.table)
+    with pytest.raises(NotFoundError, match=r"A later version took them out, and vacuum or purge"):
+        check_shards_present(snapshot.table)

@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 import pytest
 
 from replaylake.datastore.storage.storage import LocalStorage
-from replaylake.datastore.storage.table.rewrite import Plan, rewrite
+from replaylake.datastore.storage.table.rewrite import RewritePlan, rewrite
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 
@@ -25,8 +25,8 @@ def without_20(rows: pa.Table) -> pa.Table:
     return rows.filter(pc.not_equal(rows["x"], 20))
 
 
-def everywhere(snapshot: TableSnapshot) -> Plan:
-    return Plan({entry: without_20 for entry in snapshot.files}, {"why": "test"})
+def everywhere(snapshot: TableSnapshot) -> RewritePlan:
+    return RewritePlan({entry: without_20 for entry in snapshot.files}, {"why": "test"})
 
 
 def test_the_changed_rows_keep_their_age_and_the_old_version_its_rows(table: Table) -> None:
@@ -41,8 +41,8 @@ def test_the_changed_rows_keep_their_age_and_the_old_version_its_rows(table: Tab
 
 
 def test_a_shard_without_rows_goes(table: Table) -> None:
-    def plan(snapshot: TableSnapshot) -> Plan:
-        return Plan({snapshot.files[0]: lambda rows: rows.slice(0, 0)})
+    def plan(snapshot: TableSnapshot) -> RewritePlan:
+        return RewritePlan({snapshot.files[0]: lambda rows: rows.slice(0, 0)})
 
     rewrite(table, plan, producer="d", sequence=0, operation="DELETE")
     assert table.snapshot().read()["x"].to_pylist() == [10, 11, 20, 21]
@@ -56,7 +56,7 @@ def test_it_is_done_once(table: Table) -> None:
 
 
 def test_nothing_to_change_commits_nothing(table: Table) -> None:
-    done = rewrite(table, lambda _: Plan({}), producer="d", sequence=0, operation="DELETE")
+    done = rewrite(table, lambda _: RewritePlan({}), producer="d", sequence=0, operation="DELETE")
     assert done is None
     assert table.snapshot().version == 3
 
@@ -64,7 +64,7 @@ def test_nothing_to_change_commits_nothing(table: Table) -> None:
 def test_it_is_planned_again_when_a_compactor_was_first(table: Table) -> None:
     calls = 0
 
-    def plan(snapshot: TableSnapshot) -> Plan:
+    def plan(snapshot: TableSnapshot) -> RewritePlan:
         nonlocal calls
         calls += 1
         if calls == 1:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.episodes.schema import NAMES_TYPE, vector_type
-from replaylake.datastore.errors import ShardCorrupt
+from replaylake.datastore.errors import ShardCorruptError
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.storage import LocalStorage
 from replaylake.datastore.storage.table import shard as shard_module
@@ -23,7 +23,7 @@ from replaylake.datastore.storage.table.shard import (
     read_shard,
     row_group_batches,
     smallest_leaf,
-    verified_groups,
+    verify_row_groups,
     verify_shard,
     write_shard,
 )
@@ -116,7 +116,7 @@ def test_row_groups_are_of_equal_size(storage: LocalStorage) -> None:
     entry = write_shard(storage, "t", pa.table({"x": np.arange(ROW_GROUP_ROWS + 2)}))
     path = storage.local(f"t/{entry.path}")
     half = ROW_GROUP_ROWS // 2 + 1
-    assert verified_groups(path, entry) == [half, half]
+    assert verify_row_groups(path, entry) == [half, half]
     groups = [decode_row_group(path, group) for group in range(2)]
     assert [group.num_rows for group in groups] == [half, half]
     assert pa.concat_tables(groups)["x"].to_pylist() == [*range(ROW_GROUP_ROWS + 2)]
@@ -124,15 +124,15 @@ def test_row_groups_are_of_equal_size(storage: LocalStorage) -> None:
 
 def test_a_log_that_is_wrong_about_the_rows(written: tuple[Path, FileEntry]) -> None:
     path, entry = written
-    with pytest.raises(ShardCorrupt, match="found 150 rows, expected 151 as committed"):
-        verified_groups(path, replace(entry, num_rows=151))
+    with pytest.raises(ShardCorruptError, match="found 150 rows, expected 151 as committed"):
+        verify_row_groups(path, replace(entry, num_rows=151))
 
 
 def test_row_groups_of_a_damaged_shard_are_not_told(written: tuple[Path, FileEntry]) -> None:
     path, entry = written
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(ShardCorrupt, match="found sha256"):
-        verified_groups(path, entry)
+    with pytest.raises(ShardCorruptError, match="found sha256"):
+        verify_row_groups(path, entry)
 
 
 def test_every_flipped_bit_is_found(written: tuple[Path, FileEntry]) -> None:
@@ -142,7 +142,7 @@ def test_every_flipped_bit_is_found(written: tuple[Path, FileEntry]) -> None:
         damaged = bytearray(good)
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
-        with pytest.raises(ShardCorrupt, match=rf"{path.name}: found sha256 .*restore it"):
+        with pytest.raises(ShardCorruptError, match=rf"{path.name}: found sha256 .*restore it"):
             read_shard(path, entry)
     path.write_bytes(good)
     verify_shard(path, entry)
@@ -164,14 +164,14 @@ def test_page_checksums_find_what_no_sha256_is_asked_about(
 def test_a_truncated_shard_is_found(written: tuple[Path, FileEntry], size: int) -> None:
     path, entry = written
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ShardCorrupt, match="found sha256"):
+    with pytest.raises(ShardCorruptError, match="found sha256"):
         read_shard(path, entry)
 
 
 def test_a_missing_shard_is_found(written: tuple[Path, FileEntry]) -> None:
     path, entry = written
     path.unlink()
-    with pytest.raises(ShardCorrupt, match=rf"{path.name}: No such file.*the log names"):
+    with pytest.raises(ShardCorruptError, match=rf"{path.name}: No such file.*the log names"):
         read_shard(path, entry)
 
 
@@ -179,13 +179,13 @@ def test_a_file_that_is_no_parquet_is_named(written: tuple[Path, FileEntry]) -> 
     path, entry = written
     path.write_bytes(b"no parquet")
     hashed = replace(entry, sha256=hashlib.sha256(b"no parquet").hexdigest())
-    with pytest.raises(ShardCorrupt, match=path.name):
+    with pytest.raises(ShardCorruptError, match=path.name):
         read_shard(path, hashed)
 
 
 def test_a_file_without_a_sha256_in_the_log_is_refused(written: tuple[Path, FileEntry]) -> None:
     path, entry = written
-    with pytest.raises(ShardCorrupt, match="found no sha256 in the log, expected one"):
+    with pytest.raises(ShardCorruptError, match="found no sha256 in the log, expected one"):
         read_shard(path, replace(entry, sha256=""))
 
 
@@ -203,7 +203,7 @@ def test_a_row_group_comes_in_batches(storage: LocalStorage) -> None:
     assert found["text"].to_pylist() == rows["text"].to_pylist()
     assert found["vector"].to_pylist() == rows["vector"].to_pylist()
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(ShardCorrupt, match=path.name):
+    with pytest.raises(ShardCorruptError, match=path.name):
         list(row_group_batches(path, 0, wanted, 64))
 
 

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.errors import (
-    AlreadyExists,
-    CommitConflict,
-    NameRefused,
-    NotFound,
-    SchemaMismatch,
-    ShardCorrupt,
-    StorageFailed,
+    AlreadyExistsError,
+    CommitConflictError,
+    InvalidNameError,
+    NotFoundError,
+    SchemaMismatchError,
+    ShardCorruptError,
+    StorageError,
 )
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.state import FileEntry
@@ -53,13 +53,13 @@ def test_a_handle_on_nothing(storage: LocalStorage) -> None:
     assert table.committed("p", 0) is None
     assert table.next_sequence("p") == 0
     for use in (table.snapshot, lambda: table.append(rows("a"), producer="p", sequence=0)):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             use()
     assert storage.names("nothing") == []
 
 
 def test_a_table_is_created_once(table: Table) -> None:
-    with pytest.raises(AlreadyExists, match="exists at version 0"):
+    with pytest.raises(AlreadyExistsError, match="exists at version 0"):
         table.create(SCHEMA)
     assert table.snapshot().configuration["note"] == "kept"
     assert table.snapshot().read().schema.names == ["id", "x"]
@@ -118,7 +118,7 @@ def test_columns_are_matched_by_name(table: Table) -> None:
 def test_drift_is_refused_by_the_name_of_its_column(
     table: Table, data: pa.Table, message: str
 ) -> None:
-    with pytest.raises(SchemaMismatch, match=message):
+    with pytest.raises(SchemaMismatchError, match=message):
         table.append(data, producer="p", sequence=0)
     assert table.snapshot().version == 0
 
@@ -136,7 +136,7 @@ def test_a_column_that_came_later_is_null_before(table: Table) -> None:
     assert table.snapshot(1).schema.names == ["id", "x"]
     assert [field_id(field) for field in table.snapshot().schema] == [1, 2, 3, 4]
     assert table.snapshot().read(["z"]).column_names == ["z"]
-    with pytest.raises(NotFound, match="found no column w, expected some of id, x, y, z"):
+    with pytest.raises(NotFoundError, match="found no column w, expected some of id, x, y, z"):
         table.snapshot().read(["w"])
 
 
@@ -212,7 +212,7 @@ def test_rows_written_for_another_to_commit(table: Table) -> None:
     assert delta_rows(table).sort_by("id")["mine"].to_pylist() == [None, None, 1, None, None]
     other_type = table.write(rows("f", more=[1]))
     table.append(rows("g", more=["text"]), producer="p", sequence=1)
-    with pytest.raises(SchemaMismatch, match="column 'more': found int64, expected string"):
+    with pytest.raises(SchemaMismatchError, match="column 'more': found int64, expected string"):
         table.commit([other_type], producer="committer", sequence=2)
 
 
@@ -235,14 +235,14 @@ def test_a_damaged_shard_is_never_read(table: Table) -> None:
     table.append(rows("a"), producer="p", sequence=0)
     (path,) = table.snapshot().paths()
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(ShardCorrupt, match=path.name):
+    with pytest.raises(ShardCorruptError, match=path.name):
         table.snapshot().read()
 
 
 def test_a_log_that_names_files_outside_is_refused(table: Table, tmp_path: Path) -> None:
     planted = FileEntry("../../../outside.parquet", 1, 1, "0" * 64)
     table.log.commit(lambda _: Intent("p", 0, "WRITE", add=(planted,)))
-    with pytest.raises(NameRefused, match="inside of the lake"):
+    with pytest.raises(InvalidNameError, match="inside of the lake"):
         table.snapshot().read()
 
 
@@ -261,7 +261,7 @@ def test_shards_that_waited_long_are_looked_for_before_their_commit(
     """Vacuum takes what no version names for left behind; or the clock was moved."""
     kept, gone = table.write(rows("a")), table.write(rows("b", "c"))
     table.storage.delete([f"{table.root}/{gone.entries[0].path}"])
-    with pytest.raises(CommitConflict, match=r"found no shards/.* \(1 of 2 shards\).*Write"):
+    with pytest.raises(CommitConflictError, match=r"found no shards/.* \(1 of 2 shards\).*Write"):
         table.commit([aged(kept, age_ms), aged(gone, age_ms)], producer="p", sequence=0)
     assert table.snapshot().version == 0
     assert table.commit([aged(kept, age_ms)], producer="p", sequence=0).version == 1
@@ -285,11 +285,11 @@ def test_a_large_append_that_fails_leaves_no_shard(
     def failing(path: str, data: bytes | memoryview) -> None:
         calls.append(path)
         if len(calls) == 3:
-            raise StorageFailed("disk full")
+            raise StorageError("disk full")
         put(path, data)
 
     monkeypatch.setattr(table.storage, "put", failing)
-    with pytest.raises(StorageFailed, match="disk full"):
+    with pytest.raises(StorageError, match="disk full"):
         table.append(rows(*"abcdefgh"), producer="p", sequence=0)
     assert table.storage.names(f"{table.root}/shards") == []
     assert table.append(rows(*"abcdefgh"), producer="p", sequence=0).num_shards == 8
@@ -312,5 +312,5 @@ def test_reading_stops_at_a_damaged_shard_in_the_middle(table: Table) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     batches = table.snapshot().batches(["id"])
     assert [next(batches)["id"].to_pylist() for _ in range(2)] == [["a"], ["b"]]
-    with pytest.raises(ShardCorrupt, match=path.name):
+    with pytest.raises(ShardCorruptError, match=path.name):
         next(batches)

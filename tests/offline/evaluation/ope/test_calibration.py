@@ -6,7 +6,7 @@ from replaylake.offline.evaluation.ope.calibration import (
     calibration_error,
     reliability,
 )
-from replaylake.offline.evaluation.ope.logged import one_step
+from replaylake.offline.evaluation.ope.logged import one_step_episodes
 
 PROBS = np.array([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
 
@@ -16,7 +16,7 @@ def drawn_log(rng, said=PROBS, drawn=PROBS, num_rows=2000, whole=True):
     contexts = rng.integers(0, 2, num_rows)
     actions = (rng.random(num_rows)[:, None] > drawn[contexts].cumsum(1)).sum(1).clip(0, 2)
     every = said[contexts]
-    return one_step(
+    return one_step_episodes(
         np.zeros(num_rows),
         behavior_probs=every[np.arange(num_rows), actions],
         actions=actions,
@@ -71,7 +71,7 @@ def test_bins_by_hand():
 
 
 def test_the_mean_of_one_over_p_counts_the_possible_actions():
-    log = one_step(
+    log = one_step_episodes(
         np.zeros(4),
         behavior_probs=np.array([0.25, 0.75, 0.75, 0.75]),
         actions=np.array([0, 1, 1, 1]),
@@ -83,9 +83,11 @@ def test_the_mean_of_one_over_p_counts_the_possible_actions():
 
 
 def test_nothing_to_check_without_actions_or_propensities():
-    assert calibration(one_step(np.zeros(2), behavior_probs=np.ones(2))) is None
-    assert calibration(one_step(np.zeros(2), actions=np.zeros(2, int))) is None
-    unknown = one_step(np.zeros(2), actions=np.zeros(2, int), behavior_probs=np.array([1, np.nan]))
+    assert calibration(one_step_episodes(np.zeros(2), behavior_probs=np.ones(2))) is None
+    assert calibration(one_step_episodes(np.zeros(2), actions=np.zeros(2, int))) is None
+    unknown = one_step_episodes(
+        np.zeros(2), actions=np.zeros(2, int), behavior_probs=np.array([1, np.nan])
+    )
     assert calibration(unknown) is None
 
 
@@ -97,18 +99,23 @@ def test_what_a_mask_or_a_sure_policy_rules_out_is_not_missing():
     every = np.where(allowed[:, None], [0.25, 0.25, 0.5], [0.5, 0.5, 0.0])
     actions = (rng.random(num)[:, None] > every.cumsum(1)).sum(1).clip(0, 2)
     probs = every[np.arange(num), actions]
-    found = calibration(one_step(np.zeros(num), behavior_probs=probs, actions=actions))
+    found = calibration(one_step_episodes(np.zeros(num), behavior_probs=probs, actions=actions))
     assert found.p_value > 0.001
     assert found.inverse_z == 0
     # Nearly sure of one action in each half of the rows: of the other 1 / p is never seen.
     sure = np.full(num, 1 - 1e-9)
     halves = (np.arange(num) % 2).astype(int)
-    assert calibration(one_step(np.zeros(num), behavior_probs=sure, actions=halves)).p_value == 1
+    assert (
+        calibration(one_step_episodes(np.zeros(num), behavior_probs=sure, actions=halves)).p_value
+        == 1
+    )
 
 
 def test_an_action_that_explores_less_than_it_could_is_no_misfit():
     """0.5 of 500 rows are expected to explore, and none does: by chance in 6 of 10 logs."""
-    log = one_step(np.zeros(500), behavior_probs=np.full(500, 0.999), actions=np.zeros(500, int))
+    log = one_step_episodes(
+        np.zeros(500), behavior_probs=np.full(500, 0.999), actions=np.zeros(500, int)
+    )
     found = calibration(log)
     # An excess of 500 (1 / 0.999 - 1) where the variance is about as much: 0.71 deviations.
     assert found.p_value == pytest.approx(0.24, abs=0.01)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from replaylake.offline.evaluation.ope.estimate import estimate
-from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, for_logs
+from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, default_estimators
 from replaylake.offline.evaluation.ope.intervals import all_intervals
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
 from replaylake.offline.evaluation.ope.statistic import Bounds, difference_of, mean_of
-from replaylake.offline.evaluation.ope.weights import Inputs
+from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 
 REPEATS = 1200
 GAMMA, HORIZON, STOP = 0.95, 6, 0.3
@@ -47,7 +47,7 @@ def bandit(rng, num_rows=400):
     clicked = (rng.random(num_rows) < CLICKS[contexts, actions]).astype(float)
     logs = []
     for model in (CLICKS * [0.7, 1.3, 1.0, 0.7, 1.3], CLICKS):
-        log = one_step(
+        log = one_step_episodes(
             clicked,
             behavior_probs=BANDIT_BEHAVIOR[contexts, actions],
             target_probs=BANDIT_TARGET[contexts, actions],
@@ -110,7 +110,7 @@ def mdp_truth():
 
 
 def statistic(log, name):
-    return ESTIMATORS[name].function(Inputs(log, np.sqrt(log.num_episodes)))
+    return ESTIMATORS[name].function(EstimatorInputs(log, np.sqrt(log.num_episodes)))
 
 
 def log_statistic(log):
@@ -140,7 +140,7 @@ def coverage(problem, truth, repeats=REPEATS):
     held = {}
     for repeat in range(repeats):
         wrong, _ = problem(rng)
-        names = [n for n in for_logs(wrong.is_one_step) if not ESTIMATORS[n].no_interval]
+        names = [n for n in default_estimators(wrong.is_one_step) if not ESTIMATORS[n].no_interval]
         statistics = [statistic(wrong, name) for name in names]
         log = log_statistic(wrong)
         differences = [difference_of(one, log) for one in statistics]

@@ -5,14 +5,14 @@ from torch import nn
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
+from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.evaluation.ope.d3rlpy_fqe import d3rlpy_fqe
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-from replaylake.offline.facts import DatasetFacts, Moments
+from replaylake.offline.facts import DatasetStatistics, Moments
 from replaylake.offline.networks.graph import PolicyGraph, TorchPolicy
 
 QUICK = FQEConfig(updates=400, batch_size=64, learning_rate=3e-3, hidden_sizes=(16,))
@@ -118,7 +118,7 @@ def test_the_same_seed_gives_the_same_value_and_leaves_the_global_state(discrete
             config=few,
             seed=seed,
             exploration=explored,
-            facts=facts or DatasetFacts(),
+            facts=facts or DatasetStatistics(),
         )
         return fitted.value
 
@@ -126,13 +126,13 @@ def test_the_same_seed_gives_the_same_value_and_leaves_the_global_state(discrete
     assert value(0) == value(0)
     torch.testing.assert_close(torch.get_rng_state(), before)
     assert value(0) != value(1)
-    assert value(0) != value(0, DatasetFacts(observations={"": moments}))
+    assert value(0) != value(0, DatasetStatistics(observations={"": moments}))
 
 
 def test_what_it_cannot_do_is_refused(discrete_view):
     policy = constant("categorical", discrete_view.spec.action_space, [0.0, 0.0, 0.0])
-    with pytest.raises(ConfigInvalid, match=r"tolerance 0\.1, expected 0"):
+    with pytest.raises(ConfigInvalidError, match=r"tolerance 0\.1, expected 0"):
         d3rlpy_fqe(policy, discrete_view, discount=GAMMA, config=FQEConfig(tolerance=0.1))
     wild = FQEConfig(updates=300, batch_size=8, learning_rate=1e30, hidden_sizes=(8,))
-    with pytest.raises(TrainingFailed, match=r"FQE, update 250: found a loss of (nan|inf)"):
+    with pytest.raises(TrainingError, match=r"FQE, update 250: found a loss of (nan|inf)"):
         d3rlpy_fqe(policy, discrete_view, discount=GAMMA, config=wild)

@@ -9,18 +9,22 @@ from torch import nn
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EmptyReplay,
-    NotFound,
-    QueryRefused,
-    SchemaMismatch,
-    SpaceUnsupported,
+    ConfigInvalidError,
+    EmptyReplayError,
+    NotFoundError,
+    QueryRefusedError,
+    SchemaMismatchError,
+    SpaceUnsupportedError,
 )
 from replaylake.datastore.feedback.decisions import decisions_encoder, ensure_feedback_tables
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.evaluation.ope.decision_replay import Asked, Tally, replay_decisions
+from replaylake.offline.evaluation.ope.decision_replay import (
+    CandidateDecisions,
+    Tally,
+    replay_decisions,
+)
 
 # Takes action 1 in context 0, else 0.
 ROWS = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
@@ -128,15 +132,15 @@ def test_where_and_limit(lake, register_table):
     found = replay_decisions(lake, "p", "log", where="observation > 0 OR action = 1")
     assert (found.total.num, found.total.num_agreeing) == (3, 2)
     assert replay_decisions(lake, "p", "log", where="observation > 0", limit=1).total.num == 1
-    with pytest.raises(EmptyReplay, match="found no decision where action > 1"):
+    with pytest.raises(EmptyReplayError, match="found no decision where action > 1"):
         replay_decisions(lake, "p", "log", where="action > 1")
-    with pytest.raises(QueryRefused):
+    with pytest.raises(QueryRefusedError):
         replay_decisions(lake, "p", "log", where="action = (SELECT 1)")
-    with pytest.raises(NotFound, match="found no column nothing"):
+    with pytest.raises(NotFoundError, match="found no column nothing"):
         replay_decisions(lake, "p", "log", by="nothing")
-    with pytest.raises(ConfigInvalid, match="limit"):
+    with pytest.raises(ConfigInvalidError, match="limit"):
         replay_decisions(lake, "p", "log", limit=0)
-    with pytest.raises(NotFound, match="other"):
+    with pytest.raises(NotFoundError, match="other"):
         replay_decisions(lake, "p", "other")
 
 
@@ -162,7 +166,7 @@ def test_too_many_groups(lake, register_table, monkeypatch):
     register_table(lake, "p", ROWS)
     steps(lake, [0] * 9, [1] * 9, [0.5] * 9)
     monkeypatch.setattr("replaylake.offline.evaluation.ope.decision_replay._MAX_GROUPS", 8)
-    with pytest.raises(ConfigInvalid, match="found more than 8 values"):
+    with pytest.raises(ConfigInvalidError, match="found more than 8 values"):
         replay_decisions(lake, "p", "log", by="episode_id")
 
 
@@ -231,9 +235,9 @@ def test_what_it_cannot_act_on_is_counted(lake, register_graph):
 def test_policies_that_do_not_fit(lake, register_table, register_graph):
     steps(lake, [0], [1], [0.5])
     register_table(lake, "other", np.zeros((3, 4)))
-    with pytest.raises(SchemaMismatch, match="action space"):
+    with pytest.raises(SchemaMismatchError, match="action space"):
         replay_decisions(lake, "other", "log")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         replay_decisions(lake, "nobody", "log")
 
 
@@ -245,7 +249,7 @@ def test_a_policy_that_remembers(lake, register_graph):
     spec = PolicySpec(Box((2,)), Discrete(2), "q_values", state_size=3)
     register_graph(lake, "m", Memory(), spec)
     lake.dataset("log").create(Box((2,)), Discrete(2))
-    with pytest.raises(SpaceUnsupported, match="with a state"):
+    with pytest.raises(SpaceUnsupportedError, match="with a state"):
         replay_decisions(lake, "m", "log")
 
 
@@ -253,7 +257,7 @@ def test_densities_that_are_worlds_apart_stay_numbers():
     """A narrow policy over many numbers, beside a broad one: exp(800) is none."""
     tally = Tally()
     log_probs, logged = np.array([400.0, -1.0]), np.array([-400.0, -1.0])
-    tally.add(Asked(np.array([True, True]), np.zeros(2), log_probs, logged))
+    tally.add(CandidateDecisions(np.array([True, True]), np.zeros(2), log_probs, logged))
     said = json.loads(json.dumps(tally.to_json(), allow_nan=False))
     assert said["effective_sample_size"] == pytest.approx(1.0)
     assert (said["mean_log_ratio"], said["num_impossible"]) == (400.0, 0)

@@ -3,7 +3,7 @@ import pytest
 
 from replaylake.offline.evaluation.ope.diagnostics import diagnose
 from replaylake.offline.evaluation.ope.estimate import estimate
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
 from replaylake.offline.evaluation.ope.verdict import verdict
 
 
@@ -30,7 +30,7 @@ def test_weights_by_hand():
 def test_agreement_of_policies_by_hand():
     behavior = np.array([[0.5, 0.5, 0.0], [0.2, 0.8, 0.0]])
     target = np.array([[0.4, 0.2, 0.4], [0.2, 0.8, 0.0]])
-    log = one_step(
+    log = one_step_episodes(
         np.zeros(2),
         behavior_distribution=behavior,
         target_distribution=target,
@@ -41,24 +41,28 @@ def test_agreement_of_policies_by_hand():
     assert found.unsupported_mass == pytest.approx(0.2)
     assert found.unsupported_share == 0.5
     # Without the behavior policy's, an action that was never logged has no support.
-    found = diagnose(one_step(np.zeros(2), target_distribution=target, actions=np.ones(2, int)))
+    found = diagnose(
+        one_step_episodes(np.zeros(2), target_distribution=target, actions=np.ones(2, int))
+    )
     assert found.overlap is None
     assert found.unsupported_mass == pytest.approx((0.8 + 0.2) / 2)
 
 
 def test_unknown_and_zero_probabilities_are_counted_and_leave_no_weights():
-    log = one_step(
+    log = one_step_episodes(
         np.zeros(4), behavior_probs=np.array([0.5, np.nan, 0.0, 0.5]), target_probs=np.ones(4)
     )
     found = diagnose(log)
     assert (found.unknown_share, found.zero_share) == (0.25, 0.25)
     assert found.weights is None
     assert "2 of 4 steps have no behavior probability" in found.no_weights
-    assert diagnose(one_step(np.zeros(4))).unknown_share == 1
+    assert diagnose(one_step_episodes(np.zeros(4))).unknown_share == 1
 
 
 def test_on_policy_weights_are_one_without_doubt():
-    log = one_step(np.arange(5.0), behavior_probs=np.full(5, 0.3), target_probs=np.full(5, 0.3))
+    log = one_step_episodes(
+        np.arange(5.0), behavior_probs=np.full(5, 0.3), target_probs=np.full(5, 0.3)
+    )
     weights = diagnose(log).weights
     assert (weights.mean_weight, weights.mean_weight_z) == (1, 0)
     assert weights.effective_sample_size == pytest.approx(5)
@@ -67,7 +71,9 @@ def test_on_policy_weights_are_one_without_doubt():
 def test_few_rewards_carry_the_value():
     rewards = np.zeros(1000)
     rewards[:3] = 1
-    log = one_step(rewards, behavior_probs=np.full(1000, 0.5), target_probs=np.full(1000, 0.5))
+    log = one_step_episodes(
+        rewards, behavior_probs=np.full(1000, 0.5), target_probs=np.full(1000, 0.5)
+    )
     assert diagnose(log).weights.carrying == pytest.approx(3)
 
 
@@ -140,7 +146,9 @@ def test_log_probs_that_are_all_off_alike_are_seen():
 
 def test_a_greedy_policy_in_a_log_that_seldom_explores_is_no_error():
     """100 rows of 0.999 for what the policy always does: 0.1 of them should have explored."""
-    log = one_step(np.ones(100), behavior_probs=np.full(100, 0.999), target_probs=np.ones(100))
+    log = one_step_episodes(
+        np.ones(100), behavior_probs=np.full(100, 0.999), target_probs=np.ones(100)
+    )
     weights = diagnose(log).weights
     assert weights.mean_weight == pytest.approx(1 / 0.999)
     assert weights.mean_weight_z == pytest.approx(np.sqrt(100 * (1 / 0.999 - 1)))

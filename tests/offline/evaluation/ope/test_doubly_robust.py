@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from replaylake.offline.evaluation.ope import doubly_robust
-from replaylake.offline.evaluation.ope.importance import per_decision, weighted_per_decision
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step
-from replaylake.offline.evaluation.ope.refusal import NotEstimable
-from replaylake.offline.evaluation.ope.weights import Inputs
+from replaylake.offline.evaluation.ope.importance import (
+    per_decision_importance_sampling,
+    weighted_per_decision_importance_sampling,
+)
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
+from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 
 
 def one_step_log(**changes):
@@ -19,7 +22,7 @@ def one_step_log(**changes):
         "q_logged": np.array([0.5, 0.25, 0.5]),
         "v_target": np.array([0.5, 1.0, 0.0]),
     }
-    return one_step(**{**fields, **changes})
+    return one_step_episodes(**{**fields, **changes})
 
 
 def two_episodes(**changes):
@@ -40,19 +43,21 @@ ONE_STEP = [
     (doubly_robust.direct_method, 1.5 / 3),
     (doubly_robust.doubly_robust, (1.5 + 1 - 0.125 + 2) / 3),
     (doubly_robust.weighted_doubly_robust, 1.5 / 3 + (1 - 0.125 + 2) / 6.5),
-    (doubly_robust.switch, (1.5 + 1 - 0.125) / 3),
+    (doubly_robust.switch_doubly_robust, (1.5 + 1 - 0.125) / 3),
     # rho clip^2 / (rho^2 + clip^2) with clip 2: 2 * 4 / 8, 0.5 * 4 / 4.25, 4 * 4 / 20.
-    (doubly_robust.shrunk, (1.5 + 0.5 * 1 - 0.25 * 2 / 4.25 + 0.5 * 0.8) / 3),
+    (doubly_robust.optimistic_shrinkage, (1.5 + 0.5 * 1 - 0.25 * 2 / 4.25 + 0.5 * 0.8) / 3),
 ]
 
 
 @pytest.mark.parametrize(("estimator", "value"), ONE_STEP)
 def test_one_step_values_worked_out_by_hand(estimator, value):
-    assert estimator(Inputs(one_step_log(), clip=2.0)).value == pytest.approx(value, rel=1e-14)
+    assert estimator(EstimatorInputs(one_step_log(), clip=2.0)).value == pytest.approx(
+        value, rel=1e-14
+    )
 
 
 def test_sequential_values_worked_out_by_hand():
-    inputs = Inputs(two_episodes(), clip=9.0)
+    inputs = EstimatorInputs(two_episodes(), clip=9.0)
     assert doubly_robust.direct_method(inputs).value == (1 + 4) / 2
     # The recursion, from the last step: V_1 = 2 + 0.5 (4 - 3) = 2.5, V_0 = 1 + 2 (1 + 1.25 - 2).
     first, second = 1 + 2 * (1 + 0.5 * 2.5 - 2), 4 + 3 * (2 - 1)
@@ -88,16 +93,16 @@ def test_the_sum_is_the_recursion():
             error = log.rewards[row] + 0.9 * value - log.q_logged[row]
             value = log.v_target[row] + ratios[row] * error
         values.append(value)
-    found = doubly_robust.doubly_robust(Inputs(log, clip=9.0))
+    found = doubly_robust.doubly_robust(EstimatorInputs(log, clip=9.0))
     assert found.value == pytest.approx(np.mean(values), rel=1e-12)
 
 
 def test_without_a_model_s_opinion_only_importance_sampling_is_left():
     nothing = np.zeros(random_log(1).num_steps)
-    inputs = Inputs(random_log(1, q_logged=nothing, v_target=nothing), clip=9.0)
+    inputs = EstimatorInputs(random_log(1, q_logged=nothing, v_target=nothing), clip=9.0)
     for corrected, plain in [
-        (doubly_robust.doubly_robust, per_decision),
-        (doubly_robust.weighted_doubly_robust, weighted_per_decision),
+        (doubly_robust.doubly_robust, per_decision_importance_sampling),
+        (doubly_robust.weighted_doubly_robust, weighted_per_decision_importance_sampling),
     ]:
         assert corrected(inputs).value == pytest.approx(plain(inputs).value, rel=1e-12)
         assert corrected(inputs).influence == pytest.approx(plain(inputs).influence, abs=1e-9)
@@ -105,17 +110,17 @@ def test_without_a_model_s_opinion_only_importance_sampling_is_left():
 
 def test_the_clip_decides_how_far_weights_are_trusted():
     log = one_step_log()
-    full = doubly_robust.doubly_robust(Inputs(log, clip=1.0)).value
-    model = doubly_robust.direct_method(Inputs(log, clip=1.0)).value
-    for estimator in (doubly_robust.switch, doubly_robust.shrunk):
-        assert estimator(Inputs(log, clip=1e6)).value == pytest.approx(full)
-        assert estimator(Inputs(log, clip=1e-6)).value == pytest.approx(model)
+    full = doubly_robust.doubly_robust(EstimatorInputs(log, clip=1.0)).value
+    model = doubly_robust.direct_method(EstimatorInputs(log, clip=1.0)).value
+    for estimator in (doubly_robust.switch_doubly_robust, doubly_robust.optimistic_shrinkage):
+        assert estimator(EstimatorInputs(log, clip=1e6)).value == pytest.approx(full)
+        assert estimator(EstimatorInputs(log, clip=1e-6)).value == pytest.approx(model)
 
 
 def test_no_model_is_refused():
     for estimator, _ in ONE_STEP:
-        with pytest.raises(NotEstimable, match="no model of values was fitted"):
-            estimator(Inputs(one_step_log(q_logged=None), clip=2.0))
+        with pytest.raises(NotEstimableError, match="no model of values was fitted"):
+            estimator(EstimatorInputs(one_step_log(q_logged=None), clip=2.0))
 
 
 # Two states and actions: an episode ends by itself with probability 0.05 after each step, and is
@@ -160,8 +165,10 @@ def test_a_model_that_ignores_a_time_limit_cancels_out_of_dr_and_not_of_fqe():
     rng = np.random.default_rng(1)
     logs = [cut_off_log(rng, q, endless) for _ in range(400)]
     for estimator in (doubly_robust.doubly_robust, doubly_robust.weighted_doubly_robust):
-        values = np.array([estimator(Inputs(log, 7.0)).value for log in logs])
+        values = np.array([estimator(EstimatorInputs(log, 7.0)).value for log in logs])
         error = values.std(ddof=1) / np.sqrt(len(values))
         assert abs(values.mean() - finite[0]) < 3 * error, estimator.__name__
         assert 3 * error < 0.1 * (endless[0] - finite[0])
-    assert doubly_robust.direct_method(Inputs(logs[0], 7.0)).value == pytest.approx(endless[0])
+    assert doubly_robust.direct_method(EstimatorInputs(logs[0], 7.0)).value == pytest.approx(
+        endless[0]
+    )

@@ -4,10 +4,10 @@ import time
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
-from replaylake.offline.evaluation.ope.estimate import compare, estimate
-from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, for_logs
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
+from replaylake.offline.evaluation.ope.estimate import estimate, estimate_differences
+from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, default_estimators
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
 
 ONE_STEP = {"ips", "snips", "clipped_ips", "switch_dr", "dr_os", "sndr", "dr", "dm"}
 LONGER = {"is", "wis", "clipped_is", "pdis", "wpdis", "wdr", "dr", "fqe"}
@@ -37,7 +37,7 @@ def by_name(found):
 def test_all_that_suit_a_log(longest, names):
     log = log_of(longest=longest)
     found = estimate(log)
-    assert set(by_name(found)) == names == set(for_logs(longest == 1))
+    assert set(by_name(found)) == names == set(default_estimators(longest == 1))
     assert found.refused == {}
     assert found.log_mean == log.returns.mean()
     alone = by_name(found)["dm" if longest == 1 else "fqe"]
@@ -66,7 +66,7 @@ def test_a_model_alone_has_no_interval(longest, name, method):
     assert ends == (None,) * 5
     assert (one.intervals, one.differences) == ({}, {})
     assert "does not tell how far their model is off" in one.no_interval
-    ((paired,), _) = compare(log, log, [name])
+    ((paired,), _) = estimate_differences(log, log, [name])
     assert (paired.low, paired.high, paired.interval) == (None,) * 3
     assert paired.no_interval == one.no_interval
 
@@ -121,7 +121,7 @@ def test_pairing_narrows_the_difference():
 def test_no_reward_among_the_few_that_count_is_no_certainty():
     rewards = np.append(np.zeros(400), np.ones(100))
     target = np.append(np.ones(100), np.zeros(400))
-    log = one_step(rewards, behavior_probs=np.full(500, 0.2), target_probs=target)
+    log = one_step_episodes(rewards, behavior_probs=np.full(500, 0.2), target_probs=target)
     for one in estimate(log, ["ips", "snips"]).estimates:
         assert (one.value, one.ci_low, one.interval) == (0, 0, "empirical_bernstein")
         assert one.ci_high > 0.05
@@ -132,7 +132,7 @@ def test_two_rewards_give_a_finite_interval():
     rewards = np.zeros(1000)
     rewards[:2] = 1
     probs = np.random.default_rng(0).uniform(0.4, 0.6, 1000)
-    log = one_step(rewards, behavior_probs=probs, target_probs=np.full(1000, 0.5))
+    log = one_step_episodes(rewards, behavior_probs=probs, target_probs=np.full(1000, 0.5))
     (one,) = estimate(log, ["ips"]).estimates
     assert one.interval == "empirical_bernstein"
     assert np.isfinite([one.ci_low, one.ci_high, one.difference_low, one.difference_high]).all()
@@ -166,12 +166,12 @@ WRONG = [
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
 def test_options_that_there_are_not(options, message):
-    with pytest.raises(ConfigInvalid, match=message):
+    with pytest.raises(ConfigInvalidError, match=message):
         estimate(log_of(), **options)
 
 
 def test_a_single_episode_ends_in_one_line():
-    with pytest.raises(EmptyReplay, match="found 1 episode, expected 2 or more"):
+    with pytest.raises(EmptyReplayError, match="found 1 episode, expected 2 or more"):
         estimate(log_of(1, longest=5))
 
 
@@ -209,5 +209,5 @@ def test_agents_of_one_episode_are_not_independent(longest):
         assert widths[1] < 0.8 * widths[0]
         assert widths[2] == pytest.approx(widths[0], rel=0.1)
         assert held[name].value == pytest.approx(once[name].value)
-    with pytest.raises(EmptyReplay, match="1 episode"):
+    with pytest.raises(EmptyReplayError, match="1 episode"):
         estimate(dataclasses.replace(twice, clusters=np.zeros(2 * num, np.int64)))

@@ -10,11 +10,11 @@ from torch import nn
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
-    ConfigInvalid,
-    EmptyReplay,
-    QueryFailed,
-    QueryRefused,
-    SchemaMismatch,
+    ConfigInvalidError,
+    EmptyReplayError,
+    QueryError,
+    QueryRefusedError,
+    SchemaMismatchError,
 )
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import open_lake
@@ -23,7 +23,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.evaluation.ope.behavior import BehaviorConfig
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-from replaylake.offline.evaluation.ope.question import Question
+from replaylake.offline.evaluation.ope.question import EvaluationRequest
 
 
 class Gaussian(nn.Module):
@@ -63,7 +63,7 @@ def near_the_logger(frozen_lake):
 @pytest.mark.parametrize("gamma", [1.0, 0.99])
 def test_a_policy_near_the_logger(frozen, frozen_lake, register_table, gamma):
     register_table(frozen, "optimal", frozen_lake.optimal())
-    question = Question("frozen", "optimal", exploration=NEAR, discount=gamma)
+    question = EvaluationRequest("frozen", "optimal", exploration=NEAR, discount=gamma)
     report = evaluate_policy(frozen, question)
     exact = frozen_lake.value(near_the_logger(frozen_lake), gamma)
     assert report.verdict == "supported"
@@ -77,11 +77,11 @@ def test_a_policy_near_the_logger(frozen, frozen_lake, register_table, gamma):
 
 def test_the_greedy_policy_is_not_supported(frozen, frozen_lake, register_table):
     register_table(frozen, "optimal", frozen_lake.optimal())
-    report = evaluate_policy(frozen, Question("frozen", "optimal"))
+    report = evaluate_policy(frozen, EvaluationRequest("frozen", "optimal"))
     assert report.verdict == "not supported"
     assert report.policy["acts"] == "greedy"
     for epsilon in (0.3, 0.5, 0.7):
-        question = Question("frozen", "optimal", exploration=Exploration(epsilon=epsilon))
+        question = EvaluationRequest("frozen", "optimal", exploration=Exploration(epsilon=epsilon))
         assert evaluate_policy(frozen, question).verdict in ("weak", "not supported")
 
 
@@ -89,7 +89,7 @@ def test_the_logging_policy_itself(frozen, shared_data):
     text = (shared_data / "gym_exact_values.json").read_text()
     exact = json.loads(text)["FrozenLake-v1"]["uniform_random"]
     for gamma, key in ((1.0, "gamma1.0_H100"), (0.99, "gamma0.99_H100")):
-        report = evaluate_policy(frozen, Question("frozen", "random", discount=gamma))
+        report = evaluate_policy(frozen, EvaluationRequest("frozen", "random", discount=gamma))
         log = report.estimates.log_interval
         assert log.low <= exact[key] <= log.high
         for one in report.estimates.estimates:
@@ -150,16 +150,16 @@ def trained_on(dataset, version, where=None, **further):
 def test_what_it_was_trained_on_does_not_count(lake, register_table):
     bandit(lake, 300)
     register_table(lake, "all", ROWS, **trained_on("log", 1))
-    report = evaluate_policy(lake, Question("log", "all", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("log", "all", estimators=CHEAP))
     assert (report.verdict, report.trained_on, report.num_episodes) == ("not supported", 300, 300)
     assert "training set" in report.judged.reason
     # The newest 100 it has not seen.
     bandit(lake, 100, first=300)
-    report = evaluate_policy(lake, Question("log", "all", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("log", "all", estimators=CHEAP))
     assert (report.trained_on, report.num_episodes) == (0, 100)
     assert report.left_out == {"in the policy's training set": 300}
     # None of them among those held out by hand.
-    question = Question("log@1", "all", estimators=CHEAP, holdout=Holdout(0.5))
+    question = EvaluationRequest("log@1", "all", estimators=CHEAP, holdout=Holdout(0.5))
     report = evaluate_policy(lake, question)
     assert report.verdict == "not supported"
     assert report.trained_on == report.num_episodes < 300
@@ -170,7 +170,7 @@ def test_what_training_held_out_is_evaluated(lake, register_table):
     holdout = Holdout(0.3)
     lineage = trained_on("log", 1, holdout.condition(False), holdout=holdout.to_json())
     register_table(lake, "held", ROWS, **lineage)
-    report = evaluate_policy(lake, Question("log", "held", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("log", "held", estimators=CHEAP))
     expected = lake.sql(f"SELECT count(*) AS num FROM log.episodes WHERE {holdout.condition(True)}")
     assert report.num_episodes == expected.to_pylist()[0]["num"]
     assert report.holdout == {"fraction": 0.3, "salt": ""}
@@ -178,10 +178,10 @@ def test_what_training_held_out_is_evaluated(lake, register_table):
     assert report.verdict == "supported"
     # New episodes count where they are on that side.
     bandit(lake, 600, first=1200)
-    later = evaluate_policy(lake, Question("log", "held", estimators=CHEAP))
+    later = evaluate_policy(lake, EvaluationRequest("log", "held", estimators=CHEAP))
     assert later.num_episodes > report.num_episodes
     # Asked for the other side of another split, it leaves out what was seen.
-    other = Question("log", "held", estimators=CHEAP, holdout=Holdout(0.9))
+    other = EvaluationRequest("log", "held", estimators=CHEAP, holdout=Holdout(0.9))
     report = evaluate_policy(lake, other)
     assert report.trained_on == 0
     assert report.left_out["in the policy's training set"] > 100
@@ -191,7 +191,7 @@ def test_the_same_episodes_in_another_dataset_count_as_seen(lake, register_table
     bandit(lake, 200)
     bandit(lake, 200, name="copied")
     register_table(lake, "copy", ROWS, **trained_on("copied", 1))
-    report = evaluate_policy(lake, Question("log", "copy", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("log", "copy", estimators=CHEAP))
     assert (report.verdict, report.trained_on) == ("not supported", 200)
 
 
@@ -200,19 +200,19 @@ def test_a_training_version_that_is_gone(lake, register_table):
     register_table(lake, "old", ROWS, **trained_on("log", 1, '"return" > 0.5'))
     register_table(lake, "lost", ROWS, **trained_on("absent", 3))
     bandit(lake, 100, first=100)
-    report = evaluate_policy(lake, Question("log", "old", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("log", "old", estimators=CHEAP))
     # A condition on outcomes left the rest one-sided.
     assert report.verdict != "supported"
     assert report.left_out["in the policy's training set"] > 20
-    report = evaluate_policy(lake, Question("log", "lost", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("log", "lost", estimators=CHEAP))
     assert any("absent@3" in note for note in report.notes)
     assert (report.verdict, "absent@3" in report.judged.reason) == ("weak", True)
     # The asker's word stands in for what is not known, and for nothing that is.
-    vouched = Question("log", "lost", estimators=CHEAP, unseen=True)
+    vouched = EvaluationRequest("log", "lost", estimators=CHEAP, unseen=True)
     assert evaluate_policy(lake, vouched).verdict == "supported"
     bandit(lake, 100, name="again")
     register_table(lake, "seen", ROWS, **trained_on("again", 1))
-    known = Question("again", "seen", estimators=CHEAP, unseen=True)
+    known = EvaluationRequest("again", "seen", estimators=CHEAP, unseen=True)
     assert evaluate_policy(lake, known).verdict == "not supported"
 
 
@@ -220,11 +220,14 @@ def test_without_a_lineage_nothing_is_supported(lake, register_table):
     bandit(lake, 600)
     register_table(lake, "made", ROWS)
     register_table(lake, "brought", ROWS, datasets=None)
-    assert evaluate_policy(lake, Question("log", "made", estimators=CHEAP)).verdict == "supported"
-    report = evaluate_policy(lake, Question("log", "brought", estimators=CHEAP))
+    assert (
+        evaluate_policy(lake, EvaluationRequest("log", "made", estimators=CHEAP)).verdict
+        == "supported"
+    )
+    report = evaluate_policy(lake, EvaluationRequest("log", "brought", estimators=CHEAP))
     assert report.verdict == "weak"
     assert "brought:1: its lineage names no training episodes" in report.judged.reason
-    report = evaluate_policy(lake, Question("log", target_prob="chance", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("log", target_prob="chance", estimators=CHEAP))
     assert report.verdict == "weak"
     assert "--unseen" in report.judged.reason
 
@@ -234,18 +237,18 @@ def test_a_holdout_by_hand_does_not_undo_what_training_chose(lake, register_tabl
     chosen = "episode_id < 'e/02000'"
     register_table(lake, "some", ROWS, **trained_on("log", 1, chosen))
     other = Holdout(0.5, salt="other")
-    question = Question("log", "some", estimators=CHEAP, holdout=other)
+    question = EvaluationRequest("log", "some", estimators=CHEAP, holdout=other)
     report = evaluate_policy(lake, question)
     assert (report.verdict, "--holdout" in report.judged.reason) == ("weak", True)
     # In a copy of the log it chose as well.
     bandit(lake, 4000, name="copied")
-    report = evaluate_policy(lake, Question("copied", "some", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("copied", "some", estimators=CHEAP))
     assert (report.num_episodes, report.verdict) == (2000, "weak")
     # Where a hash alone chose, what is left is like the rest.
     held = Holdout(0.5)
     lineage = trained_on("log", 1, held.condition(False), holdout=held.to_json())
     register_table(lake, "hashed", ROWS, **lineage)
-    question = Question("log", "hashed", estimators=CHEAP, holdout=other)
+    question = EvaluationRequest("log", "hashed", estimators=CHEAP, holdout=other)
     report = evaluate_policy(lake, question)
     assert report.left_out["in the policy's training set"] > 500
     assert report.verdict == "supported"
@@ -254,7 +257,7 @@ def test_a_holdout_by_hand_does_not_undo_what_training_chose(lake, register_tabl
 def test_left_by_a_condition_is_weak_at_best(lake, register_table):
     bandit(lake, 2000)
     register_table(lake, "some", ROWS, **trained_on("log", 1, "episode_id < 'e/01000'"))
-    report = evaluate_policy(lake, Question("log", "some", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("log", "some", estimators=CHEAP))
     assert report.num_episodes == 1000
     assert report.verdict == "weak"
     assert "--holdout" in report.judged.reason
@@ -263,7 +266,7 @@ def test_left_by_a_condition_is_weak_at_best(lake, register_table):
 def test_the_value_of_a_bandit_policy(lake, register_table):
     bandit(lake, 2000)
     register_table(lake, "one", ROWS)
-    report = evaluate_policy(lake, Question("log", "one", **QUICK))
+    report = evaluate_policy(lake, EvaluationRequest("log", "one", **QUICK))
     # It takes action 1, of reward 1; the log takes it half of the time.
     assert report.estimates.log_mean == pytest.approx(0.5, abs=0.05)
     assert report.verdict == "supported"
@@ -272,39 +275,48 @@ def test_the_value_of_a_bandit_policy(lake, register_table):
         if one.estimator not in ("clipped_ips", "dm"):
             assert one.ci_low <= 1 <= one.ci_high
             assert one.difference_low <= 0.5 <= one.difference_high
-    again = evaluate_policy(lake, Question("log", "one", **QUICK))
+    again = evaluate_policy(lake, EvaluationRequest("log", "one", **QUICK))
     assert again.to_json() == report.to_json()
-    doubled = evaluate_policy(lake, Question("log", "one", reward="reward * 2", estimators=CHEAP))
+    doubled = evaluate_policy(
+        lake, EvaluationRequest("log", "one", reward="reward * 2", estimators=CHEAP)
+    )
     assert doubled.estimates.log_mean == pytest.approx(2 * report.estimates.log_mean)
 
 
 def test_probabilities_given_in_sql(lake):
     bandit(lake, 1000)
-    by_column = evaluate_policy(lake, Question("log", target_prob="chance", estimators=CHEAP))
-    by_list = evaluate_policy(lake, Question("log", target_prob="[0.1, 0.9]", estimators=CHEAP))
+    by_column = evaluate_policy(
+        lake, EvaluationRequest("log", target_prob="chance", estimators=CHEAP)
+    )
+    by_list = evaluate_policy(
+        lake, EvaluationRequest("log", target_prob="[0.1, 0.9]", estimators=CHEAP)
+    )
     for one, other in zip(by_column.estimates.estimates, by_list.estimates.estimates, strict=True):
         assert one.value == pytest.approx(other.value)
         assert one.value == pytest.approx(0.9, abs=0.1)
     assert by_column.policy == {"policy": None, "target_prob": "chance"}
     # From the list alone it is known what the policy would do.
-    assert "logged action" in evaluate_policy(lake, Question("log", target_prob="chance")).model
-    every = evaluate_policy(lake, Question("log", target_prob="[0.1, 0.9]", **QUICK))
+    assert (
+        "logged action"
+        in evaluate_policy(lake, EvaluationRequest("log", target_prob="chance")).model
+    )
+    every = evaluate_policy(lake, EvaluationRequest("log", target_prob="[0.1, 0.9]", **QUICK))
     assert {"dr", "dm"} <= {one.estimator for one in every.estimates.estimates}
     unknown = "CASE WHEN action = 1 THEN 0.9 END"
-    report = evaluate_policy(lake, Question("log", target_prob=unknown, estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("log", target_prob=unknown, estimators=CHEAP))
     assert 400 < report.left_out["with an action of unknown target probability"] < 600
-    with pytest.raises(EmptyReplay, match="not known"):
-        evaluate_policy(lake, Question("log", target_prob="CAST(NULL AS DOUBLE)"))
-    with pytest.raises(QueryRefused, match="2 actions"):
-        evaluate_policy(lake, Question("log", target_prob="[0.1, 0.4, 0.5]"))
-    with pytest.raises(QueryFailed, match="absent"):
-        evaluate_policy(lake, Question("log", target_prob="absent"))
+    with pytest.raises(EmptyReplayError, match="not known"):
+        evaluate_policy(lake, EvaluationRequest("log", target_prob="CAST(NULL AS DOUBLE)"))
+    with pytest.raises(QueryRefusedError, match="2 actions"):
+        evaluate_policy(lake, EvaluationRequest("log", target_prob="[0.1, 0.4, 0.5]"))
+    with pytest.raises(QueryError, match="absent"):
+        evaluate_policy(lake, EvaluationRequest("log", target_prob="absent"))
 
 
 def test_a_log_without_propensities(lake, register_table):
     bandit(lake, 1500, propensities=False)
     register_table(lake, "one", ROWS)
-    report = evaluate_policy(lake, Question("log", "one", estimators=CHEAP, **QUICK))
+    report = evaluate_policy(lake, EvaluationRequest("log", "one", estimators=CHEAP, **QUICK))
     about = report.propensities
     assert (about["source"], about["fitted_steps"]) == ("fitted", 1500)
     assert about["log_likelihood"] == pytest.approx(np.log(0.5), abs=0.02)
@@ -312,10 +324,12 @@ def test_a_log_without_propensities(lake, register_table):
     for one in report.estimates.estimates:
         assert one.value == pytest.approx(1, abs=0.1)
         assert "fitted" in one.assumptions
-    given = Question("log", "one", behavior_prob="0.5", estimators=CHEAP, **QUICK)
+    given = EvaluationRequest("log", "one", behavior_prob="0.5", estimators=CHEAP, **QUICK)
     assert evaluate_policy(lake, given).propensities["source"] == "given in SQL"
     bandit(lake, 500, first=1500)
-    some = evaluate_policy(lake, Question("log", "one", estimators=CHEAP, **QUICK)).propensities
+    some = evaluate_policy(
+        lake, EvaluationRequest("log", "one", estimators=CHEAP, **QUICK)
+    ).propensities
     assert (some["source"], some["fitted_steps"]) == ("logged, and fitted where missing", 1500)
 
 
@@ -343,29 +357,29 @@ def test_episodes_that_are_not_whole_are_counted(lake):
         ]
     )
     lake.dataset("log").append([one("gap", first_step=5)])
-    question = Question("log", "random", estimators=("is",))
+    question = EvaluationRequest("log", "random", estimators=("is",))
     report = evaluate_policy(lake, question)
     assert report.num_episodes == 41
     expected = {"not seen to end": 1, "with a step missing": 1, "with an unknown reward": 1}
     assert report.left_out == expected
-    every = Question("log", "random", estimators=("is",), with_incomplete=True)
+    every = EvaluationRequest("log", "random", estimators=("is",), with_incomplete=True)
     assert evaluate_policy(lake, every).num_episodes == 42
-    with pytest.raises(EmptyReplay, match="1 not seen to end"):
-        evaluate_policy(lake, Question("log", "random", where="NOT complete"))
-    with pytest.raises(EmptyReplay, match="no episode"):
-        evaluate_policy(lake, Question("log", "random", where="num_steps > 9"))
-    with pytest.raises(EmptyReplay, match="1 episode"):
-        evaluate_policy(lake, Question("log", "random", where="truncated"))
+    with pytest.raises(EmptyReplayError, match="1 not seen to end"):
+        evaluate_policy(lake, EvaluationRequest("log", "random", where="NOT complete"))
+    with pytest.raises(EmptyReplayError, match="no episode"):
+        evaluate_policy(lake, EvaluationRequest("log", "random", where="num_steps > 9"))
+    with pytest.raises(EmptyReplayError, match="1 episode"):
+        evaluate_policy(lake, EvaluationRequest("log", "random", where="truncated"))
 
 
 def test_policies_of_other_spaces(lake, register_table):
     bandit(lake, 10)
     register_table(lake, "wide", np.zeros((4, 2)))
     register_table(lake, "many", np.zeros((3, 5)))
-    with pytest.raises(SchemaMismatch, match="observation space"):
-        evaluate_policy(lake, Question("log", "wide"))
-    with pytest.raises(SchemaMismatch, match="action space"):
-        evaluate_policy(lake, Question("log", "many"))
+    with pytest.raises(SchemaMismatchError, match="observation space"):
+        evaluate_policy(lake, EvaluationRequest("log", "wide"))
+    with pytest.raises(SchemaMismatchError, match="action space"):
+        evaluate_policy(lake, EvaluationRequest("log", "many"))
 
 
 def test_a_mode_of_continuous_actions_has_no_weights(lake, register_graph):
@@ -385,18 +399,20 @@ def test_a_mode_of_continuous_actions_has_no_weights(lake, register_graph):
         for i in range(800)
     )
     register_graph(lake, "half", Gaussian(0.5, 0.2), PolicySpec(Box((1,)), space, "gaussian"))
-    greedy = evaluate_policy(lake, Question("line", "half", **QUICK))
+    greedy = evaluate_policy(lake, EvaluationRequest("line", "half", **QUICK))
     (model,) = greedy.estimates.estimates
     assert (model.estimator, greedy.verdict) == ("dm", "weak")
     assert model.value == pytest.approx(0.5, abs=0.15)
     assert "head gaussian" in greedy.estimates.refused["ips"]
-    drawn = Question("line", "half", exploration=Exploration(temperature=1.0), estimators=CHEAP)
+    drawn = EvaluationRequest(
+        "line", "half", exploration=Exploration(temperature=1.0), estimators=CHEAP
+    )
     report = evaluate_policy(lake, drawn)
     assert report.verdict == "supported"
     for one in report.estimates.estimates:
         assert one.ci_low <= 0.5 <= one.ci_high
     register_graph(lake, "mode", Gaussian(0.5), PolicySpec(Box((1,)), space, "deterministic"))
-    report = evaluate_policy(lake, Question("line", "mode", estimators=CHEAP))
+    report = evaluate_policy(lake, EvaluationRequest("line", "mode", estimators=CHEAP))
     assert (report.verdict, report.estimates.estimates) == ("not supported", ())
     assert "head deterministic" in report.judged.reason
 
@@ -414,8 +430,8 @@ def test_a_mode_of_continuous_actions_has_no_weights(lake, register_graph):
     ],
 )
 def test_questions_that_make_no_sense(given, said):
-    with pytest.raises(ConfigInvalid, match=said):
-        Question("log", **given)
+    with pytest.raises(ConfigInvalidError, match=said):
+        EvaluationRequest("log", **given)
 
 
 def test_fitted_q_evaluation_by_d3rlpy(frozen, frozen_lake, register_table):
@@ -423,21 +439,23 @@ def test_fitted_q_evaluation_by_d3rlpy(frozen, frozen_lake, register_table):
     register_table(frozen, "by-d3rlpy", frozen_lake.optimal())
     few = FQEConfig(updates=20, hidden_sizes=(16,))
     asked = {"exploration": NEAR, "estimators": ("wis", "fqe_d3rlpy"), "fqe": few}
-    question = Question("frozen", "by-d3rlpy", discount=0.99, where="episode_id < 'uniform/0006'")
+    question = EvaluationRequest(
+        "frozen", "by-d3rlpy", discount=0.99, where="episode_id < 'uniform/0006'"
+    )
     report = evaluate_policy(frozen, replace(question, **asked))
     (_, found) = report.estimates.estimates
     assert (found.estimator, found.max_weight, found.propensities) == ("fqe_d3rlpy", None, None)
     assert "Le, Voloshin & Yue" in found.paper
     assert found.value == pytest.approx(0, abs=0.5)
     # Refused by name where it cannot speak.
-    by_sql = Question("frozen", target_prob="0.25", estimators=("fqe_d3rlpy",))
+    by_sql = EvaluationRequest("frozen", target_prob="0.25", estimators=("fqe_d3rlpy",))
     refused = evaluate_policy(frozen, by_sql).estimates.refused
     assert "logged observations alone" in refused["fqe_d3rlpy"]
 
 
 def test_one_step_logs_have_no_fitted_q_evaluation(lake):
     bandit(lake, 40)
-    question = Question("log", "random", estimators=("ips", "fqe_d3rlpy", "fqe"), **QUICK)
+    question = EvaluationRequest("log", "random", estimators=("ips", "fqe_d3rlpy", "fqe"), **QUICK)
     refused = evaluate_policy(lake, question).estimates.refused
     assert set(refused) == {"fqe_d3rlpy", "fqe"}
     assert all("use 'dm'" in why for why in refused.values())
@@ -445,7 +463,9 @@ def test_one_step_logs_have_no_fitted_q_evaluation(lake):
 
 def test_rewards_that_are_all_alike(lake):
     bandit(lake, 300)
-    question = Question("log", "random", reward="1.0", estimators=CHEAP, behavior_prob="0.50000003")
+    question = EvaluationRequest(
+        "log", "random", reward="1.0", estimators=CHEAP, behavior_prob="0.50000003"
+    )
     report = evaluate_policy(lake, question)
     # Propensities are rounded; that is no disagreement.
     assert "disagree" not in report.judged.reason
@@ -466,7 +486,7 @@ def test_agents_of_an_episode_count_together(lake):
         for i, outcome in enumerate(rng.random(200))
         for agent in ("a", "b")
     )
-    both = Question("pair", "random", estimators=("ips",))
+    both = EvaluationRequest("pair", "random", estimators=("ips",))
     (found,) = evaluate_policy(lake, both).estimates.estimates
     (alone,) = evaluate_policy(lake, replace(both, where="agent_id = 'a'")).estimates.estimates
     assert found.ci_high - found.ci_low == pytest.approx(alone.ci_high - alone.ci_low, rel=0.1)
@@ -495,7 +515,7 @@ def with_time_limit(lake, num=300, limit=10):
 def test_with_gamma_1_a_time_limit_leaves_fqe_out(lake):
     """Ten steps of 1/2 are worth 5; without the limit about ten times as many are taken."""
     with_time_limit(lake)
-    report = evaluate_policy(lake, Question("cut", "random"))
+    report = evaluate_policy(lake, EvaluationRequest("cut", "random"))
     found = {one.estimator: one for one in report.estimates.estimates}
     assert set(found) == {"is", "wis", "clipped_is", "pdis", "wpdis", "dr", "wdr"}
     assert report.estimates.refused["fqe"].startswith(
@@ -507,7 +527,7 @@ def test_with_gamma_1_a_time_limit_leaves_fqe_out(lake):
     for name in ("dr", "wdr"):
         assert found[name].assumptions.endswith("the model is not right, however well fitted")
     assert any(note.startswith("dr, wdr: their model values") for note in report.notes)
-    alone = evaluate_policy(lake, Question("cut", "random", estimators=("fqe",)))
+    alone = evaluate_policy(lake, EvaluationRequest("cut", "random", estimators=("fqe",)))
     assert (alone.verdict, alone.estimates.estimates) == ("not supported", ())
     assert "270 of 300 episodes were cut off" in alone.judged.reason
 
@@ -516,7 +536,7 @@ def test_with_a_discount_a_time_limit_is_noted_where_it_matters(lake):
     with_time_limit(lake)
     notes = {}
     for gamma in (0.9, 0.5):
-        report = evaluate_policy(lake, Question("cut", "random", discount=gamma))
+        report = evaluate_policy(lake, EvaluationRequest("cut", "random", discount=gamma))
         assert "fqe" in {one.estimator for one in report.estimates.estimates}
         notes[gamma] = [note for note in report.notes if "270 of 300" in note]
     # 0.9 of the episodes, at 0.9^10; at 0.5^10 it is 0.0009.
@@ -574,7 +594,7 @@ def test_the_reward_of_its_training(
 ):
     bandit(lake, 300)
     register_table(lake, "p", ROWS, **lineage)
-    question = Question("log", "p", estimators=CHEAP, unseen=True, reward=asked)
+    question = EvaluationRequest("log", "p", estimators=CHEAP, unseen=True, reward=asked)
     body = json.loads(json.dumps(evaluate_policy(lake, question).to_json()))
     assert (body["reward"], body["reward_source"]) == (reward, source)
     assert body["training_reward"] == training
@@ -586,14 +606,14 @@ def test_the_reward_of_its_training(
 def test_a_reward_of_training_that_the_log_cannot_say_is_refused(lake, register_table):
     bandit(lake, 50)
     register_table(lake, "p", ROWS, **selected("paid - refund"))
-    with pytest.raises(QueryFailed, match=r"p:1: was trained with the reward .*paid.*--reward"):
-        evaluate_policy(lake, Question("log", "p", estimators=CHEAP))
-    asked = Question("log", "p", estimators=CHEAP, reward="reward")
+    with pytest.raises(QueryError, match=r"p:1: was trained with the reward .*paid.*--reward"):
+        evaluate_policy(lake, EvaluationRequest("log", "p", estimators=CHEAP))
+    asked = EvaluationRequest("log", "p", estimators=CHEAP, reward="reward")
     assert evaluate_policy(lake, asked).reward.source == "asked"
 
 
 def test_one_of_several_rewards_has_to_be_named(lake, register_table):
     bandit(lake, 50)
     register_table(lake, "p", ROWS, **selected("-reward", None))
-    with pytest.raises(ConfigInvalid, match=r"p:1: was trained with different rewards, "):
-        evaluate_policy(lake, Question("log", "p", estimators=CHEAP))
+    with pytest.raises(ConfigInvalidError, match=r"p:1: was trained with different rewards, "):
+        evaluate_policy(lake, EvaluationRequest("log", "p", estimators=CHEAP))

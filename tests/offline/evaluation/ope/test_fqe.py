@@ -9,7 +9,7 @@ from torch import nn
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import SpaceUnsupported, TrainingFailed
+from replaylake.datastore.errors import SpaceUnsupportedError, TrainingError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.logged_steps import read_logged_steps
 from replaylake.datastore.lake.policies.exploration import Exploration
@@ -126,7 +126,7 @@ def test_without_an_end_and_a_discount_there_is_no_value(tmp_path, table_policy)
     lake.dataset("loop").append([episode])
     view = lake.snapshot("loop").replay()
     policy = table_policy([[1.0, 0.0], [1.0, 0.0]])
-    with pytest.raises(TrainingFailed, match="lower discount"):
+    with pytest.raises(TrainingError, match="lower discount"):
         fitted_q_evaluation(policy, view, discount=1.0)
     # 1 for ever, discounted.
     assert fitted_q_evaluation(policy, view, discount=0.9).value == pytest.approx(10)
@@ -236,9 +236,11 @@ def test_a_policy_that_remembers_is_refused(lake, table_policy):
     spec = replace(table_policy(HASTY).spec, state_size=3)
     policy = GraphPolicy(spec, lambda inputs: {})
     view = lake.snapshot("chain").replay()
-    with pytest.raises(SpaceUnsupported, match=r"q_values: found a policy with a state.*along who"):
+    with pytest.raises(
+        SpaceUnsupportedError, match=r"q_values: found a policy with a state.*along who"
+    ):
         fitted_q_evaluation(policy, view, discount=0.9)
-    with pytest.raises(SpaceUnsupported, match="with a state"):
+    with pytest.raises(SpaceUnsupportedError, match="with a state"):
         TargetPolicy(policy).action_probs(np.zeros(1, np.int64))
 
 

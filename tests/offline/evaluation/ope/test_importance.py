@@ -5,9 +5,9 @@ import pyarrow.csv
 import pytest
 
 from replaylake.offline.evaluation.ope import importance
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step
-from replaylake.offline.evaluation.ope.refusal import NotEstimable
-from replaylake.offline.evaluation.ope.weights import Inputs
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
+from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 
 
 def two_episodes():
@@ -22,18 +22,20 @@ def two_episodes():
 
 
 BY_HAND = [
-    (importance.whole_episode, (1 * 3 + 3 * 2) / 2),
-    (importance.clipped, (1 * 3 + 2.5 * 2) / 2),
-    (importance.weighted, (1 * 3 + 3 * 2) / 4),
+    (importance.importance_sampling, (1 * 3 + 3 * 2) / 2),
+    (importance.clipped_importance_sampling, (1 * 3 + 2.5 * 2) / 2),
+    (importance.weighted_importance_sampling, (1 * 3 + 3 * 2) / 4),
     # Rewards times gamma^t rho_0:t: 2, 2 | 6, 0.
-    (importance.per_decision, (4 + 6) / 2),
-    (importance.weighted_per_decision, (2 + 6) / (2 + 3) + (2 + 0) / (1 + 3)),
+    (importance.per_decision_importance_sampling, (4 + 6) / 2),
+    (importance.weighted_per_decision_importance_sampling, (2 + 6) / (2 + 3) + (2 + 0) / (1 + 3)),
 ]
 
 
 @pytest.mark.parametrize(("estimator", "value"), BY_HAND)
 def test_values_worked_out_by_hand(estimator, value):
-    assert estimator(Inputs(two_episodes(), clip=2.5)).value == pytest.approx(value, rel=1e-15)
+    assert estimator(EstimatorInputs(two_episodes(), clip=2.5)).value == pytest.approx(
+        value, rel=1e-15
+    )
 
 
 def test_on_policy_all_give_the_log_mean():
@@ -44,7 +46,7 @@ def test_on_policy_all_give_the_log_mean():
         offsets, rng.normal(size=offsets[-1]), 0.9, behavior_probs=probs, target_probs=probs
     )
     for estimator, _ in BY_HAND:
-        value = estimator(Inputs(episodes, clip=2.0)).value
+        value = estimator(EstimatorInputs(episodes, clip=2.0)).value
         assert value == pytest.approx(episodes.returns.mean(), rel=1e-12)
 
 
@@ -76,38 +78,40 @@ def without(episodes, left_out):
 @pytest.mark.parametrize("estimator", [row[0] for row in BY_HAND])
 def test_influences_are_what_leaving_an_episode_out_does(estimator):
     episodes = random_log(1)
-    found = estimator(Inputs(episodes, clip=1.1))
+    found = estimator(EstimatorInputs(episodes, clip=1.1))
     num = episodes.num_episodes
-    left_out = [estimator(Inputs(without(episodes, e), clip=1.1)).value for e in range(num)]
+    left_out = [
+        estimator(EstimatorInputs(without(episodes, e), clip=1.1)).value for e in range(num)
+    ]
     jackknife = num * (found.value - np.array(left_out))
     assert found.influence.mean() == pytest.approx(0, abs=0.05)
     # Past an episode's end wpdis is linearised: exact to first order only.
-    tolerance = 0.1 if estimator is importance.weighted_per_decision else 1e-9
+    tolerance = 0.1 if estimator is importance.weighted_per_decision_importance_sampling else 1e-9
     assert found.influence == pytest.approx(jackknife, abs=tolerance * np.abs(jackknife).max())
 
 
 def test_a_policy_that_never_acts_like_the_log_is_refused():
-    log = one_step(np.ones(5), behavior_probs=np.full(5, 0.5), target_probs=np.zeros(5))
+    log = one_step_episodes(np.ones(5), behavior_probs=np.full(5, 0.5), target_probs=np.zeros(5))
     for estimator, _ in BY_HAND[:4]:
-        with pytest.raises(NotEstimable, match="no episode has any weight"):
-            estimator(Inputs(log, clip=2.0))
+        with pytest.raises(NotEstimableError, match="no episode has any weight"):
+            estimator(EstimatorInputs(log, clip=2.0))
 
 
 def test_a_ratio_that_rests_on_one_episode_is_refused():
     target = np.array([0.5, 0, 0, 0, 0])
-    log = one_step(np.ones(5), behavior_probs=np.full(5, 0.5), target_probs=target)
-    with pytest.raises(NotEstimable, match="a single episode carries all the weight"):
-        importance.weighted(Inputs(log, clip=2.0))
+    log = one_step_episodes(np.ones(5), behavior_probs=np.full(5, 0.5), target_probs=target)
+    with pytest.raises(NotEstimableError, match="a single episode carries all the weight"):
+        importance.weighted_importance_sampling(EstimatorInputs(log, clip=2.0))
 
 
 def test_bounds_hold_what_an_episode_can_contribute():
     for seed in range(5):
         episodes = random_log(seed)
         for estimator, _ in BY_HAND[:4]:
-            found = estimator(Inputs(episodes, clip=1.5))
+            found = estimator(EstimatorInputs(episodes, clip=1.5))
             # Influences are n / (n - 1) times as large as the contributions' distances.
             share = found.value + found.influence * (1 - 1 / episodes.num_episodes)
-            slack = 0.1 if estimator is importance.weighted else 1e-9
+            slack = 0.1 if estimator is importance.weighted_importance_sampling else 1e-9
             assert share.min() >= found.bounds.low - slack
             assert share.max() <= found.bounds.high + slack
             assert not found.bounds.known
@@ -115,7 +119,7 @@ def test_bounds_hold_what_an_episode_can_contribute():
 
 def test_bounds_are_known_where_weights_and_rewards_are():
     probs = np.array([[0.5, 0.5], [0.8, 0.2]])
-    log = one_step(
+    log = one_step_episodes(
         np.array([1.0, 0.0]),
         behavior_probs=np.array([0.5, 0.8]),
         target_probs=np.array([0.5, 0.5]),
@@ -123,9 +127,9 @@ def test_bounds_are_known_where_weights_and_rewards_are():
         target_distribution=np.full((2, 2), 0.5),
         reward_range=(-1.0, 2.0),
     )
-    bounds = importance.whole_episode(Inputs(log, clip=9.0)).bounds
+    bounds = importance.importance_sampling(EstimatorInputs(log, clip=9.0)).bounds
     assert (bounds.low, bounds.high, bounds.known) == (-2.5, 5.0, True)
-    bounds = importance.clipped(Inputs(log, clip=2.0)).bounds
+    bounds = importance.clipped_importance_sampling(EstimatorInputs(log, clip=2.0)).bounds
     assert (bounds.low, bounds.high, bounds.known) == (-2.0, 4.0, True)
 
 
@@ -134,14 +138,16 @@ def test_vowpal_wabbit_vectors(shared_data):
     entry = next(vector for vector in vectors if vector["id"] == "ips_snips_constant")
     for k, given in enumerate(entry["inputs"]):
         num = given["n"]
-        log = one_step(
+        log = one_step_episodes(
             np.full(num, float(given["r"])),
             behavior_probs=np.full(num, float(given["p_log"])),
             target_probs=np.full(num, float(given["p_pred"])),
         )
-        inputs = Inputs(log, clip=1.0)
-        assert importance.whole_episode(inputs).value == entry["expected"]["ips"][k]
-        assert importance.weighted(inputs).value == entry["expected"]["snips"][k]
+        inputs = EstimatorInputs(log, clip=1.0)
+        assert importance.importance_sampling(inputs).value == entry["expected"]["ips"][k]
+        assert (
+            importance.weighted_importance_sampling(inputs).value == entry["expected"]["snips"][k]
+        )
 
 
 @pytest.mark.parametrize(("logged", "target"), [("random", "bts"), ("bts", "random")])
@@ -154,13 +160,16 @@ def test_open_bandit_as_obp_has_it(shared_data, logged, target):
     # obp numbers positions by their order: 1, 2, 3 become 0, 1, 2.
     positions = np.unique(column["position"], return_inverse=True)[1]
     probs = np.array(json.loads((folder / "action_dist.json").read_text())[f"men_{target}"])
-    log = one_step(
+    log = one_step_episodes(
         column["click"].astype(float),
         behavior_probs=column["propensity_score"],
         target_probs=probs[column["item_id"], positions],
     )
-    inputs = Inputs(log, clip=100.0)
-    ips, snips = importance.whole_episode(inputs), importance.weighted(inputs)
+    inputs = EstimatorInputs(log, clip=100.0)
+    ips, snips = (
+        importance.importance_sampling(inputs),
+        importance.weighted_importance_sampling(inputs),
+    )
     assert ips.value == pytest.approx(expected["values"]["ipw"], abs=1e-9)
     assert snips.value == pytest.approx(expected["values"]["snipw"], abs=1e-9)
     assert snips.spread.effective_sample_size == pytest.approx(expected["ess"], rel=1e-9)

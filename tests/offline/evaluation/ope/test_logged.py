@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import EpisodeInvalid
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step
+from replaylake.datastore.errors import EpisodeInvalidError
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
 
 OFFSETS = np.array([0, 2, 3])
 REWARDS = np.array([1.0, 2.0, 4.0])
@@ -18,7 +18,7 @@ def test_what_follows_from_offsets_and_rewards():
 
 
 def test_a_one_step_log_has_an_episode_a_row():
-    episodes = one_step(REWARDS, behavior_probs=np.full(3, 0.5))
+    episodes = one_step_episodes(REWARDS, behavior_probs=np.full(3, 0.5))
     assert episodes.is_one_step
     assert episodes.returns.tolist() == REWARDS.tolist()
     assert episodes.behavior_probs.tolist() == [0.5] * 3
@@ -58,7 +58,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_the_door_says_what_is_wrong(changes, message):
-    with pytest.raises(EpisodeInvalid, match=message):
+    with pytest.raises(EpisodeInvalidError, match=message):
         LoggedEpisodes(**{"offsets": OFFSETS, "rewards": REWARDS, **changes})
 
 

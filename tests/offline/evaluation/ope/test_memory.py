@@ -9,15 +9,15 @@ from torch import nn
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
-from replaylake.datastore.errors import EmptyReplay
+from replaylake.datastore.errors import EmptyReplayError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.graph_policy import GraphPolicy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.evaluation.ope import target_policy
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
-from replaylake.offline.evaluation.ope.promotion import gate
-from replaylake.offline.evaluation.ope.question import Question
+from replaylake.offline.evaluation.ope.promotion import evaluate_gate
+from replaylake.offline.evaluation.ope.question import EvaluationRequest
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 
 LENGTHS = [3, 1, 7, 7, 2, 5]
@@ -151,7 +151,7 @@ def recalling(lake, register_graph):
 
 
 def test_what_it_recalls_earns_what_no_observation_tells(lake, recalling):
-    report = evaluate_policy(lake, Question("log", "recalls", unseen=True))
+    report = evaluate_policy(lake, EvaluationRequest("log", "recalls", unseen=True))
     assert report.verdict == "supported"
     found = {one.estimator: one for one in report.estimates.estimates}
     # It earns 1, and the log's policy one half.
@@ -166,28 +166,34 @@ def test_what_it_recalls_earns_what_no_observation_tells(lake, recalling):
 def test_the_gate_lets_it_pass_over_one_that_forgets(lake, recalling, register_graph):
     spec = PolicySpec(Box((1,)), Discrete(2), "q_values")
     forgetting = register_graph(lake, "forgets", Forgets(), spec)
-    found = gate(lake, recalling, forgetting, Question("log", "recalls", unseen=True))
+    found = evaluate_gate(
+        lake, recalling, forgetting, EvaluationRequest("log", "recalls", unseen=True)
+    )
     assert found.passed, found.reasons
     (one,) = found.comparisons
     assert one.estimator == "wpdis"
     assert one.low < 0.5 < one.high
-    back = gate(lake, forgetting, recalling, Question("log", "forgets", unseen=True))
+    back = evaluate_gate(
+        lake, forgetting, recalling, EvaluationRequest("log", "forgets", unseen=True)
+    )
     assert not back.passed
 
 
 def test_episodes_without_their_beginning_are_left_out(lake, recalling, register_graph):
     late(lake)
     reason = "without the first step, of a policy that remembers"
-    report = evaluate_policy(lake, Question("log", "recalls", unseen=True))
+    report = evaluate_policy(lake, EvaluationRequest("log", "recalls", unseen=True))
     assert report.left_out == {reason: 200}
     assert report.num_episodes == 1200
     where = "episode_id LIKE 'late/%'"
-    with pytest.raises(EmptyReplay, match="200 episodes that begin at step 1 or later"):
-        evaluate_policy(lake, Question("log", "recalls", where=where, unseen=True))
+    with pytest.raises(EmptyReplayError, match="200 episodes that begin at step 1 or later"):
+        evaluate_policy(lake, EvaluationRequest("log", "recalls", where=where, unseen=True))
     spec = PolicySpec(Box((1,)), Discrete(2), "q_values")
     forgetting = register_graph(lake, "forgets", Forgets(), spec)
     # Both are compared on the same.
-    found = gate(lake, recalling, forgetting, Question("log", "recalls", unseen=True))
+    found = evaluate_gate(
+        lake, recalling, forgetting, EvaluationRequest("log", "recalls", unseen=True)
+    )
     assert found.passed, found.reasons
     assert found.candidate.num_episodes == found.champion.num_episodes == 1200
     assert found.candidate.left_out == found.champion.left_out == {reason: 200}
@@ -200,20 +206,20 @@ def test_what_it_learned_from_is_not_what_lacks_its_beginning(lake, register_gra
     where = "episode_id LIKE 'e/%'"
     trained = {"datasets": [{"dataset": "log", "version": 1, "where": where}]}
     register_graph(lake, "learned", Recalls(), spec, **trained)
-    report = evaluate_policy(lake, Question("log", "learned"))
+    report = evaluate_policy(lake, EvaluationRequest("log", "learned"))
     assert report.verdict == "not supported"
     assert (report.num_episodes, report.trained_on) == (1200, 1200)
 
 
 def test_a_log_may_count_its_steps_from_1(lake, recalling):
     lake.dataset("from_1").append(log(lake, 300, name="from_1", first_step=1))
-    report = evaluate_policy(lake, Question("from_1", "recalls", unseen=True))
+    report = evaluate_policy(lake, EvaluationRequest("from_1", "recalls", unseen=True))
     assert (report.num_episodes, report.left_out) == (300, {})
 
 
 def test_propensities_that_are_fitted_to_single_observations_are_doubted(lake, recalling):
     unknown = "CASE WHEN step = 0 THEN 0.5 END"
-    question = Question("log", "recalls", behavior_prob=unknown, unseen=True)
+    question = EvaluationRequest("log", "recalls", behavior_prob=unknown, unseen=True)
     report = evaluate_policy(lake, question)
     assert report.verdict == "weak"
     assert "who wrote it remembered too" in report.judged.reason
@@ -257,7 +263,9 @@ def test_gaussians_of_two_agents_with_observations_of_parts(tmp_path, register_g
     lake.dataset("pairs").create(space, Box((1,), low=-9.0, high=9.0))
     lake.dataset("pairs").append(episodes)
     how = Exploration(temperature=1.0)
-    report = evaluate_policy(lake, Question("pairs", "leans", exploration=how, unseen=True))
+    report = evaluate_policy(
+        lake, EvaluationRequest("pairs", "leans", exploration=how, unseen=True)
+    )
     found = {one.estimator: one.value for one in report.estimates.estimates}
     assert set(found) >= {"is", "wis", "pdis", "wpdis"}
     for value in found.values():

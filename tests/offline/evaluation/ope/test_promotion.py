@@ -7,16 +7,16 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Discrete
-from replaylake.datastore.errors import ConfigInvalid, PackageInvalid
+from replaylake.datastore.errors import ConfigInvalidError, PackageInvalidError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
-from replaylake.offline.evaluation.ope.estimate import compare
+from replaylake.offline.evaluation.ope.estimate import estimate_differences
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-from replaylake.offline.evaluation.ope.logged import one_step
-from replaylake.offline.evaluation.ope.promotion import gate
-from replaylake.offline.evaluation.ope.question import Question
+from replaylake.offline.evaluation.ope.logged import one_step_episodes
+from replaylake.offline.evaluation.ope.promotion import evaluate_gate
+from replaylake.offline.evaluation.ope.question import EvaluationRequest
 
 CHEAP = ("ips", "snips")
 # q-values [S, A]: always action 1, which earns about 1; always action 0, which earns nothing.
@@ -52,8 +52,8 @@ def lake(tmp_path):
 
 
 def ask(lake, candidate, champion, **options):
-    question = options.pop("question", Question("log", str(candidate), estimators=CHEAP))
-    return gate(lake, candidate, champion, question, **options)
+    question = options.pop("question", EvaluationRequest("log", str(candidate), estimators=CHEAP))
+    return evaluate_gate(lake, candidate, champion, question, **options)
 
 
 def trained_on(version, where=None, **further):
@@ -201,14 +201,14 @@ def test_what_nobody_knows_to_be_unseen_does_not_pass(lake, register_table):
     found = ask(lake, candidate, champion)
     assert not found.passed
     assert found.reasons[0].startswith("weak of the candidate, p:2: It is not known whether")
-    question = Question("log", str(candidate), estimators=CHEAP, unseen=True)
+    question = EvaluationRequest("log", str(candidate), estimators=CHEAP, unseen=True)
     assert ask(lake, candidate, champion, question=question).passed
 
 
 def test_by_default_two_kinds_of_estimators_have_to_agree(lake, register_table):
     champion, candidate = register_table(lake, "p", BAD), register_table(lake, "p", GOOD)
     quick = FQEConfig(updates=150, hidden_sizes=(16,), learning_rate=1e-2)
-    question = Question(
+    question = EvaluationRequest(
         "log", str(candidate), exploration=Exploration(epsilon=0.1), reward_model=quick
     )
     found = ask(lake, candidate, champion, question=question)
@@ -222,7 +222,9 @@ def test_by_default_two_kinds_of_estimators_have_to_agree(lake, register_table):
 def test_an_estimator_without_an_interval_lets_nothing_pass(lake, register_table, against):
     champion, candidate = register_table(lake, "p", BAD), register_table(lake, "p", GOOD)
     quick = FQEConfig(updates=150, hidden_sizes=(16,), learning_rate=1e-2)
-    question = Question("log", str(candidate), estimators=("snips", "dm"), reward_model=quick)
+    question = EvaluationRequest(
+        "log", str(candidate), estimators=("snips", "dm"), reward_model=quick
+    )
     found = ask(lake, candidate, champion if against else None, question=question)
     snips, dm = found.comparisons
     assert snips.low > 0
@@ -238,25 +240,29 @@ def test_an_estimator_without_an_interval_lets_nothing_pass(lake, register_table
 @pytest.mark.parametrize("alpha", [0.0, 0.3, -1.0])
 def test_an_alpha_out_of_range(lake, register_table, alpha):
     ref = register_table(lake, "p", GOOD)
-    with pytest.raises(ConfigInvalid, match="alpha: found"):
+    with pytest.raises(ConfigInvalidError, match="alpha: found"):
         ask(lake, ref, None, alpha=alpha)
 
 
 def test_only_the_same_episodes_are_compared():
     first, second = (
-        one_step(np.array(r), behavior_probs=np.full(3, 0.5), target_probs=np.full(3, 0.5))
+        one_step_episodes(np.array(r), behavior_probs=np.full(3, 0.5), target_probs=np.full(3, 0.5))
         for r in ([0.0, 1.0, 2.0], [0.0, 1.0, 3.0])
     )
-    with pytest.raises(ConfigInvalid, match="episodes that differ"):
-        compare(first, second, ["ips"])
+    with pytest.raises(ConfigInvalidError, match="episodes that differ"):
+        estimate_differences(first, second, ["ips"])
 
 
 def test_a_difference_by_hand():
     """Weights 2, 0, 2, 0 and 0, 2, 0, 2 of rewards 1, 2, 3, 4: ips 2 and 3, snips 2 and 3."""
     rewards, half = np.array([1.0, 2.0, 3.0, 4.0]), np.full(4, 0.5)
-    first = one_step(rewards, behavior_probs=half, target_probs=np.array([1.0, 0.0, 1.0, 0.0]))
-    second = one_step(rewards, behavior_probs=half, target_probs=np.array([0.0, 1.0, 0.0, 1.0]))
-    found, refused = compare(first, second, ["ips", "snips", "dr"])
+    first = one_step_episodes(
+        rewards, behavior_probs=half, target_probs=np.array([1.0, 0.0, 1.0, 0.0])
+    )
+    second = one_step_episodes(
+        rewards, behavior_probs=half, target_probs=np.array([0.0, 1.0, 0.0, 1.0])
+    )
+    found, refused = estimate_differences(first, second, ["ips", "snips", "dr"])
     assert [(one.estimator, one.first, one.second, one.difference) for one in found] == [
         ("ips", 2.0, 3.0, -1.0),
         ("snips", 2.0, 3.0, -1.0),
@@ -273,14 +279,14 @@ def test_one_that_is_no_better_seldom_passes():
         contexts, actions = rng.integers(0, 2, num), rng.integers(0, 2, num)
         rewards = (rng.random(num) < 0.5).astype(float)
         episodes = [
-            one_step(
+            one_step_episodes(
                 rewards,
                 behavior_probs=np.full(num, 0.5),
                 target_probs=np.where(actions == (contexts if flip else 1 - contexts), 0.9, 0.1),
             )
             for flip in (False, True)
         ]
-        found, _ = compare(*episodes, ["snips"], seed=repeat)
+        found, _ = estimate_differences(*episodes, ["snips"], seed=repeat)
         passes += found[0].low > 0
     assert passes <= 0.05 * 400
 
@@ -288,7 +294,7 @@ def test_one_that_is_no_better_seldom_passes():
 def test_every_estimator_that_was_asked_has_to_find_it(lake, register_table):
     """`wpdis` has nothing to say of episodes of one step; one that is silent does not agree."""
     champion, candidate = register_table(lake, "p", BAD), register_table(lake, "p", GOOD)
-    question = Question("log", str(candidate), estimators=("snips", "wpdis"))
+    question = EvaluationRequest("log", str(candidate), estimators=("snips", "wpdis"))
     found = ask(lake, candidate, champion, question=question)
     assert [one.estimator for one in found.comparisons] == ["snips"]
     assert found.comparisons[0].low > 0
@@ -336,16 +342,16 @@ def own_log(tmp_path, register_table):
 @pytest.mark.parametrize("estimators", [None, ("is", "wpdis")])
 def test_on_the_champions_own_log_the_better_one_passes(own_log, register_table, estimators):
     lake, champion = own_log
-    asked = Question("long", "p", exploration=AS_DRAWN, estimators=estimators)
+    asked = EvaluationRequest("long", "p", exploration=AS_DRAWN, estimators=estimators)
     better = register_table(lake, "p", BOLDER, head="categorical")
-    found = gate(lake, better, champion, asked)
+    found = evaluate_gate(lake, better, champion, asked)
     assert found.champion.verdict == "supported", found.champion.judged.reason
     assert found.passed, found.reasons
     # 10 times softmax: sigmoid(-0.3 + 1.6) - sigmoid(-0.3).
     for one in found.comparisons:
         assert one.low < 10 * (0.7858 - 0.4256) < one.high, one
     worse = register_table(lake, "p", SHYER, head="categorical")
-    found = gate(lake, worse, champion, asked)
+    found = evaluate_gate(lake, worse, champion, asked)
     assert found.champion.verdict == "supported"
     assert not found.passed
     assert "its lower end is not above 0" in found.reasons[-1]
@@ -354,10 +360,10 @@ def test_on_the_champions_own_log_the_better_one_passes(own_log, register_table,
 def test_on_its_own_log_a_champion_does_not_beat_its_log_or_itself(own_log, register_table):
     """Rounded log-probs move each weight alike: the resampled differences would not hold 0."""
     lake, champion = own_log
-    asked = Question("long", "p", exploration=AS_DRAWN, estimators=("is", "pdis", "wpdis"))
+    asked = EvaluationRequest("long", "p", exploration=AS_DRAWN, estimators=("is", "pdis", "wpdis"))
     again = register_table(lake, "p", LONG_CHAMPION, head="categorical")
     for against in (None, champion):
-        found = gate(lake, again, against, asked)
+        found = evaluate_gate(lake, again, against, asked)
         for one in found.comparisons:
             assert one.low < 0 < one.high, one
             assert one.high - one.low < 0.01
@@ -371,7 +377,7 @@ def learned(reward=None):
 
 def word(reward=None):
     """What is asked where it is known that nobody has seen the episodes."""
-    return Question("log", "p", estimators=CHEAP, unseen=True, reward=reward)
+    return EvaluationRequest("log", "p", estimators=CHEAP, unseen=True, reward=reward)
 
 
 def test_a_cost_is_not_judged_as_a_return(lake, register_table):
@@ -429,9 +435,9 @@ def test_a_damaged_manifest_is_neither_evaluated_nor_promoted(lake, register_tab
             flipped = bytearray(data)
             flipped[position] ^= 1 << position % 8
             path.write_bytes(flipped)
-            with pytest.raises(PackageInvalid, match="manifest was altered"):
+            with pytest.raises(PackageInvalidError, match="manifest was altered"):
                 ask(lake, candidate, champion)
-            with pytest.raises(PackageInvalid, match="manifest was altered"):
-                evaluate_policy(lake, Question("log", str(damaged), estimators=CHEAP))
+            with pytest.raises(PackageInvalidError, match="manifest was altered"):
+                evaluate_policy(lake, EvaluationRequest("log", str(damaged), estimators=CHEAP))
         path.write_bytes(data)
     assert ask(lake, candidate, champion).passed

@@ -5,7 +5,7 @@ import pytest
 
 from replaylake.offline.evaluation.ope.diagnostics import diagnose
 from replaylake.offline.evaluation.ope.estimate import estimate
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
 from replaylake.offline.evaluation.ope.verdict import verdict
 
 
@@ -17,7 +17,7 @@ def bandit(num_rows=4000, num_actions=10, greedy=0.0, rate=0.3, seed=0, **change
     target = np.full((num_rows, num_actions), (1 - greedy) / num_actions)
     target[:, 0] += greedy
     behavior = np.full((num_rows, num_actions), 1 / num_actions)
-    log = one_step(
+    log = one_step_episodes(
         rewards,
         actions=actions,
         behavior_probs=behavior[np.arange(num_rows), actions],
@@ -110,7 +110,7 @@ def test_propensities_that_do_not_fit_the_actions_are_weak():
 
 
 def test_a_model_alone_is_weak():
-    log = one_step(
+    log = one_step_episodes(
         np.arange(100.0),
         q_logged=np.zeros(100),
         v_target=np.arange(100.0),
@@ -123,7 +123,9 @@ def test_a_model_alone_is_weak():
 
 
 def test_nothing_to_go_by_is_not_supported():
-    found = judged(one_step(np.arange(100.0), no_density="the head 'sampled' has no density"))
+    found = judged(
+        one_step_episodes(np.arange(100.0), no_density="the head 'sampled' has no density")
+    )
     assert found.verdict == "not_supported"
     assert "No estimator has anything to say: the head 'sampled'" in found.reason
 

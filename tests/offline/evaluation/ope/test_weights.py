@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step
-from replaylake.offline.evaluation.ope.refusal import NotEstimable
+from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
+from replaylake.offline.evaluation.ope.refusal import NotEstimableError
 from replaylake.offline.evaluation.ope.weights import importance_weights, largest_ratio, summary
 
 
@@ -65,8 +65,8 @@ def test_largest_ratio_is_over_all_actions():
         "behavior_distribution": np.array([[0.5, 0.5, 0.0], [0.8, 0.1, 0.1]]),
         "target_distribution": np.array([[0.9, 0.1, 0.0], [0.0, 0.3, 0.7]]),
     }
-    assert largest_ratio(one_step(np.zeros(2), **probs)) == pytest.approx(7)
-    assert largest_ratio(one_step(np.zeros(2))) is None
+    assert largest_ratio(one_step_episodes(np.zeros(2), **probs)) == pytest.approx(7)
+    assert largest_ratio(one_step_episodes(np.zeros(2))) is None
     assert largest_ratio(LoggedEpisodes(np.array([0, 2]), np.zeros(2), **probs)) is None
 
 
@@ -80,7 +80,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_weights_that_cannot_be_formed(changes, message):
-    with pytest.raises(NotEstimable, match=message):
+    with pytest.raises(NotEstimableError, match=message):
         importance_weights(three_episodes(**changes))
 
 
@@ -90,13 +90,13 @@ def test_a_product_that_overflows_is_refused(last):
     episodes = LoggedEpisodes(
         np.array([0, 401]), np.zeros(401), behavior_probs=np.ones(401), target_probs=target
     )
-    with pytest.raises(NotEstimable, match=r"over up to 401 steps passes 1e\+120"):
+    with pytest.raises(NotEstimableError, match=r"over up to 401 steps passes 1e\+120"):
         importance_weights(episodes)
 
 
 def test_a_step_without_any_weight_is_said():
     target = np.array([0.5, 0, 0, 0.25, 0, 0.5])
-    with pytest.raises(NotEstimable, match="from step 1 on no episode has any weight"):
+    with pytest.raises(NotEstimableError, match="from step 1 on no episode has any weight"):
         importance_weights(three_episodes(target_probs=target)).check_any()
     target[2] = 0.5
     importance_weights(three_episodes(target_probs=target)).check_any()

@@ -7,7 +7,7 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, EmptyReplay
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import check_package
@@ -74,14 +74,14 @@ def line_world_without_ends(num):
 def test_where_nothing_can_be_bootstrapped_it_says_so(tmp_path):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("ends").append(one_step_episodes(5))
-    with pytest.raises(EmptyReplay, match=r"found 5 steps, none at which .* may start"):
+    with pytest.raises(EmptyReplayError, match=r"found 5 steps, none at which .* may start"):
         train(lake, ["ends"], quick(algorithm="dqn"), policy_name="p")
     assert lake.registry.runs() == []
 
 
 def refused(lake, match, **given):
     """Train, find it refused, and that no run and no policy says that it began."""
-    with pytest.raises(ConfigInvalid, match=match):
+    with pytest.raises(ConfigInvalidError, match=match):
         train(lake, ["d"], policy_name="p", **given)
     assert lake.registry.runs() == lake.registry.list() == []
     assert lake.storage.names("_lake/runs") == []
@@ -115,7 +115,7 @@ def test_held_out_steps_that_no_value_can_be_fitted_to_are_refused(tmp_path):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("d").append(one_step_episodes(12))
     config = quick(holdout=0.4, select="fqe")
-    with pytest.raises(EmptyReplay, match=r"select 'fqe': found \d held-out steps, none with"):
+    with pytest.raises(EmptyReplayError, match=r"select 'fqe': found \d held-out steps, none with"):
         train(lake, ["d"], config, policy_name="p")
     assert lake.registry.runs() == []
     assert train(lake, ["d"], quick(holdout=0.4), policy_name="p").selection["measure"] == "loss"
@@ -136,7 +136,7 @@ def test_held_out_steps_without_rewards_are_refused(tmp_path):
     )
     for config in (quick(holdout=0.4, select="fqe"), quick(algorithm="dqn", holdout=0.4)):
         match = rf"select 'fqe': {len(unknown)} of {len(unknown)} held-out steps have no reward"
-        with pytest.raises(ConfigInvalid, match=match):
+        with pytest.raises(ConfigInvalidError, match=match):
             train(lake, ["e"], config, policy_name="p")
     assert lake.registry.runs() == []
 
@@ -144,7 +144,7 @@ def test_held_out_steps_without_rewards_are_refused(tmp_path):
 def test_one_episode_cannot_be_split(tmp_path, line_world):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("one").append(line_world(num_episodes=1))
-    with pytest.raises(EmptyReplay, match=r"holdout of one@1, fraction 0.5: found [01] of 1 "):
+    with pytest.raises(EmptyReplayError, match=r"holdout of one@1, fraction 0.5: found [01] of 1 "):
         train(lake, ["one"], quick(holdout=0.5), policy_name="p")
     assert train(lake, ["one"], quick(), policy_name="p").num_episodes == 1
 

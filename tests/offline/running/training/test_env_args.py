@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import check_package
 from replaylake.offline.running.train import train
@@ -82,5 +82,5 @@ def test_a_record_from_before_has_none():
 
 
 def test_they_need_an_environment():
-    with pytest.raises(ConfigInvalid, match=r"arguments of an environment \(length\) and no"):
+    with pytest.raises(ConfigInvalidError, match=r"arguments of an environment \(length\) and no"):
         TrainRequest(("walks",), "walker", TrainConfig("bc"), env_args={"length": 3})

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import TrainingFailed
+from replaylake.datastore.errors import TrainingError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_metrics
 from replaylake.datastore.lake.runs.summary import EVALUATION
-from replaylake.offline.running.training.lake_run import LakeRun
+from replaylake.offline.running.training.lake_run import LakeObserver
 
 
 class Learner:
@@ -28,7 +28,7 @@ def made(tmp_path):
 
         def made(array=None, keep=2):
             learner = Learner(np.zeros(2, np.float32) if array is None else array)
-            return LakeRun(lake.storage, lease, "r", learner, keep=keep)
+            return LakeObserver(lake.storage, lease, "r", learner, keep=keep)
 
         yield lake, made
 
@@ -76,6 +76,6 @@ def test_what_is_not_a_number_is_never_the_newest(made):
     make().save(1, {}, best=None)
     run = make(np.array([1.0, np.nan], np.float32))
     assert run.newest().update == 1
-    with pytest.raises(TrainingFailed, match=r"w is not a number after update 2.*of update 1\)"):
+    with pytest.raises(TrainingError, match=r"w is not a number after update 2.*of update 1\)"):
         run.save(2, {}, best=None)
     assert run.checkpoints.updates() == [1]

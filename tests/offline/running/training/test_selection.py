@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
@@ -15,7 +15,7 @@ from replaylake.offline.running.training.selection import (
     FIRST_SEED,
     EnvironmentReturn,
     HeldOutLoss,
-    Selection,
+    PolicySelection,
     make_measure,
     measure_name,
 )
@@ -26,7 +26,7 @@ def add_all(selection, values):
 
 
 def test_the_best_is_the_earliest_of_the_highest():
-    selection = Selection("fqe")
+    selection = PolicySelection("fqe")
     assert add_all(selection, [1.0, 3.0, 3.0, 2.0]) == [True, True, False, False]
     assert (selection.chosen.update, selection.chosen.value) == (20, 3.0)
     assert selection.num_worse == 2
@@ -46,13 +46,13 @@ def test_the_best_is_the_earliest_of_the_highest():
 
 
 def test_of_losses_the_lowest():
-    selection = Selection("loss", higher_is_better=False)
+    selection = PolicySelection("loss", higher_is_better=False)
     assert add_all(selection, [1.0, 0.5, 0.7]) == [True, True, False]
     assert selection.chosen.update == 20
 
 
 def test_what_is_not_finite_is_worse_than_any():
-    selection = Selection("fqe", patience=2)
+    selection = PolicySelection("fqe", patience=2)
     assert add_all(selection, [math.nan, -5.0, math.inf]) == [False, True, False]
     assert selection.chosen.update == 20
     assert [value for _, value in selection.history] == [None, -5.0, None]
@@ -62,14 +62,14 @@ def test_what_is_not_finite_is_worse_than_any():
 
 
 def test_without_a_value_the_last_is_taken():
-    selection = Selection("last")
+    selection = PolicySelection("last")
     assert add_all(selection, [None, None]) == [False, False]
     assert (selection.chosen.update, selection.chosen.value) == (20, None)
     assert not selection.is_exhausted
 
 
 def test_its_state_goes_on():
-    selection, again = Selection("fqe", patience=2), Selection("fqe", patience=2)
+    selection, again = PolicySelection("fqe", patience=2), PolicySelection("fqe", patience=2)
     add_all(selection, [1.0, 3.0, 2.0])
     again.load_state_dict(selection.state_dict())
     assert again == selection
@@ -107,7 +107,7 @@ def test_the_measure_follows_from_what_is_there(asked, uses_rewards, name):
     [("environment", "no environment"), ("fqe", "no held-out"), ("loss", "no held-out")],
 )
 def test_a_measure_that_lacks_something_is_refused(select, message):
-    with pytest.raises(ConfigInvalid, match=message):
+    with pytest.raises(ConfigInvalidError, match=message):
         measure_name(request(select=select), True)
 
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
+from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.offline.algorithms.catalog import make_learner
-from replaylake.offline.running.training.selection import Selection
+from replaylake.offline.running.training.selection import PolicySelection
 from replaylake.offline.running.training.team import (
-    ALONE,
-    TeamLearner,
-    TeamMeasure,
-    averaging,
+    SINGLE_PROCESS,
+    DataParallelLearner,
+    LeaderMeasure,
     batch_part,
-    deciding,
+    make_gradient_average,
+    sync_stop,
 )
 
 SIZE = 2
@@ -51,7 +51,7 @@ class Member:
         try:
             self._exchange.add(self.rank, values)
         except threading.BrokenBarrierError as error:
-            raise TrainingFailed("another learner is gone") from error
+            raise TrainingError("another learner is gone") from error
 
     def told(self, value):
         values = torch.tensor([0.0 if self.rank else value], dtype=torch.float64)
@@ -80,10 +80,12 @@ def together(work):
     return results
 
 
-def learner(name, space, team=ALONE, **options):
+def learner(name, space, team=SINGLE_PROCESS, **options):
     options = {"hidden_sizes": [8], **options}
-    made = make_learner(name, Box((4,)), space, options=options, seed=3, reduce=averaging(team))
-    return made if team.size == 1 else TeamLearner(made, team)
+    made = make_learner(
+        name, Box((4,)), space, options=options, seed=3, reduce=make_gradient_average(team)
+    )
+    return made if team.size == 1 else DataParallelLearner(made, team)
 
 
 def states(name, space, batches, **options):
@@ -158,7 +160,7 @@ def test_a_batch_that_cannot_be_divided(batch):
             mine = learner("bc", Discrete(3), member)
         mine.update(batch(size=7))
 
-    with pytest.raises(ConfigInvalid, match="batch of 7 rows for 2 learners"):
+    with pytest.raises(ConfigInvalidError, match="batch of 7 rows for 2 learners"):
         together(work)
 
 
@@ -170,7 +172,7 @@ def test_all_end_after_the_update_in_which_the_leader_was_asked(batch):
             mine = learner("bc", Discrete(3), member)
         num = 0
         # Only the leader's answer counts.
-        ends = deciding(mine, lambda: num == 3 if member.rank == 0 else num == 1)
+        ends = sync_stop(mine, lambda: num == 3 if member.rank == 0 else num == 1)
         while not ends() and num < 10:
             mine.update(batch())
             num += 1
@@ -188,7 +190,10 @@ def test_the_leader_measures_and_all_choose_alike():
             return {1: 5.0, 2: float("nan")}.get(Counted.num, 1 / 3)
 
     def work(member):
-        measure, selection = TeamMeasure(Counted(), member), Selection("environment", patience=2)
+        measure, selection = (
+            LeaderMeasure(Counted(), member),
+            PolicySelection("environment", patience=2),
+        )
         for update in range(1, 9):
             selection.add(update, measure(None), {})
             if selection.is_exhausted:
@@ -207,7 +212,7 @@ def test_nobody_waits_for_one_that_failed(batch):
     def work(member):
         with lock:
             mine = learner("bc", Discrete(3), member)
-        with suppress(TrainingFailed):
+        with suppress(TrainingError):
             for num in range(10):
                 if member.rank == 1 and num == 4:
                     raise ValueError("mine alone")
@@ -229,7 +234,7 @@ def test_a_part_of_a_batch_has_its_rows_of_each_field(batch):
 
 
 def test_d3rlpys_gradients_cannot_be_averaged():
-    with pytest.raises(ConfigInvalid, match=r"algorithm d3rlpy:bc: found d3rlpy's.*: bc, "):
+    with pytest.raises(ConfigInvalidError, match=r"algorithm d3rlpy:bc: found d3rlpy's.*: bc, "):
         make_learner(
             "d3rlpy:bc", Box((4,)), Discrete(3), options={}, seed=0, reduce=lambda gradients: None
         )

@@ -5,12 +5,12 @@ import pytest
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.errors import ConfigInvalid, TrainingFailed
+from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.learning.learner import Update
 from replaylake.offline.networks.graph import PolicyGraph
 from replaylake.offline.running.training.config import TrainConfig
-from replaylake.offline.running.training.selection import Selection
+from replaylake.offline.running.training.selection import PolicySelection
 from replaylake.offline.running.training.trainer import GPU_CHECK_UPDATES, Trainer
 
 
@@ -135,23 +135,23 @@ def test_lazy_metrics_are_read_only_when_something_is_due(sampler):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_the_message_names_the_update_or_those_since_the_last_check(sampler, value):
     few = {"updates": 120, "log_updates": 1000, "evaluate_updates": 1000}
-    with pytest.raises(TrainingFailed, match=r"loss is (nan|inf) at update 60, expected"):
+    with pytest.raises(TrainingError, match=r"loss is (nan|inf) at update 60, expected"):
         trainer(Counting(60, value), sampler, **few).run()
-    with pytest.raises(TrainingFailed, match=r"at one of the updates 51 to 100, expected"):
+    with pytest.raises(TrainingError, match=r"at one of the updates 51 to 100, expected"):
         on_a_gpu(sampler, Counting(60, value), **few).run()
-    with pytest.raises(TrainingFailed, match=r"at one of the updates 101 to 120, expected"):
+    with pytest.raises(TrainingError, match=r"at one of the updates 101 to 120, expected"):
         on_a_gpu(sampler, Counting(120, value), **few).run()
 
 
 def test_what_is_not_finite_names_the_rows_and_the_last_good_checkpoint(sampler):
     told = Told()
-    with pytest.raises(TrainingFailed, match=r"last good checkpoint is that of update 50") as found:
+    with pytest.raises(TrainingError, match=r"last good checkpoint is that of update 50") as found:
         trainer(Counting(60), sampler, told, updates=100).run()
     details = found.value.details
     assert (details["update"], details["metric"], details["checkpoint"]) == (60, "loss", 50)
     keys = [bytes(key).hex() for key in sampler.sample().keys]
     assert list(details["row_keys"]) == keys
-    with pytest.raises(TrainingFailed, match="no checkpoint was saved before"):
+    with pytest.raises(TrainingError, match="no checkpoint was saved before"):
         trainer(Counting(5), sampler, Told(), updates=100).run()
 
 
@@ -179,7 +179,7 @@ def test_the_best_policy_is_saved_when_it_is_found(sampler):
     told, values = Told(), iter([1.0, 5.0, 2.0, 3.0])
     made = trainer(
         Counting(), sampler, told, updates=40, evaluate_updates=10, checkpoint_updates=40,
-        measure=lambda policy: next(values), selection=Selection("fqe"),
+        measure=lambda policy: next(values), selection=PolicySelection("fqe"),
     )  # fmt: skip
     made.run()
     assert {update: best for update, (_, best) in told.saved.items()} == {10: 10, 20: 20, 40: 20}
@@ -195,14 +195,14 @@ def test_it_stops_when_nothing_got_better_for_long_enough(sampler):
     told, values = Told(), iter([1.0, 2.0, 2.0, 1.0, 9.0])
     made = trainer(
         Counting(), sampler, told, updates=50, evaluate_updates=10,
-        measure=lambda policy: next(values), selection=Selection("fqe", patience=2),
+        measure=lambda policy: next(values), selection=PolicySelection("fqe", patience=2),
     )  # fmt: skip
     assert made.run()
     assert (made.update, made.selection.chosen.update) == (40, 20)
     assert made.selection.to_json()["stopped_early"]
     assert list(told.saved)[-1] == 40
     # Gone on with from there, it does nothing more.
-    again = trainer(Counting(), sampler, updates=50, selection=Selection("fqe", patience=2))
+    again = trainer(Counting(), sampler, updates=50, selection=PolicySelection("fqe", patience=2))
     again.load_state_dict(40, told.saved[40][0])
     assert again.run()
     assert again.update == 40
@@ -224,7 +224,7 @@ def test_what_goes_on_says_what_an_uninterrupted_run_says(sampler, at):
     def made(told, learner, **given):
         return trainer(
             learner, sampler, told, **options, **given,
-            measure=lambda policy: values[learner.num], selection=Selection("fqe"),
+            measure=lambda policy: values[learner.num], selection=PolicySelection("fqe"),
         )  # fmt: skip
 
     first = made(whole, Counting())
@@ -255,5 +255,5 @@ def test_priorities_go_back_to_the_sampler(sampler, batch):
 
 
 def test_prioritized_sampling_is_refused_to_what_gives_no_priorities(sampler):
-    with pytest.raises(ConfigInvalid, match="algorithm bc: found no priorities"):
+    with pytest.raises(ConfigInvalidError, match="algorithm bc: found no priorities"):
         trainer(Counting(), sampler, prioritized=True).run()

@@ -3,10 +3,10 @@ import json
 import numpy as np
 import pytest
 
-from replaylake.datastore.errors import ConfigInvalid, NotFound
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.running.tune import check_sweep
-from replaylake.offline.running.tuning.config import Sweep, TuneConfig, measured_by
+from replaylake.offline.running.tuning.config import Sweep, TuneConfig, resolve_measure
 
 
 def file(**changes):
@@ -132,7 +132,7 @@ def test_a_trial_is_asked_for_what_the_file_and_its_options_say():
     ],
 )
 def test_what_a_file_cannot_say_is_refused(given, said):
-    with pytest.raises(ConfigInvalid, match=said):
+    with pytest.raises(ConfigInvalidError, match=said):
         Sweep.from_options(given)
 
 
@@ -153,12 +153,12 @@ def test_what_a_file_cannot_say_is_refused(given, said):
     ],
 )
 def test_what_not_every_trial_could_train_is_refused_before_any(lake, given, said):
-    with pytest.raises(ConfigInvalid, match=said):
+    with pytest.raises(ConfigInvalidError, match=said):
         check_sweep(lake, Sweep.from_options(given).pinned(lake))
 
 
 def test_a_dataset_that_is_not_there(lake):
-    with pytest.raises(NotFound, match="nowhere"):
+    with pytest.raises(NotFoundError, match="nowhere"):
         Sweep.from_options(file(datasets=["nowhere"])).pinned(lake)
 
 
@@ -179,4 +179,4 @@ def test_all_trials_train_on_the_versions_of_the_beginning(lake):
     ],
 )
 def test_less_of_a_loss_is_better(table, selection, expected):
-    assert measured_by(TuneConfig(**table), selection) == expected
+    assert resolve_measure(TuneConfig(**table), selection) == expected

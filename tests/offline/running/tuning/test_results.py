@@ -4,7 +4,7 @@ from replaylake.offline.running.tuning.results import (
     Combination,
     SweepResult,
     TrialResult,
-    combined,
+    combine_trials,
     value_name,
 )
 
@@ -26,13 +26,13 @@ def trials(*rows):
 
 
 def test_the_mean_over_seeds_its_interval_and_the_best_seeds_policy():
-    (found,) = combined(trials((0, 5, "done", 1.0), (0, 6, "done", 3.0)), "max")
+    (found,) = combine_trials(trials((0, 5, "done", 1.0), (0, 6, "done", 3.0)), "max")
     # t of 0.975 with one degree of freedom is 12.7062, the standard error is 1.
     expected = Combination(
         0, {"rate": 0}, 2, 2, 2.0, pytest.approx(-10.7062), pytest.approx(14.7062), "p:1", 6
     )
     assert found == expected
-    (found,) = combined(trials((0, 5, "done", 1.0), (0, 6, "done", 3.0)), "min")
+    (found,) = combine_trials(trials((0, 5, "done", 1.0), (0, 6, "done", 3.0)), "min")
     assert (found.policy, found.seed) == ("p:0", 5)
 
 
@@ -47,22 +47,22 @@ def test_the_best_is_first_and_what_lacks_a_seed_last():
         (2, 1, "done", 3.0),
         (3, 1, "skipped", None),
     )
-    found = combined(rows, "max")
+    found = combine_trials(rows, "max")
     assert [one.number for one in found] == [2, 1, 0, 3]
     assert [(one.num_done, one.mean) for one in found] == [(2, 3.0), (2, 2.0), (1, 9.0), (0, None)]
-    assert [one.number for one in combined(rows, "min")] == [1, 2, 0, 3]
+    assert [one.number for one in combine_trials(rows, "min")] == [1, 2, 0, 3]
 
 
 def test_one_that_lacks_a_seed_is_never_the_best():
     rows = trials((0, 0, "done", 9.0), (0, 1, "stopped", 9.0))
-    result = SweepResult("s", "m", "m", "max", tuple(rows), combined(rows, "max"))
+    result = SweepResult("s", "m", "m", "max", tuple(rows), combine_trials(rows, "max"))
     assert result.best is None
     assert result.to_json()["best"] is None
     assert (result.combinations[0].ci_low, result.combinations[0].mean) == (None, 9.0)
 
 
 def test_a_value_that_is_no_number_is_no_value():
-    (found,) = combined(trials((0, 0, "done", None), (0, 1, "done", 1.0)), "max")
+    (found,) = combine_trials(trials((0, 0, "done", None), (0, 1, "done", 1.0)), "max")
     assert (found.num_done, found.mean) == (1, 1.0)
 
 
