@@ -9,7 +9,7 @@ SOURCES := $(wildcard datastore offline online serve cli tests examples benchmar
 WORKERS ?= 2
 KILLS ?= 500
 
-.PHONY: .venv demo test bars chaos check check-newer-gymnasium bench clean
+.PHONY: .venv demo test test-slow bars chaos check check-newer-gymnasium bench clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -27,10 +27,12 @@ KILLS ?= 500
 demo: .venv/.installed
 	@$(PY) examples/demo.py
 
-# One torch thread per worker: more would only contend. pytest exits 5 where nothing is marked slow.
+# One torch thread per worker: more would only contend.
 test: .venv/.installed
 	@echo "tests: fast, $(WORKERS) at a time"
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not chaos and not bars"
+
+test-slow: .venv/.installed
 	@echo "tests: slow, $(WORKERS) at a time"
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "slow and not gpu and not chaos and not bars" || [ $$? -eq 5 ]
 
