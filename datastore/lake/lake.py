@@ -136,7 +136,7 @@ class Lake:
 
         Raises: QueryRefusedError, QueryError, NotFoundError for an unknown dataset or version.
         """
-        return query.run_query(text, self._catalog(at), parameters)
+        return query.run_query(text, self.catalog(at), parameters)
 
     def sql_untrusted(
         self,
@@ -151,7 +151,17 @@ class Lake:
         It sees the same views as `sql`, at the same versions, and nothing else of this machine.
         Raises: as sql; QueryError with the limit that it reached.
         """
-        return run_untrusted(text, self._catalog(at), parameters, limits=limits)
+        return run_untrusted(text, self.catalog(at), parameters, limits=limits)
+
+    def catalog(self, at: Mapping[str, str | int] | None = None) -> LakeCatalog:
+        """Return what SQL sees, with datasets read at the versions in `at`, for query.run.
+
+        Raises: NotFoundError, InvalidNameError.
+        """
+        pinned = {name: self._pin(name, version) for name, version in (at or {}).items()}
+        return LakeCatalog(
+            self._storage, self.registry, self.tags, self._existing, self.dataset, pinned
+        )
 
     def signing_key(self, *, create: bool = True) -> bytes:
         """Return the 32 bytes that sign decision ids, made once for the lake.
@@ -174,12 +184,6 @@ class Lake:
                 "remove it: decision ids given out before are then refused."
             )
         return key
-
-    def _catalog(self, at: Mapping[str, str | int] | None) -> LakeCatalog:
-        pinned = {name: self._pin(name, version) for name, version in (at or {}).items()}
-        return LakeCatalog(
-            self._storage, self.registry, self.tags, self._existing, self.dataset, pinned
-        )
 
     def _existing(self) -> dict[str, Dataset]:
         return {name: self.dataset(name) for name in self.datasets()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRefusedError
+from replaylake.datastore.lake.catalog import LakeCatalog
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.statements import check_select
 from replaylake.datastore.query.untrusted import QueryLimits, _Sandbox
@@ -86,12 +87,12 @@ def test_functions_that_do_more_than_read(filled, tmp_path, call):
 def test_the_clock_counts_while_datasets_are_looked_up(filled, monkeypatch):
     looked_up = []
 
-    def slow(dataset, view):
+    def slow(catalog, dataset, view):
         looked_up.append(dataset)
         time.sleep(2.1)
         return filled.dataset(dataset).snapshot().table
 
-    monkeypatch.setattr(filled, "table", slow)
+    monkeypatch.setattr(LakeCatalog, "table", slow)
     query = "select 1 from mine.steps, theirs.steps"
     limits = replace(SMALL, wall_s=2)
     with pytest.raises(QueryError, match=r"still running after 2 s"):

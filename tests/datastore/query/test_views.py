@@ -94,7 +94,7 @@ def test_only_what_is_named_is_made(
 
     monkeypatch.setattr(type(game), "datasets", no_listing)
     with session() as connection:
-        planned = views.plan_views(find_tables(connection, query), game)
+        planned = views.plan_views(find_tables(connection, query), game.catalog())
     created = [text for text in planned.statements if text.startswith("CREATE VIEW")]
     assert len(created) == len(made)
     assert all(any(name in text[:30] for text in created) for name in made)

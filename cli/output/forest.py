@@ -1,0 +1,79 @@
+"""Forest plot: off-policy estimates with their intervals beside the log's mean, as an image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from replaylake.cli.output.plots import STYLE, shorten_name, simplify_axes
+from replaylake.datastore.storage.storage import atomic_write
+
+if TYPE_CHECKING:
+    from replaylake.offline.evaluation.ope.question import PolicyReport
+
+_LOG = "#9aa3ad"
+_VALUE = "#0072B2"
+_BARS = 40
+
+
+def draw_estimates(path: Path, found: PolicyReport) -> None:
+    """Draw each estimate with its interval, and how the episodes' weights are spread.
+
+    Raises: StorageError.
+    """
+    estimates = found.estimates.estimates
+    has_weights = found.weights is not None
+    with mpl.rc_context({**STYLE, "font.size": 9}):
+        figure = Figure(
+            figsize=(9.4 if has_weights else 6.2, 1.4 + 0.34 * len(estimates)),
+            layout="constrained",
+            dpi=130,
+        )
+        grid = figure.subplots(1, 1 + has_weights, squeeze=False).ravel()
+        _forest(grid[0], found)
+        if has_weights:
+            _weights(grid[1], np.asarray(found.weights))
+        name = found.policy["policy"] or found.policy["target_prob"]
+        title = f"{shorten_name(str(name), 40)} on {found.dataset}@{found.version}: {found.verdict}"
+        figure.suptitle(title, fontsize=9.5, x=0.01, ha="left")
+        with atomic_write(path) as file:
+            figure.savefig(file, format=path.suffix.lower().lstrip("."))
+
+
+def _forest(axes: Any, found: PolicyReport) -> None:
+    log = found.estimates.log_interval
+    axes.axvspan(log.low, log.high, color=_LOG, alpha=0.25, linewidth=0)
+    axes.axvline(found.estimates.log_mean, color=_LOG, linewidth=1.2)
+    names = []
+    for place, one in enumerate(found.estimates.estimates):
+        if one.ci_low is not None:
+            axes.plot([one.ci_low, one.ci_high], [place, place], color=_VALUE, linewidth=1.6)
+        # Hollow where a model alone speaks, which has no interval.
+        inside = _VALUE if one.max_weight is not None else "white"
+        axes.plot([one.value], [place], "o", color=_VALUE, markerfacecolor=inside, markersize=4.5)
+        names.append(one.estimator)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    percent = f"{found.question.level:.0%}"
+    fitted = "; propensities fitted" if found.diagnostics.behavior_fitted else ""
+    axes.set_xlabel(
+        f"value, {percent} interval{fitted}; hollow: model alone, no interval; grey: the log's mean"
+    )
+    simplify_axes(axes)
+
+
+def _weights(axes: Any, weights: Any) -> None:
+    """Draw a histogram of weights above 0, in powers of ten: they span many."""
+    positive = weights[weights > 0]
+    if len(positive):
+        low, high = np.log10(positive.min()), np.log10(positive.max())
+        edges = np.logspace(low - 0.05, high + 0.05, _BARS + 1)
+        axes.hist(positive, bins=edges, color=_VALUE)
+        axes.set_xscale("log")
+    axes.set_xlabel(f"weights; {1 - len(positive) / len(weights):.1%} are 0")
+    axes.set_ylabel("episodes")
+    simplify_axes(axes)
