@@ -25,6 +25,8 @@ from urllib.parse import urlencode
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylake.serve.transport import RequestFailedError as RequestFailedError
+from replaylake.serve.transport import ServerUnreachableError as ServerUnreachableError
 from replaylake.serve.transport import Transport
 
 _NPY: Final = "application/x-npy"

@@ -28,7 +28,7 @@ from replaylake.offline.running.training.data import open_data
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.offline.running.tuning.config import Mode, Sweep, near_options, resolve_measure
-from replaylake.offline.running.tuning.ray_trials import ASHAConfig, run_trials
+from replaylake.offline.running.tuning.ray_trials import EarlyStopping, run_trials
 from replaylake.offline.running.tuning.results import (
     SweepResult,
     TrialResult,
@@ -241,12 +241,12 @@ class _SweepRun:
             return [(range(num), False)]
         return [(range(first), True), (range(first, num), False)]
 
-    def _stopping(self, numbers: Sequence[int]) -> ASHAConfig:
+    def _stopping(self, numbers: Sequence[int]) -> EarlyStopping:
         config, trials = self._sweep.tune, [self._trials[number] for number in numbers]
         requests = [self._sweep.trial_request(trial.options, trial.seed) for trial in trials]
         over = [trial.run_id for trial in trials if trial.run_id and not trial.is_left]
         curves = [read_curves(self._lake.storage, run_id).get(self._measure) for run_id in over]
-        return ASHAConfig(
+        return EarlyStopping(
             mode=self._mode,
             grace_updates=config.grace_updates or min(r.config.measured_every for r in requests),
             updates=max(request.config.updates for request in requests),

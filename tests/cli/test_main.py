@@ -274,19 +274,19 @@ def test_only_ingest_makes_a_lake(run: Any, lake: Path, arguments: tuple[str, ..
 def test_json_says_an_error_on_stdout_too(run: Any, lake: Path) -> None:
     ran = run("list", "--json")
     ran.failed("found none there")
-    assert ran.json["error"]["kind"] == "NotFound"
+    assert ran.json["error"]["kind"] == "NotFoundError"
     assert ran.err == f"error: {ran.json['error']['message']}\n"
 
 
 def test_what_a_library_prints_is_talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Chatty(replaylake.cli.commands.datasets.Report):
+    class Chatty(replaylake.cli.commands.datasets.CommandOutput):
         def __init__(self, as_json: bool) -> None:
             super().__init__(as_json)
             print("Hello from the library")
 
-    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", Chatty)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "CommandOutput", Chatty)
     ran = run("list", "--json")
-    assert ran.json["error"]["kind"] == "NotFound"
+    assert ran.json["error"]["kind"] == "NotFoundError"
     assert ran.err.startswith("Hello from the library\nerror: lake ")
 
 
@@ -314,7 +314,7 @@ def test_a_message_of_several_lines_becomes_one(run: Any, monkeypatch: pytest.Mo
     def fail(as_json: bool) -> None:
         raise NotFoundError("first line\n   second line\n")
 
-    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", fail)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "CommandOutput", fail)
     ran = run("list")
     assert ran.err == "error: first line second line\n"
 
@@ -323,7 +323,7 @@ def test_what_nobody_foresaw_is_one_line_too(run: Any, monkeypatch: pytest.Monke
     def fail(as_json: bool) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", fail)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "CommandOutput", fail)
     ran = run("list", "--json")
     assert ran.code == 1
     (line,) = ran.err.splitlines()
@@ -336,7 +336,7 @@ def test_interrupting_is_exit_code_130(run: Any, monkeypatch: pytest.MonkeyPatch
     def interrupt(as_json: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", interrupt)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "CommandOutput", interrupt)
     ran = run("list")
     assert (ran.code, ran.err) == (130, "interrupted\n")
 
@@ -356,10 +356,10 @@ def test_a_missing_dependency_names_its_extra(
     def fail(as_json: bool) -> None:
         raise ModuleNotFoundError(f"No module named '{module}.sub'", name=f"{module}.sub")
 
-    monkeypatch.setattr(replaylake.cli.commands.datasets, "Report", fail)
+    monkeypatch.setattr(replaylake.cli.commands.datasets, "CommandOutput", fail)
     ran = run("list", "--json")
     ran.failed(module, f"pip install 'replaylake[{extra}]'")
-    assert ran.json["error"]["kind"] == "ExtraMissing"
+    assert ran.json["error"]["kind"] == "ExtraMissingError"
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_as_a_process_the_streams_stay_apart(tmp_path: Path) -> None:
     environment = {**os.environ, "REPLAYLAKE_LAKE": str(tmp_path / "none")}
     ran = started("list", "--json", env=environment, cwd=tmp_path)
     assert ran.returncode == 1
-    assert json.loads(ran.stdout)["error"]["kind"] == "NotFound"
+    assert json.loads(ran.stdout)["error"]["kind"] == "NotFoundError"
     assert ran.stderr.count("\n") == 1
     ran = started("list", "--nonsense", cwd=tmp_path)
     assert (ran.returncode, ran.stdout) == (2, "")

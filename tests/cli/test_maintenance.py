@@ -135,7 +135,7 @@ def test_maintain_goes_on_after_a_failure_and_says_so(run: Callable, shards: Pat
     path.write_bytes(b"{")
     done = run("maintain", "--json")
     assert done.code == 1
-    assert "error: other: LogCorrupt" in done.err
+    assert "error: other: LogCorruptError" in done.err
     rows = {one["dataset"]: one for one in done.json["datasets"]}
     assert rows["play"]["compacted"] == 4
 

@@ -370,7 +370,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(lake, monkeypatch):
     with pytest.raises(StorageError, match="No space left"):
         train(lake, ["line"], quick(), policy_name="p")
     run = the_run(lake)
-    assert (run["status"], run["error"].split(":")[0]) == ("failed", "StorageFailed")
+    assert (run["status"], run["error"].split(":")[0]) == ("failed", "StorageError")
     assert lake.registry.list() == []
     monkeypatch.undo()
     assert resume(lake, run["run_id"]).update == 12

@@ -18,7 +18,7 @@ from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.serve.client import Action, Client, RequestFailed, ServerUnreachable
+from replaylake.serve.client import Action, Client, RequestFailedError, ServerUnreachableError
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 
@@ -171,10 +171,12 @@ def test_policy_and_ready(client):
 
 
 def test_refusals_say_what_was_wrong(client):
-    with pytest.raises(RequestFailed, match=r"HTTP 422: observation: found a list of 3") as caught:
+    with pytest.raises(
+        RequestFailedError, match=r"HTTP 422: observation: found a list of 3"
+    ) as caught:
         client.act([1, 2, 3])
     assert (caught.value.status, caught.value.field) == (422, "observation")
-    with pytest.raises(RequestFailed) as caught:
+    with pytest.raises(RequestFailedError) as caught:
         client.feedback(1.0, decision_id="dnot-ours")
     assert caught.value.status == 404
     with pytest.raises(ValueError, match="Out of range float"):
@@ -208,7 +210,7 @@ def test_a_wrong_url_and_nobody_there():
         Client("localhost:3000")
     client = Client("http://127.0.0.1:9", retry_s=0.2)
     assert not client.ready()
-    with pytest.raises(ServerUnreachable, match=r"http://127.0.0.1:9/policy: .*Is the server"):
+    with pytest.raises(ServerUnreachableError, match=r"http://127.0.0.1:9/policy: .*Is the server"):
         client.policy()
 
 
@@ -278,7 +280,7 @@ def test_other_refusals_are_not_sent_again(flaky):
     _Flaky.script += [409, 503]
     with Client(flaky, retry_s=0) as client:
         for status in (409, 503):
-            with pytest.raises(RequestFailed) as caught:
+            with pytest.raises(RequestFailedError) as caught:
                 client.feedback(1.0, decision_id="d")
             assert caught.value.status == status
     assert len(_Flaky.seen) == 2

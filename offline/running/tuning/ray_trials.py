@@ -35,7 +35,7 @@ class TrialCallbacks(Protocol):
 
 
 @dataclass(frozen=True)
-class ASHAConfig:
+class EarlyStopping:
     """How ASHA stops trials that are behind.
 
     Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", algorithm 2.
@@ -56,7 +56,7 @@ def run_trials(
     concurrency: int,
     cpus: int,
     gpus: float,
-    stopping: ASHAConfig | None,
+    stopping: EarlyStopping | None,
     should_end: Callable[[], bool],
 ) -> None:
     """Run trials in a Ray that runs, so many at once, each in a process of its own.
@@ -116,7 +116,7 @@ def _trainable(tune: Any, works: Sequence[TrialSpec]) -> type:
     return SweepTrial
 
 
-def _asha(tune: Any, stopping: ASHAConfig) -> Any:
+def _asha(tune: Any, stopping: EarlyStopping) -> Any:
     """Return the scheduler, as if it had seen the trials that are over."""
     goes_on = tune.schedulers.TrialScheduler.CONTINUE
 

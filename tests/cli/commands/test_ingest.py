@@ -194,7 +194,7 @@ def test_nothing_valid_is_one_json_object(run: Any, log: Path) -> None:
     log.write_text(log.read_text().replace(",0.5,", ",nan,").replace(",2.5,", ",nan,"))
     ran = run("ingest", log, "--dataset", "d", *MAP, "--json")
     error = ran.json["error"]
-    assert (ran.code, error["kind"]) == (1, "NothingValid")
+    assert (ran.code, error["kind"]) == (1, "NothingValidError")
     assert [check["name"] for check in error["checks"]] == ["not_finite"]
 
 

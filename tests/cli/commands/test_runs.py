@@ -52,7 +52,7 @@ def filled(lake: Path) -> Lake:
                 "evaluation": {"mean_return": 12.5},
             }
         if status == "failed":
-            ended = {"ended_ms": 1_800_000_001_000, "error": "TrainingFailed: a loss is NaN"}
+            ended = {"ended_ms": 1_800_000_001_000, "error": "TrainingError: a loss is NaN"}
         _record(opened, run_id, status, seed, **ended)
         if status == "failed":
             continue
@@ -116,7 +116,7 @@ def test_show_a_run_that_was_killed_or_failed(run: Any) -> None:
     assert "  checkpoints 200" in lines
     assert run("runs", "show", KILLED, "--json").json["checkpoints"] == [200]
     lines = run("runs", "show", FAILED).out.splitlines()
-    assert "  error       TrainingFailed: a loss is NaN" in lines
+    assert "  error       TrainingError: a loss is NaN" in lines
     assert "selection/environment" not in lines
 
 

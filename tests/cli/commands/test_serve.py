@@ -58,7 +58,7 @@ def test_a_port_in_use(run: Any, tree: Tree, log_to: tuple[str, ...]) -> None:
     (line,) = ran.err.splitlines()[1:]
     assert line.startswith(f"error: serve: port {port} on 127.0.0.1: ")
     assert "--port" in line
-    assert ran.json["error"]["kind"] == "ServeFailed"
+    assert ran.json["error"]["kind"] == "ServeError"
     assert tree() == before
 
 

@@ -16,13 +16,13 @@ from replaylake.cli.output.text_plot import curve_letters, sparkline, text_plot
 @pytest.fixture
 def ascii_only(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(module, "answer_stream", lambda: stream)
+    monkeypatch.setattr(module, "result_stream", lambda: stream)
 
 
 @pytest.fixture
 def unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    monkeypatch.setattr(module, "answer_stream", lambda: stream)
+    monkeypatch.setattr(module, "result_stream", lambda: stream)
 
 
 @pytest.mark.usefixtures("unicode")

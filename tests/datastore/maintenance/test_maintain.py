@@ -92,7 +92,7 @@ def test_only_those_that_are_named(two: Lake) -> None:
     assert b.dataset == "b"
     assert len(two.dataset("a").snapshot().files) == 5
     (missing,) = maintain(two, ["nope"])
-    assert missing.error.startswith("NotFound: ")
+    assert missing.error.startswith("NotFoundError: ")
 
 
 def test_a_stop_ends_the_round_between_two_commits(two: Lake) -> None:

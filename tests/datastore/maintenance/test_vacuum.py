@@ -205,14 +205,14 @@ def test_a_tag_that_is_set_while_it_deletes_keeps_its_version(
     compacted: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = shards(compacted, 2)
-    looked = vacuum_module.kept_files
+    looked = vacuum_module.find_retained_files
 
     def tag_meanwhile(*args: Any, **options: Any) -> RetainedFiles:
         kept = looked(*args, **options)
         compacted.tag("d@2", "paper")
         return kept
 
-    monkeypatch.setattr(vacuum_module, "kept_files", tag_meanwhile)
+    monkeypatch.setattr(vacuum_module, "find_retained_files", tag_meanwhile)
     found = vacuum(compacted, delete=True, now_ms=in_days(8))
     assert {file.path for file in found.garbage} == shards(compacted, 3) - old
     assert compacted.snapshot("d@paper").table.read().num_rows == 6

@@ -285,7 +285,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_registers_nothing(lake):
     assert registered(lake) == []
     (run,) = lake.registry.runs()
     assert (run["status"], run["policy"], run["algorithm"]) == ("failed", "p", "bc")
-    assert run["error"].startswith("NotFinite: training: policy_loss is ")
+    assert run["error"].startswith("NotFiniteError: training: policy_loss is ")
     assert len(run["failure"]["row_keys"]) == 16
     assert run["ended_ms"] >= run["started_ms"]
     assert run["config"]["updates"] == 200

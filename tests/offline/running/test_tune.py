@@ -136,7 +136,7 @@ def test_a_trial_that_is_stopped_saves_and_can_go_on(lake):
 def test_a_trial_that_fails_says_why(lake):
     trial = Trial(work(lake, asked(learning_rate=1e38, updates=100, evaluate_updates=100)))
     told = trial.next()
-    assert told.error.startswith("NotFinite: training: policy_loss is nan")
+    assert told.error.startswith("NotFiniteError: training: policy_loss is nan")
     trial.stop()
 
 

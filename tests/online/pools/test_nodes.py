@@ -61,7 +61,7 @@ def test_a_lake_of_the_same_name_elsewhere_is_not_written_to(tmp_path, shared):
 
 
 def test_a_lake_that_cannot_be_opened_is_not_seen():
-    assert look("s3://").startswith("found ConfigInvalid: ")
+    assert look("s3://").startswith("found ConfigInvalidError: ")
 
 
 _DRIVER = '''

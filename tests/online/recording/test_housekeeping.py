@@ -101,7 +101,7 @@ def test_trouble_is_a_remark(
         # Not again until as many more are there.
         time.sleep(0.3)
         assert len(keeper.rounds) == len(remarks) == 1
-        assert remarks[0].startswith("housekeeping of 'd': QueryFailed: ")
+        assert remarks[0].startswith("housekeeping of 'd': QueryError: ")
         path.unlink()
         monkeypatch.setattr(housekeeping, "_start_process", lambda *_: child("raise SystemExit(1)"))
         for number in range(10, 20):
@@ -134,7 +134,7 @@ def test_the_child_gives_way_and_ends_with_a_parent_that_is_killed() -> None:
         "def slow(*_):\n"
         "    print(os.nice(0), flush=True)\n"
         "    time.sleep(60)\n"
-        "housekeeping.keep = slow\n"
+        "housekeeping.compact_and_vacuum = slow\n"
         "housekeeping.main('x', 'd')\n"
     )
     process = subprocess.Popen(

@@ -88,7 +88,7 @@ def test_only_equal_bytes_around_the_numbers_make_the_next_one_fast(
     whole = pickle.dumps(np.arange(4), protocol)
     assert unpack(_frame(whole), "here").tolist() == [0, 1, 2, 3]
     with monkeypatch.context() as patch:
-        patch.setattr(packed_pickle, "PickleMachine", None)
+        patch.setattr(packed_pickle, "PickleVM", None)
         assert unpack(_pack(np.arange(4) + 5, protocol), "here").tolist() == [5, 6, 7, 8]
     floats = _frame(whole.replace(b"i8", b"f8"))
     assert unpack(floats, "here").dtype == np.float64

@@ -464,7 +464,7 @@ def _file(path: Path, rows: Sequence[Row]) -> Path:
 def _make_all_tiny(patch: pytest.MonkeyPatch) -> None:
     """Let nothing stay in memory: parsed rows spool, episodes are carried and read twice."""
     tabular = "replaylake.datastore.interchange.formats.tabular"
-    patch.setattr(f"{tabular}.tables.Kept.__init__.__defaults__", (300, None))
+    patch.setattr(f"{tabular}.tables.CachedTables.__init__.__defaults__", (300, None))
     patch.setitem(TabularReader.__init__.__kwdefaults__, "block_bytes", 300)
     patch.setattr("replaylake.datastore.interchange.formats.generic.jsonl._BLOCK_BYTES", 300)
     patch.setattr("replaylake.datastore.interchange.ingest.inspection._KEEP_BYTES", 0)
