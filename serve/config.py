@@ -124,7 +124,8 @@ class ServeConfig:
     def allowed_hosts(self) -> AllowedHosts:
         """What it answers to: loopback, its own address, and what it was told of."""
         # The zone of a link-local address is this machine's, and in no Host header.
-        return AllowedHosts((self.host.partition("%")[0], *self.safety.allowed_hosts))
+        own = self.host.partition("%")[0]
+        return AllowedHosts((*([own] if own else []), *self.safety.allowed_hosts))
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that a worker reads; `from_environment` is the reverse."""

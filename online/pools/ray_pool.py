@@ -134,9 +134,12 @@ class RayPool:
         while self._pending:
             left = max(0.0, until - time.monotonic())
             ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=left)
+            # Also while others answer: they may do so for hours beside one that hangs.
+            if (lost := self._late()) is not None:
+                return lost
             if not ready:
                 self._rehouse()
-                return self._late()
+                return None
             if (answer := self._answer(ready[0])) is not None:
                 return answer
         time.sleep(max(0.0, until - time.monotonic()))

@@ -1,6 +1,10 @@
 """merge.py LIST: fold modules into their only importer. Lines: `A B` (dotted, without replaylake.)."""
 
-import ast, os, re, subprocess, sys
+import ast
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 
@@ -126,7 +130,8 @@ def words(text):
 
 def rename(text, old, new):
     # by tokens: not attribute names, keyword arguments or strings
-    import tokenize, io
+    import io
+    import tokenize
 
     toks = list(tokenize.generate_tokens(io.StringIO(text).readline))
     lines = text.splitlines(keepends=True)

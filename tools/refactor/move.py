@@ -3,7 +3,11 @@
 MAPFILE lines: `old/path.py new/path.py` (relative to the root). Packages follow where all their files go to one place.
 """
 
-import ast, os, re, subprocess, sys
+import ast
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 DOCSTRINGS = {

@@ -3,7 +3,14 @@
 Lines: `path.py:Qual.name newname`. Positions are all found first, then edited together.
 """
 
-import ast, io, os, re, subprocess, sys, tokenize, collections
+import ast
+import collections
+import io
+import os
+import re
+import subprocess
+import sys
+import tokenize
 from pathlib import Path
 
 
@@ -342,21 +349,22 @@ for m, names in top.items():
 
 # attributes, by mypy
 if attr:
-    from mypy import build, options as mopt, nodes
-    from mypy.types import (
-        Instance,
-        CallableType,
-        TypeType,
-        UnionType,
-        TypeVarType,
-        get_proper_type,
-        TupleType,
-        LiteralType,
-        AnyType,
-        Overloaded,
-        FunctionLike,
-    )
+    from mypy import build, nodes
+    from mypy import options as mopt
     from mypy.config_parser import parse_config_file
+    from mypy.types import (
+        AnyType,
+        CallableType,
+        FunctionLike,
+        Instance,
+        LiteralType,
+        Overloaded,
+        TupleType,
+        TypeType,
+        TypeVarType,
+        UnionType,
+        get_proper_type,
+    )
 
     o = mopt.Options()
     parse_config_file(o, lambda: None, "pyproject.toml", sys.stderr, sys.stderr)

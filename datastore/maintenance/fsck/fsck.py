@@ -144,16 +144,18 @@ def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int, *, repair: boo
         return 0
     policies = lake.registry.list()
     for row in policies:
-        ref = lake.registry.resolve(f"{row['policy']}:{row['version']}")
-        # What the store has is checked, and not a copy of this machine's.
-        storage.forget(f"{ref.folder}/{file}" for file in storage.names(ref.folder))
+        name = f"{row['policy']}:{row['version']}"
+        folder = LAKE_ROOT
         try:
+            ref = lake.registry.resolve(name)
+            folder = ref.folder
+            # What the store has is checked, and not a copy of this machine's.
+            storage.forget(f"{folder}/{file}" for file in storage.names(folder))
             manifest = check_package(ref.path, ref.manifest_sha256)
+            if ref.manifest_sha256 is None:
+                _check_unrecorded(lake, check, ref, manifest, repair=repair)
         except ReplayLakeError as error:
-            check.add(ERROR, "policy", ref.folder, f"policy {ref}: {error}")
-            continue
-        if ref.manifest_sha256 is None:
-            _check_unrecorded(lake, check, ref, manifest, repair=repair)
+            check.add(ERROR, "policy", folder, f"policy {name}: {error}")
     return len(policies)
 
 

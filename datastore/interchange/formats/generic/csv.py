@@ -446,7 +446,14 @@ def _numbers_of(cells: pa.Array) -> tuple[pa.Array, dict[int, Any]]:
     if not great.any() or not _are_whole(cells):
         return numbers, {}
     kept = pc.if_else(pa.array(~great), pc.utf8_ltrim(cells, "+"), pa.scalar(None, pa.string()))
-    return kept.cast(pa.int64()), {i: int(cells[i].as_py()) for i in np.flatnonzero(great).tolist()}
+    return kept.cast(pa.int64()), {
+        i: _parse_great(cells[i].as_py()) for i in np.flatnonzero(great).tolist()
+    }
+
+
+def _parse_great(text: str) -> int | str:
+    """Return an integer; as text beyond 308 digits, which no number of ours has."""
+    return int(text) if len(text) <= 309 else text
 
 
 def _nested_rows(cells: pa.Array) -> tuple[pa.Array, dict[int, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ _LONG_INTEGER: Final = re.compile(rb"(?<![\d.eE+-])-?\d{19,}(?![\d.eE])")
 # Which kind a column is where two are equally frequent: the first of these.
 _KINDS: Final = ("number", "flag", "text", "list", "object")
 _WHOLE, _GREAT, _HALF = "whole", "great", "half"
+# An integer that no float holds is no number of any column.
+_ENDLESS: Final = "endless"
 
 # By a row's index and a column: values of another type than the column has.
 Misfits = dict[int, dict[str, Any]]
@@ -297,7 +300,9 @@ def _kinds_in(value: Any, path: str = "") -> set[tuple[str, str]]:
     if isinstance(value, float):
         return {(path, "number")}
     if isinstance(value, int):
-        return {(path, _WHOLE if -(2**63) <= value < 2**63 else _GREAT)}
+        if -(2**63) <= value < 2**63:
+            return {(path, _WHOLE)}
+        return {(path, _GREAT if abs(value) <= sys.float_info.max else _ENDLESS)}
     if isinstance(value, str):
         return {(path, "text" if is_encodable(value) else _HALF)}
     found = set()

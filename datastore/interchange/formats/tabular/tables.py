@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import sys
 import tempfile
 import weakref
 from collections import Counter
@@ -483,7 +484,8 @@ def _restored(
                 raise pa.ArrowInvalid("of another type")
             known[row] = one.cast(column.type)[0]
         except OverflowError:
-            if pa.types.is_floating(column.type):
+            # A float where the column has floats and holds it: 10**400 is no float either.
+            if pa.types.is_floating(column.type) and abs(cells[name]) <= sys.float_info.max:
                 known[row] = pa.scalar(float(cells[name]), column.type)
             else:
                 misfits.setdefault(row, {})[name] = cells[name]
