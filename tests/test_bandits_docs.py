@@ -75,11 +75,12 @@ class Page:
         self._url = ready["url"]
 
     def _post(self, words: list[str]) -> str:
-        dashes, url, flag, body = words[1:]
-        assert (dashes, flag) == ("-s", "-d")
+        silent, url, header_flag, header, body_flag, body = words[1:]
+        assert (silent, header_flag, body_flag) == ("-s", "-H", "-d")
+        name, content_type = header.split(": ")
         path = url.removeprefix("localhost:3000")
         request = urllib.request.Request(
-            self._url + path, body.encode(), {"content-type": "application/json"}
+            self._url + path, body.encode(), {name: content_type}
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             text = answer.read().decode()
