@@ -79,9 +79,7 @@ class Page:
         assert (silent, header_flag, body_flag) == ("-s", "-H", "-d")
         name, content_type = header.split(": ")
         path = url.removeprefix("localhost:3000")
-        request = urllib.request.Request(
-            self._url + path, body.encode(), {name: content_type}
-        )
+        request = urllib.request.Request(self._url + path, body.encode(), {name: content_type})
         with urllib.request.urlopen(request, timeout=30) as answer:
             text = answer.read().decode()
         self.decision_id = json.loads(text)["decision_id"]

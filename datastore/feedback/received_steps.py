@@ -185,16 +185,23 @@ def _find_unwritable(
     def check(some: Sequence[Sequence[_Step]]) -> None:
         dataset.check(_episodes(received, spec, some))
 
-    found: dict[tuple[int, int], SetAside] = {}
+    found: list[tuple[_Step, str]] = []
     for run, reason in find_unwritable(runs, check):
         alone = find_unwritable([[one] for one in run], check) or [(run[:1], reason)]
-        for (one, *_), said in alone:
-            found[one.file, one.row] = _aside(one, said)
-    return found
+        found += [(one, said) for (one, *_), said in alone]
+    if not found:
+        return {}
+    rows = _read_rows(received, [one for one, _ in found])
+    # Who asks that a policy's rows go means these too.
+    policies = rows.select([POLICY, POLICY_VERSION]).to_pylist()
+    return {
+        (one.file, one.row): _aside(one, said, policy)
+        for (one, said), policy in zip(found, policies, strict=True)
+    }
 
 
-def _aside(one: _Step, reason: str) -> SetAside:
-    about = {"episode_id": one.episode, "agent_id": one.agent, "step": one.step}
+def _aside(one: _Step, reason: str, policy: Mapping[str, Any]) -> SetAside:
+    about = {EPISODE_ID: one.episode, AGENT_ID: one.agent, STEP: one.step, **policy}
     source = one.episode.removeprefix(PREFIX)
     return SetAside(one.episode, one.agent, source, STEP_CHECK, reason, about)
 
@@ -292,8 +299,20 @@ def _episodes(
     received: TableSnapshot, spec: DatasetSpec, runs: Sequence[Sequence[_Step]]
 ) -> list[Episode]:
     """Read the rows of runs and make a piece of an episode of each."""
+    rows = _read_rows(received, [one for run in runs for one in run])
+    steps = _DecodedSteps(rows, spec)
+    episodes, begin = [], 0
+    for run in runs:
+        for start, end in steps.parts(begin, begin + len(run)):
+            episodes.append(steps.episode(run[start - begin], start, end))
+        begin += len(run)
+    return episodes
+
+
+def _read_rows(received: TableSnapshot, steps: Sequence[_Step]) -> pa.Table:
+    """Return the rows of steps, in their order."""
     wanted: dict[int, list[tuple[int, int]]] = {}
-    for place, one in enumerate(one for run in runs for one in run):
+    for place, one in enumerate(steps):
         wanted.setdefault(one.file, []).append((one.row, place))
     numbers = sorted(wanted)
     some = replace(received, files=tuple(received.files[number] for number in numbers))
@@ -302,14 +321,7 @@ def _episodes(
         for number, batch in zip(numbers, some.batches(), strict=True)
     ]
     places = np.asarray([place for number in numbers for _, place in wanted[number]])
-    rows = pa.concat_tables(parts).take(pa.array(np.argsort(places))).combine_chunks()
-    steps = _DecodedSteps(rows, spec)
-    episodes, begin = [], 0
-    for run in runs:
-        for start, end in steps.parts(begin, begin + len(run)):
-            episodes.append(steps.episode(run[start - begin], start, end))
-        begin += len(run)
-    return episodes
+    return pa.concat_tables(parts).take(pa.array(np.argsort(places))).combine_chunks()
 
 
 class _DecodedSteps:

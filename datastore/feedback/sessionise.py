@@ -41,6 +41,7 @@ from replaylake.datastore.episodes.schema import (
     OBSERVATION,
     POLICY,
     POLICY_VERSION,
+    STEP,
     TIMESTAMP,
     TIMESTAMP_TYPE,
     DatasetSpec,
@@ -312,7 +313,10 @@ def _aside(
     (decision,) = (one for one in stretch.decisions if one.key == key)
     reward = logged.rewards.get(key)
     is_sum = reward is not None and not reward.is_finite
-    about = {"decision_id": key, "request_id": decision.request_id, "step": decision.step}
+    about = {DECISION_ID: key, REQUEST_ID: decision.request_id, STEP: decision.step}
+    # Who asks that a policy's rows go means these too.
+    if (issued := read_unverified(key)) is not None:
+        about |= {POLICY: issued.policy, POLICY_VERSION: issued.policy_version}
     check = REWARD_CHECK if is_sum else STEP_CHECK
     return SetAside(episode_id, "", source or episode_id, check, logged.set_aside[key], about)
 

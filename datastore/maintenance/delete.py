@@ -183,7 +183,7 @@ def find_feedback(handle: Dataset, steps: TableSnapshot, episodes: pa.Array) -> 
 
     Those would continue open ones, or were set aside.
     """
-    found = [find_decisions(handle, steps, episodes), set_aside_of(handle, episodes)]
+    found = [find_decisions(handle, steps, episodes), set_aside_of(handle, steps, episodes)]
     if len(found[0]) and handle.decisions.exists():
         found.append(_find_continuing(handle.decisions.snapshot(), steps, episodes))
     return pa.chunked_array(found).combine_chunks().unique()

@@ -47,8 +47,16 @@ def remove_received(dataset: Dataset, keys: pa.Array, operation: str) -> int:
     return remove_rows(dataset.received, EPISODE_ID, keys, operation)
 
 
+def find_written_received(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+    """Return those of the ids that have both received steps and steps in the dataset."""
+    if not len(episodes) or not dataset.received.exists():
+        return pa.array([], pa.string())
+    received = dataset.received.snapshot()
+    return _find_written(steps, _find_written(received, episodes))
+
+
 def _find_written(steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
-    """Return those of the ids that the dataset has a step of."""
+    """Return those of the ids that a table of steps has one of."""
     if not steps.files or not len(episodes):
         return pa.array([], pa.string())
     tables = {"keys": pa.table({"key": episodes})}

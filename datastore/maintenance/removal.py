@@ -139,8 +139,8 @@ def find_decisions(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -
     return _with_unrewarded(dataset.decisions.snapshot(), served, others)
 
 
-def set_aside_of(dataset: Dataset, episodes: pa.Array) -> pa.Array:
-    """Return the ids of the decisions of episodes that `sessionise` put into quarantine instead."""
+def set_aside_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+    """Return the ids of the decisions of episodes that are in quarantine, and are no steps since."""
     none = pa.array([], pa.string())
     if not len(episodes) or not dataset.rejected.exists():
         return none
@@ -155,7 +155,17 @@ def set_aside_of(dataset: Dataset, episodes: pa.Array) -> pa.Array:
             f"FROM {from_clause(snapshot, paths)} WHERE {EPISODE_ID} IN (SELECT key FROM chosen) "
             f"AND list_has_any(checks, ['{REWARD_CHECK}', '{STEP_CHECK}']) AND key IS NOT NULL",
         )
-    return found.column("key").combine_chunks()
+    keys = found.column("key").combine_chunks()
+    if not len(keys) or not steps.files or DECISION_ID not in steps.schema.names:
+        return keys
+    tables = {"aside": found}
+    with fetch_files(steps, steps.files) as paths, scan_connection(tables) as connection:
+        written = query_arrow(
+            connection,
+            f"SELECT {DECISION_ID} AS key FROM {from_clause(steps, paths)} "
+            f"WHERE {DECISION_ID} IN (SELECT key FROM aside)",
+        )
+    return keys.filter(pc.invert(pc.is_in(keys, value_set=written.column("key"))))
 
 
 def _with_unrewarded(decisions: TableSnapshot, served: pa.Table, others: pa.Table) -> pa.Array:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.schema import (
     AGENT_ID,
@@ -25,7 +26,11 @@ from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import OPEN_S
-from replaylake.datastore.maintenance.received import count_received, remove_received
+from replaylake.datastore.maintenance.received import (
+    count_received,
+    find_written_received,
+    remove_received,
+)
 from replaylake.datastore.maintenance.rejected import (
     count_rejected,
     remove_rejected,
@@ -176,14 +181,16 @@ class _Trim:
     def plan(self, snapshot: TableSnapshot) -> RewritePlan:
         """Choose episodes, remove the decisions they are made of, and plan that they leave."""
         episodes = _select_episodes(self._dataset.table, snapshot, self._limits)
+        gone = pa.chunked_array([episodes, self._select_aged(snapshot, episodes)])
+        gone = gone.combine_chunks().unique()
         served = find_decisions(self._dataset, snapshot, episodes)
-        aside = set_aside_of(self._dataset, episodes)
+        aside = set_aside_of(self._dataset, snapshot, gone)
         decisions = pa.chunked_array([served, aside]).combine_chunks().unique()
-        gone = self._leave(self._dataset, decisions)
-        self.num_decisions += gone[0]
-        self.num_rewards += gone[1]
-        self.num_received += self._leave_received(episodes)
-        self.num_rejected += self._leave_rejected(episodes)
+        counts = self._leave(self._dataset, decisions)
+        self.num_decisions += counts[0]
+        self.num_rewards += counts[1]
+        self.num_received += self._leave_received(gone)
+        self.num_rejected += self._leave_rejected(gone)
         info = {"episodes_removed": len(episodes)}
         planned = plan_removal(snapshot, EPISODE_ID, episodes, info)
         self.num_episodes, self.num_steps = len(episodes), planned.num_rows
@@ -197,13 +204,22 @@ class _Trim:
         return remove_received(self._dataset, episodes, _OPERATION)
 
     def _leave_rejected(self, episodes: pa.Array) -> int:
-        keys = [episodes]
-        if self._limits.cutoff_us is not None:
-            keys.append(select_rejected_before(self._dataset, self._limits.cutoff_us))
-        gone = pa.chunked_array(keys, pa.string()).combine_chunks().unique()
         if self._is_dry:
-            return count_rejected(self._dataset, gone)
-        return remove_rejected(self._dataset, gone, _OPERATION)
+            return count_rejected(self._dataset, episodes)
+        return remove_rejected(self._dataset, episodes, _OPERATION)
+
+    def _select_aged(self, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+        """Return the ids of quarantined episodes that are too old by themselves.
+
+        Not those of which received steps stay, beside steps in the dataset: the next join would put
+        the same row into quarantine again.
+        """
+        if self._limits.cutoff_us is None:
+            return pa.array([], pa.string())
+        aged = select_rejected_before(self._dataset, self._limits.cutoff_us)
+        staying = find_written_received(self._dataset, steps, aged)
+        staying = staying.filter(pc.invert(pc.is_in(staying, value_set=episodes)))
+        return aged.filter(pc.invert(pc.is_in(aged, value_set=staying)))
 
 
 def _remove_decisions(dataset: Dataset, decisions: pa.Array) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,7 @@ from replaylake.datastore.feedback.status import feedback_status
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.purge.purge import purge
+from replaylake.datastore.maintenance.trim import trim
 
 NOW_S = 1_800_000_000.0
 HOUR_S = 3600.0
@@ -126,7 +128,8 @@ def test_a_sum_beyond_float64_is_set_aside_and_the_others_go_on(log):
     ((episode, source, checks, reasons, row, producer),) = log.rows(columns, "quarantine")
     assert (episode, source, checks) == (f"served/{bad}", "e", ["reward_sum"])
     assert reasons[0].startswith("reward: found inf")
-    assert json.loads(row) == {"decision_id": bad, "request_id": None, "step": None}
+    named = {"decision_id": bad, "request_id": None, "step": None}
+    assert json.loads(row) == named | {"policy": "bc", "policy_version": 1}
     assert producer == "sessionise:d"
     again = log.run()
     assert (again.steps, again.set_aside, again.quarantined) == (0, 1, 0)
@@ -296,3 +299,43 @@ def test_a_purge_leaves_nothing_of_it(log):
     assert log.rows("row", "quarantine") == []
     assert log.rows("decision_id", "decisions") == [(good,)]
     assert log.run().set_aside == 0
+
+
+def test_a_purge_of_its_policy_leaves_nothing_of_it(log):
+    bad = log.decide(0)
+    for second in (1, 2):
+        log.report(bad, second, 1e308, ends=True)
+    log.report(log.decide(0, "f"), 1, 1.0, ends=True)
+    for name, policy in (("e", "gone"), ("f", "kept")):
+        policies = np.array([policy] * 5, dtype=object)
+        rows = steps_of(log, name, range(5), terminated=True, policies=policies)
+        log.receive(with_value(rows, "reward", 2, math.inf))
+    log.run()
+    assert len(log.rows("row", "quarantine")) == 3
+    for policy, left in (("bc", 2), ("gone", 1)):
+        receipt = purge(log.lake, "d", f"policy = '{policy}'", dry_run=False)
+        assert receipt.is_proven
+        assert receipt.num_undecided == 0
+        assert len(log.rows("row", "quarantine")) == left
+    assert log.rows("decision_id", "decisions") == []
+    assert {episode for (episode,) in log.rows("episode_id")} == {"received/f"}
+    assert log.run().quarantined == 0
+
+
+def test_trim_by_age_brings_nothing_of_it_back(log):
+    bad = log.decide(0)
+    for second in (1, 2):
+        log.report(bad, second, 1e308, ends=True)
+    log.receive(with_value(steps_of(log, "e", range(1)), "reward", 0, math.inf))
+    other = with_value(steps_of(log, "f", range(2)), "reward", 1, math.inf)
+    log.receive(other)
+    assert log.run().quarantined == 3
+    now_ms = int(time.time() * 1000) + 7_200_000
+    counted = trim(log.lake, "d", older_than_s=3600.0, dry_run=True, open_s=1e9, now_ms=now_ms)
+    receipt = trim(log.lake, "d", older_than_s=3600.0, open_s=1e9, now_ms=now_ms)
+    counts = [(one.num_decisions, one.num_received, one.num_rejected) for one in (counted, receipt)]
+    # Of `f` a step is in the dataset, as it may go on: what cannot be a step stays beside it.
+    assert counts == [(1, 1, 2)] * 2
+    assert log.rows("decision_id", "decisions") == []
+    assert [episode for (episode,) in log.rows("episode_id", "quarantine")] == ["received/f"]
+    assert log.run().quarantined == 0
