@@ -257,7 +257,7 @@ def prepared(folder: Path) -> dict[bool, Snapshot]:
     found = {}
     for is_discrete in (False, True):
         dataset = lake.dataset("discrete" if is_discrete else "continuous")
-        if dataset.committed("bench", 0) is None:
+        if dataset.find_commit("bench", 0) is None:
             bounded = Box((ACTION_SIZE,), low=-1.0, high=1.0)
             actions = Discrete(ACTION_SIZE) if is_discrete else bounded
             dataset.create(Box((OBSERVATION_SIZE,)), actions)

@@ -77,7 +77,7 @@ def prepared(folder: Path, num_steps: int) -> Snapshot:
     """Return the lake's snapshot, filled the first time."""
     dataset = open_lake(folder, create=True).dataset("noise")
     for sequence in range(num_steps // COMMIT_STEPS):
-        if dataset.committed("bench", sequence) is None:
+        if dataset.find_commit("bench", sequence) is None:
             found = as_episodes(episodes(COMMIT_STEPS, seed=sequence))
             dataset.append(found, producer="bench", sequence=sequence)
     return dataset.snapshot()

@@ -104,7 +104,7 @@ def collect(
             break
         while num_parts - num_done > MOST_WAITING:
             time.sleep(0.01)
-            num_done = max([num_done, *(done.last + 1 for done in recorder.acknowledged())])
+            num_done = max([num_done, *(done.last + 1 for done in recorder.take_acknowledged())])
     return half
 
 

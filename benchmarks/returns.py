@@ -108,7 +108,7 @@ def prepare(lake: Lake, logs: Path | None) -> None:
     """Record random play, and ingest RLlib's logs where they are."""
     for name, env_id in ENVIRONMENTS.items():
         dataset = lake.dataset(f"{name}_random")
-        if dataset.committed("bench", 0) is None:
+        if dataset.find_commit("bench", 0) is None:
             dataset.append(random_play(env_id, num_steps=20_000), producer="bench", sequence=0)
     if logs is not None:
         ingest_logs(lake, logs)

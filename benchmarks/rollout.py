@@ -68,12 +68,12 @@ def collected(
     Timings are of all that they did meanwhile.
     """
     for worker in range(pool.size):
-        pool.ask(worker, NUM_ENVS)
+        pool.request_steps(worker, NUM_ENVS)
     for _ in range(pool.size):
         _shipment(pool)
     flush_steps = RolloutConfig(ENV_ID).flush_steps
     for worker in range(pool.size):
-        pool.ask(worker, flush_steps)
+        pool.request_steps(worker, flush_steps)
     timings, num_steps = Timings(), 0
     started = time.perf_counter()
     waiting = set(range(pool.size))
@@ -82,7 +82,7 @@ def collected(
         num_steps += shipment.num_steps
         timings.merge(shipment.timings)
         if time.perf_counter() - started < turn_s:
-            pool.ask(shipment.worker, flush_steps)
+            pool.request_steps(shipment.worker, flush_steps)
         else:
             waiting.discard(shipment.worker)
         if recorder is not None and shipment.written is not None:
@@ -148,7 +148,7 @@ def _shipment(pool: WorkerPool) -> RolloutBatch:
 
 def _check_complete(dataset: Dataset, recorder: EpisodeCommitter) -> None:
     found = dataset.snapshot().num_steps
-    expected = sum(one.commit.num_steps for one in recorder.acknowledged())
+    expected = sum(one.commit.num_steps for one in recorder.take_acknowledged())
     if found != expected:
         raise SystemExit(f"found {found} steps in the lake, expected {expected}")
 

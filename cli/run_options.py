@@ -75,14 +75,14 @@ def print_resume_hint(report: CommandOutput, command: str, *, without: str) -> I
     except RunInterrupted as interrupted:
         update = interrupted.update
         at = without if update is None else f"after update {update:,}"
-        report.say(f"`replaylake {command} --resume {interrupted.run_id}` goes on {at}")
+        report.print_message(f"`replaylake {command} --resume {interrupted.run_id}` goes on {at}")
         raise
 
 
 def announce_start(report: CommandOutput, watch: Watchers, start: RunStart) -> None:
     """Say which run it is, and let those that watch it begin."""
     at = f" goes on after update {start.update:,}" if start.update else ""
-    report.say(f"run {start.run_id}{at}")
+    report.print_message(f"run {start.run_id}{at}")
     for remark in start.remarks:
-        report.say(f"note: {remark}")
-    watch.begin(start.run_id, resumed_after=start.update if start.goes_on else None)
+        report.print_message(f"note: {remark}")
+    watch.begin(start.run_id, resumed_after=start.update if start.resumed else None)

@@ -30,4 +30,4 @@ def stop_on_signals(report: CommandOutput) -> Iterator[threading.Event]:
         for which, handler in before.items():
             signal.signal(which, handler)
     if stop.is_set():
-        report.say("stopped")
+        report.print_message("stopped")

@@ -209,16 +209,16 @@ class _RolloutRun:
         """Collect and commit all."""
         for remark in pool.remarks:
             self._on_remark(remark)
-        collect(pool, flush_steps, self._recorder, StorageRetry(self._on_remark), self._note)
-        self._settle()
+        collect(pool, flush_steps, self._recorder, StorageRetry(self._on_remark), self._add_batch)
+        self._commit_remaining()
 
-    def _settle(self) -> None:
+    def _commit_remaining(self) -> None:
         """Commit what was handed over, if the store takes it."""
         self._recorder.close()
         with suppress(ReplayLakeError):
-            self._commits += [one.commit for one in self._recorder.acknowledged()]
+            self._commits += [one.commit for one in self._recorder.take_acknowledged()]
 
-    def _note(self, shipment: RolloutBatch) -> None:
+    def _add_batch(self, shipment: RolloutBatch) -> None:
         self._returns.add(shipment.ends)
         if self._on_progress is not None:
             self._on_progress(self._returns.num_games, self._num_episodes)
@@ -249,7 +249,7 @@ class _RolloutRun:
 
     def fail(self, record: Mapping[str, Any], error: BaseException) -> dict[str, int]:
         """Write down that it failed, if the lake takes it; return what was committed."""
-        self._settle()
+        self._commit_remaining()
         totals = self.totals()
         with suppress(ReplayLakeError):
             self.end(record, {"status": "failed", "error": str(error), **totals})

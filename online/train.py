@@ -79,9 +79,9 @@ def _start(lake: Lake, request: OnlineRequest, callbacks: OnlineCallbacks) -> On
     run_id = new_ulid()
     with RunLease(lake.storage, run_id) as lease:
         record = RunRecord(lake.registry, run_id, first_record(job), kind=KIND)
-        record.begin()
-        with record.watched():
-            return RunAttempt(lake, job, record, lease, callbacks).carried_out()
+        record.record_start()
+        with record.record_errors():
+            return RunAttempt(lake, job, record, lease, callbacks).execute()
 
 
 def resume_online(
@@ -104,7 +104,7 @@ def resume_online(
     callbacks = OnlineCallbacks(on_start, on_progress, on_metrics, on_remark, should_end)
     record = find_run(lake.registry, run_id, kind=KIND)
     if record["status"] == "done":
-        return replace(load_finished_result(lake, record), was_done=True)
+        return replace(load_finished_result(lake, record), already_finished=True)
     request = OnlineRequest.from_json(record["request"])
     if request.config.learns_in_ray:
         return _run_in_actor(lake, RunSpec(request, run_id), callbacks)
@@ -118,10 +118,10 @@ def _resume(lake: Lake, run_id: str, callbacks: OnlineCallbacks) -> OnlineResult
         # Read again: whoever had the lease before may have ended it in between.
         record = find_run(lake.registry, run_id, kind=KIND)
         if record["status"] == "done":
-            return replace(load_finished_result(lake, record), was_done=True)
+            return replace(load_finished_result(lake, record), already_finished=True)
         running = RunRecord(lake.registry, run_id, record, kind=KIND)
-        with running.watched():
-            return RunAttempt(lake, job, running, lease, callbacks, goes_on=True).carried_out()
+        with running.record_errors():
+            return RunAttempt(lake, job, running, lease, callbacks, resumed=True).execute()
 
 
 def _run_in_actor(lake: Lake, work: RunSpec, callbacks: OnlineCallbacks) -> OnlineResult:
@@ -179,7 +179,7 @@ class TrainerActor:
 
     def run(self, work: RunSpec) -> str | _InterruptedRun:
         """Train to the end; returns the run's id. Raises: as train_online and resume_online."""
-        callbacks = {name: self._teller(name) for name in _EVENTS}
+        callbacks = {name: self._make_forwarder(name) for name in _EVENTS}
         try:
             lake = open_lake(self._lake)
             return self._train(lake, work, should_end=lambda: self._is_ending, **callbacks)
@@ -196,7 +196,7 @@ class TrainerActor:
         """Let the run save a checkpoint and end."""
         self._is_ending = True
 
-    def _teller(self, name: str) -> Callable[..., None]:
+    def _make_forwarder(self, name: str) -> Callable[..., None]:
         def tell(*values: Any) -> None:
             with self._lock:
                 self._told.append((name, values))
@@ -290,7 +290,7 @@ class _RemoteRun:
         """Wait for its end and hand on what it tells. Raises: as run_remotely."""
         exceptions = self._ray.exceptions
         try:
-            with self._interruption.awaited():
+            with self._interruption.handle_signals():
                 self._wait_for_place()
                 result = self._result()
         except exceptions.RayTaskError as error:

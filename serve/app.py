@@ -39,16 +39,16 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     """Return the app; `load` runs when a worker starts, and what it returned closes at the end."""
     worker = _LoadedServing()
     metrics = Metrics()
-    about = About(worker.now, worker.is_ready, metrics)
+    about = About(worker.get, worker.is_ready, metrics)
     endpoints: dict[str, tuple[str, Endpoint]] = {
-        "/act": ("POST", ActEndpoint(worker.now, metrics)),
-        "/feedback": ("POST", FeedbackEndpoint(worker.now, metrics)),
-        "/episodes": ("POST", EpisodesEndpoint(worker.now, metrics)),
+        "/act": ("POST", ActEndpoint(worker.get, metrics)),
+        "/feedback": ("POST", FeedbackEndpoint(worker.get, metrics)),
+        "/episodes": ("POST", EpisodesEndpoint(worker.get, metrics)),
         "/policy": ("GET", about.policy),
         "/livez": ("GET", about.livez),
         "/readyz": ("GET", about.readyz),
         "/metrics": ("GET", about.metrics_page),
-        "/docs.json": ("GET", Docs(worker.now)),
+        "/docs.json": ("GET", Docs(worker.get)),
     }
 
     @asynccontextmanager
@@ -116,7 +116,7 @@ class _LoadedServing:
     def __init__(self) -> None:
         self.serving: ServingState | None = None
 
-    def now(self) -> ServingState:
+    def get(self) -> ServingState:
         """Return it. Raises: RequestRefusedError (503)."""
         if self.serving is None:
             raise RequestRefusedError(

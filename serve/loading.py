@@ -185,7 +185,7 @@ def _follower(
     is_remote = isinstance(parse_location(config.lake), Location)
     interval_s = config.follow_s * (_REMOTE_FACTOR if is_remote else 1)
     follower = AliasFollower(registry, router, load, followed, interval_s)
-    follower.look()
+    follower.poll()
     return follower
 
 

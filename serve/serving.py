@@ -36,7 +36,7 @@ class ServingState:
     hosts: AllowedHosts = field(default_factory=AllowedHosts)
     access_log: AccessLog | None = None
     follower: AliasFollower | None = None
-    sessioniser: FeedbackJoinProcess | None = None
+    feedback_join: FeedbackJoinProcess | None = None
     received: ReceivedLog | None = None  # opened with the first episode that was acted elsewhere
     states: StateSigner = field(default_factory=lambda: StateSigner(os.urandom(32)))
     takes_options: bool = True
@@ -45,15 +45,15 @@ class ServingState:
         """Begin to follow aliases, and to join decisions with their rewards."""
         if self.follower is not None:
             self.follower.start()
-        if self.sessioniser is not None:
-            self.sessioniser.start()
+        if self.feedback_join is not None:
+            self.feedback_join.start()
 
     def close(self) -> None:
         """Follow no more, and commit what was logged."""
         if self.follower is not None:
             self.follower.stop()
-        if self.sessioniser is not None:
-            self.sessioniser.stop()
+        if self.feedback_join is not None:
+            self.feedback_join.stop()
         if self.access_log is not None:
             self.access_log.close()
         try:

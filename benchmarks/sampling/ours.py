@@ -155,7 +155,7 @@ def curves(folder: Path) -> Iterator[Case]:
 def touch(view: ReplayView) -> None:
     """Bring a mapped view's files into the page cache, and its pages into the process."""
     # By reads: the mapping is advised as random, and faults one page at a time from the disk.
-    folder = view.cached_in()
+    folder = view.wait_cached()
     for path in folder.iterdir() if folder else ():
         with path.open("rb") as file:
             while file.read(1 << 24):
@@ -221,7 +221,7 @@ def recorded(
     """Return a dataset that repeats the source up to `num_steps`, recorded the first time."""
     found = open_lake(folder / "lake", create=True).dataset(dataset)
     for start in range(0, num_steps, NUM_STEPS):
-        if found.committed("bench", start) is None:
+        if found.find_commit("bench", start) is None:
             found.append(
                 episodes(held, start, min(num_steps, NUM_STEPS)), producer="bench", sequence=start
             )

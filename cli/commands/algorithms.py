@@ -52,16 +52,16 @@ def list_algorithms(
     report = CommandOutput(as_json)
     if name is not None:
         rows = _with_options(name)
-        report.answer({"algorithms": rows}, _option_lines(rows))
+        report.print_result({"algorithms": rows}, _option_lines(rows))
         return
     if dataset is None:
         from replaylake.offline.algorithms.catalog import algorithms
 
         rows = [_row(info) for info in algorithms()]
-        report.answer({"algorithms": rows}, _table(rows))
+        report.print_result({"algorithms": rows}, _table(rows))
         return
     body = _for_dataset(report, lake, dataset)
-    report.answer(body, _table(body["algorithms"]))
+    report.print_result(body, _table(body["algorithms"]))
 
 
 def _row(info: AlgorithmInfo) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _for_dataset(report: CommandOutput, lake: str, dataset: str) -> dict[str, An
         found = list_suitability(snapshot)
     refused = [{**_row(one.algorithm), "why": one.refusal} for one in found if one.refusal]
     rows = [_row(one.algorithm) for one in found if one.refusal is None]
-    report.say(
+    report.print_message(
         f"{snapshot.dataset}@{snapshot.version}: {count(len(rows), 'algorithm')} can learn from it "
         f"as it is, {len(refused):,} cannot"
     )
@@ -98,7 +98,7 @@ def _for_dataset(report: CommandOutput, lake: str, dataset: str) -> dict[str, An
     # Why those of other actions cannot needs no saying.
     for row in refused:
         if row["actions"] in actions:
-            report.say(f"not {row['name']}: {row['why']}")
+            report.print_message(f"not {row['name']}: {row['why']}")
     return {
         "dataset": snapshot.dataset,
         "version": snapshot.version,

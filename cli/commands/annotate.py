@@ -117,7 +117,7 @@ def annotate(
             strict=strict,
             on_progress=progress,
         )
-    report.answer(receipt.to_json(), _summary(receipt))
+    report.print_result(receipt.to_json(), _summary(receipt))
     if receipt.refused:
         raise typer.Exit(_EXIT_NO)
 

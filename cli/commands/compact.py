@@ -60,7 +60,7 @@ def compact(
         target_bytes = read_retention(opened.dataset(dataset).snapshot().table).target_shard_bytes
     with report.progress("compacted", "shards") as progress:
         tables = run(opened, dataset, target_bytes=target_bytes, on_progress=progress)
-    report.answer({"tables": [table.to_json() for table in tables]}, _lines(tables))
+    report.print_result({"tables": [table.to_json() for table in tables]}, _lines(tables))
 
 
 def _lines(tables: Sequence[CompactReceipt]) -> Iterator[str]:

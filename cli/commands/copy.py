@@ -60,7 +60,7 @@ def copy(
             as_name=as_name,
             on_progress=progress,
         )
-    report.answer(receipt.to_json(), _lines(receipt))
+    report.print_result(receipt.to_json(), _lines(receipt))
 
 
 def _lines(receipt: CopyReceipt) -> Iterator[str]:

@@ -39,8 +39,10 @@ def list_datasets(
     opened = open_lake(lake)
     rows = opened.sql(f"SELECT {', '.join(_COLUMNS)} FROM datasets ORDER BY dataset").to_pylist()
     if not rows:
-        report.say(f"no datasets in {lake}: `replaylake ingest SOURCE --dataset NAME` makes one")
-    report.answer({"datasets": rows}, table_lines(rows, _COLUMNS) if rows else [])
+        report.print_message(
+            f"no datasets in {lake}: `replaylake ingest SOURCE --dataset NAME` makes one"
+        )
+    report.print_result({"datasets": rows}, table_lines(rows, _COLUMNS) if rows else [])
 
 
 def show(
@@ -78,11 +80,11 @@ def show(
     if page is None:
         with report.waiting(f"reading {name}"):
             body = opened.snapshot(name).describe()
-        report.answer(body, _dataset_lines(body))
+        report.print_result(body, _dataset_lines(body))
         return
     found = _write_page(opened, name, page, report)
     body = {**found.summary, "report": str(page), "profile": found.to_json()}
-    report.answer(body, [*_dataset_lines(found.summary), f"  report       {page}"])
+    report.print_result(body, [*_dataset_lines(found.summary), f"  report       {page}"])
 
 
 def _write_page(opened: Lake, name: str, page: Path, report: CommandOutput) -> Profile:

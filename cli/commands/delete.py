@@ -68,7 +68,7 @@ def delete(
 
     with report.waiting(f"deleting from {dataset}" if yes else f"looking through {dataset}"):
         done = run(opened, dataset, where, dry_run=not yes)
-    report.answer(done.to_json(), _delete_lines(done))
+    report.print_result(done.to_json(), _delete_lines(done))
 
 
 def _purge(report: CommandOutput, lake: Lake, dataset: str, where: str, yes: bool) -> None:
@@ -76,7 +76,7 @@ def _purge(report: CommandOutput, lake: Lake, dataset: str, where: str, yes: boo
 
     with report.waiting(f"purging {dataset}" if yes else f"looking through {dataset}"):
         done = run(lake, dataset, where, dry_run=not yes)
-    report.answer(done.to_json(), _purge_lines(done))
+    report.print_result(done.to_json(), _purge_lines(done))
     if not done.dry_run and not done.is_proven:
         raise typer.Exit(_EXIT_NO)
 

@@ -55,7 +55,7 @@ def diff(
     opened = open_lake(lake)
     with report.waiting(f"comparing {first} and {second}"):
         found = difference_of(opened.snapshot(first), opened.snapshot(second), limit=limit)
-    report.answer(asdict(found), _diff_lines(found))
+    report.print_result(asdict(found), _diff_lines(found))
 
 
 def _diff_lines(found: VersionDiff) -> Iterator[str]:

@@ -125,8 +125,8 @@ def evaluate(
         from replaylake.cli.output.curves import draw_returns
 
         draw_returns(plot, returns, env)
-        report.say(f"wrote {plot}")
-    report.answer(body, [*lines, *_other_rewards(acting)])
+        report.print_message(f"wrote {plot}")
+    report.print_result(body, [*lines, *_other_rewards(acting)])
 
 
 def policy_text(named: Mapping[str, Any]) -> str:
@@ -229,7 +229,7 @@ def _evaluate(
         )
     if film is not None:
         film.save()
-        report.say(f"wrote {film.path}  {count(film.num_frames, 'frame')}")
+        report.print_message(f"wrote {film.path}  {count(film.num_frames, 'frame')}")
     return result
 
 

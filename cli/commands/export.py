@@ -95,7 +95,7 @@ def export(
             force=force,
             on_progress=progress,
         )
-    report.answer(receipt.to_json(), _lines(receipt))
+    report.print_result(receipt.to_json(), _lines(receipt))
 
 
 def _lines(receipt: ExportReceipt) -> Iterator[str]:

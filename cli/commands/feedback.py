@@ -61,7 +61,7 @@ def status(
     report = CommandOutput(as_json)
     window_s = parse_duration(window, "--window")
     found = feedback_status(open_lake(lake), dataset, window_s=window_s)
-    report.answer(found.to_json(), _lines(found))
+    report.print_result(found.to_json(), _lines(found))
 
 
 def _lines(found: FeedbackStatus) -> Iterator[str]:

@@ -29,6 +29,6 @@ def formats(
         for known in sorted(FORMATS, key=lambda known: known.name)
     ]
     shown = [{**row, "reads": "yes", "writes": "yes" if row["writes"] else "no"} for row in rows]
-    CommandOutput(as_json).answer(
+    CommandOutput(as_json).print_result(
         {"formats": rows}, table_lines(shown, ("name", "reads", "writes", "about"))
     )

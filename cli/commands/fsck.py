@@ -73,7 +73,7 @@ def fsck(
             orphan_age_s=orphan_hours * 3600,
             on_progress=progress,
         )
-    report.answer(found.to_json(), _lines(found))
+    report.print_result(found.to_json(), _lines(found))
     if not found.is_clean:
         raise typer.Exit(_EXIT_NO)
 

@@ -63,9 +63,9 @@ def history(
         for row in rows
     ]
     body = {"dataset": found.dataset, "versions": rows, "num_older": found.num_older}
-    report.answer(body, table_lines(shown, _COLUMNS))
+    report.print_result(body, table_lines(shown, _COLUMNS))
     if found.num_older:
-        report.say(f"{found.num_older:,} older not shown: --limit N shows more")
+        report.print_message(f"{found.num_older:,} older not shown: --limit N shows more")
 
 
 def _time(milliseconds: int | None) -> str | None:

@@ -306,7 +306,7 @@ def ingest(
     }
     options, form = resolve(flags, mapping_file)
     for hint in iter_misspellings(options.mapping):
-        report.say(hint)
+        report.print_message(hint)
     if follow:
         with _translate_flag_errors():
             follow_lines(
@@ -341,9 +341,9 @@ def ingest(
             )
         except NothingValidError as error:
             if not as_json:  # main() prints the checks with the error
-                report.answer({}, check_lines(error.checks))
+                report.print_result({}, check_lines(error.checks))
             raise
-    report.answer(receipt.to_json(), receipt_lines(receipt))
+    report.print_result(receipt.to_json(), receipt_lines(receipt))
 
 
 def _print_progress(progress: ProgressReport, done: IngestProgress) -> None:

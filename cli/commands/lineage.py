@@ -55,16 +55,16 @@ def lineage(
     opened = open_lake(lake)
     if decision is not None:
         body = trace.trace_decision(opened, decision)
-        report.answer(body, _decision_lines(body))
+        report.print_result(body, _decision_lines(body))
     elif policy is not None:
         body = trace.trace_policy(opened, policy)
-        report.answer(body, _policy_lines(body, ""))
+        report.print_result(body, _policy_lines(body, ""))
     elif episode is not None:
         body = trace_episode(opened, given[0], episode)
-        report.answer(body, _episode_lines(body))
+        report.print_result(body, _episode_lines(body))
     else:
         body = trace.trace_dataset(opened, given[0])
-        report.answer(body, _dataset_lines(body))
+        report.print_result(body, _dataset_lines(body))
 
 
 def _decision_lines(body: Mapping[str, Any]) -> Iterator[str]:

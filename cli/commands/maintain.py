@@ -88,13 +88,13 @@ class _Steps:
     def __call__(self, dataset: str, what: str) -> None:
         if time.monotonic() - self._said >= _INTERVAL_S:
             self._said = time.monotonic()
-            self._report.say(f"{dataset or 'lake'}: {what}")
+            self._report.print_message(f"{dataset or 'lake'}: {what}")
 
 
 def _answer(report: CommandOutput, done: Sequence[MaintainReceipt]) -> None:
     for one in done:
         if one.error:
-            report.say(f"error: {one.dataset or 'lake'}: {one.error}")
+            report.print_message(f"error: {one.dataset or 'lake'}: {one.error}")
     rows = [
         {
             **one.to_json(),
@@ -104,6 +104,6 @@ def _answer(report: CommandOutput, done: Sequence[MaintainReceipt]) -> None:
         for one in done
     ]
     body = {"datasets": [one.to_json() for one in done]}
-    report.answer(body, table_lines(rows, _COLUMNS) if rows else [])
+    report.print_result(body, table_lines(rows, _COLUMNS) if rows else [])
     # The next round may be hours away.
     result_stream().flush()

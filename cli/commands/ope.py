@@ -188,8 +188,8 @@ def ope(
         from replaylake.cli.output.forest import draw_estimates
 
         draw_estimates(plot, found)
-        report.say(f"drew {plot}")
-    report.answer(found.to_json(), _lines(found))
+        report.print_message(f"drew {plot}")
+    report.print_result(found.to_json(), _lines(found))
     if found.verdict == "not supported":
         raise typer.Exit(_EXIT_NO)
 
@@ -240,12 +240,12 @@ def _lines(found: PolicyReport) -> Iterator[str]:
     for why in dict.fromkeys(refused.values()):
         yield f"no {', '.join(name for name in refused if refused[name] == why)}: {why}"
     yield from _diagnostics(found)
-    yield f"{found.verdict}: {found.judged.reason}"
+    yield f"{found.verdict}: {found.assessment.reason}"
 
 
 def reward_text(found: PolicyReport) -> str:
     """Return which reward and discount the returns are of, and what the policy was trained with."""
-    reward, gamma = found.reward, found.question.discount
+    reward, gamma = found.reward, found.request.discount
     text = "as stored" if reward.is_stored else reward.expression
     if reward.source == "asked":
         text += ", as asked"

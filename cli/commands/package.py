@@ -43,13 +43,13 @@ def package(
 
     report = CommandOutput(as_json)
     ref = open_lake(lake).registry.resolve(policy)
-    report.say(f"policy {ref} ({ref.selected_by})")
+    report.print_message(f"policy {ref} ({ref.selected_by})")
     with report.waiting(f"building a Bento of {ref}"):
         receipt = package_bento(ref, output)
     for warning in receipt.warnings:
-        report.say(f"warning: {warning}")
+        report.print_message(f"warning: {warning}")
     largest = sorted(receipt.requirements, key=lambda pin: -pin.num_bytes)[:_LARGEST]
-    report.answer(
+    report.print_result(
         {**receipt.to_json(), "selected_by": ref.selected_by},
         [
             f"packaged {ref} in {receipt.output}, {size(receipt.num_bytes)}",

@@ -39,10 +39,10 @@ def list_policies(
     for row in rows:
         del row["created_ms"]
     if not rows:
-        report.say(f"no policies in {lake}: `replaylake train offline` makes one")
+        report.print_message(f"no policies in {lake}: `replaylake train offline` makes one")
     shown = [{**row, "aliases": ", ".join(row["aliases"])} for row in rows]
     columns = ("policy", "version", "aliases", "run_id", "created_at")
-    report.answer({"policies": rows}, table_lines(shown, columns) if rows else [])
+    report.print_result({"policies": rows}, table_lines(shown, columns) if rows else [])
 
 
 def show_policy(
@@ -72,7 +72,7 @@ def show_policy(
         "selected_by": ref.selected_by,
         "manifest": check_package(ref.path, ref.manifest_sha256).body,
     }
-    report.answer(body, _policy_lines(str(ref), body))
+    report.print_result(body, _policy_lines(str(ref), body))
 
 
 def alias_policy(
@@ -107,7 +107,7 @@ def alias_policy(
         "selected_by": ref.selected_by,
     }
     before = "" if previous is None else f", was {ref.name}:{previous}"
-    report.answer(body, [f"{ref.name}@{alias} is {ref}{before}"])
+    report.print_result(body, [f"{ref.name}@{alias} is {ref}{before}"])
 
 
 def policy_history(
@@ -136,7 +136,7 @@ def policy_history(
         "moves": [{**move.to_json(), "at": _time(move.at_ms)} for move in moves],
         "served": served,
     }
-    report.answer(body, _history(name, moves, served))
+    report.print_result(body, _history(name, moves, served))
 
 
 def note_policy(
@@ -161,7 +161,7 @@ def note_policy(
     ref = registry.resolve(policy)
     note = registry.marks.add_note(ref.name, ref.version, text, by=by or user_name())
     body = {"policy": ref.name, "version": ref.version, "text": note.text, "by": note.by}
-    report.answer({**body, "at_ms": note.at_ms}, [f"noted of {ref}: {note.text}"])
+    report.print_result({**body, "at_ms": note.at_ms}, [f"noted of {ref}: {note.text}"])
 
 
 def protect_policy(
@@ -234,10 +234,10 @@ def delete_policy(
     if yes:
         registry.marks.delete(ref.name, ref.version, by=by or user_name(), note=note)
     else:
-        report.say(NOTHING_CHANGED)
+        report.print_message(NOTHING_CHANGED)
     body = {"policy": ref.name, "version": ref.version, "deleted": yes, "path": ref.folder}
     done = "deleted" if yes else "would delete"
-    report.answer(body, [f"{done} {ref}; its files in {ref.folder} go with the next vacuum"])
+    report.print_result(body, [f"{done} {ref}; its files in {ref.folder} go with the next vacuum"])
 
 
 def _protect(policy: str, is_on: bool, by: str | None, lake: str, as_json: bool) -> None:
@@ -250,7 +250,7 @@ def _protect(policy: str, is_on: bool, by: str | None, lake: str, as_json: bool)
     body = {"policy": ref.name, "version": ref.version, "protected": is_on, "changed": changed}
     already = "" if changed else " already"
     state = "protected from deletion" if is_on else "not protected from deletion"
-    report.answer(body, [f"{ref} is {state}{already}"])
+    report.print_result(body, [f"{ref} is {state}{already}"])
 
 
 def _history(

@@ -57,7 +57,7 @@ def profile(
         "only_last": last,
         **found.to_json(),
     }
-    report.answer(body, _lines(summary, found, only_last=last))
+    report.print_result(body, _lines(summary, found, only_last=last))
 
 
 def _lines(summary: RunSummary, found: RunProfile, *, only_last: bool) -> Iterator[str]:

@@ -197,7 +197,9 @@ def promote(
     champion = registry.alias_version(ref.name, _CHAMPION)
     if now_at == ref.version:
         body = {"promoted": False, "policy": ref.name, "version": ref.version, "alias": to}
-        report.answer({**body, "move": None, "gate": None}, [f"{ref.name}@{to} is {ref} already"])
+        report.print_result(
+            {**body, "move": None, "gate": None}, [f"{ref.name}@{to} is {ref} already"]
+        )
         return
     found = None
     if gate:
@@ -235,7 +237,7 @@ def promote(
             by=by or user_name(),
             note=note,
             forced=not passed,
-            gate=None if found is None else found.record(),
+            gate=None if found is None else found.to_record(),
         )
     body = {
         "promoted": move is not None,
@@ -245,7 +247,7 @@ def promote(
         "move": None if move is None else move.to_json(),
         "gate": None if found is None else found.to_json(),
     }
-    report.answer(body, _promotion_lines(ref, to, found, move))
+    report.print_result(body, _promotion_lines(ref, to, found, move))
     if move is None:
         raise typer.Exit(_EXIT_NO)
 
@@ -297,7 +299,7 @@ def rollback(
         by=by or user_name(),
         note=note,
     )
-    report.answer({"move": move.to_json()}, [_format_move(move)])
+    report.print_result({"move": move.to_json()}, [_format_move(move)])
 
 
 def user_name() -> str | None:

@@ -90,7 +90,7 @@ def replay_decisions(
             by=by,
             on_progress=progress,
         )
-    report.answer(found.to_json(), _lines(found))
+    report.print_result(found.to_json(), _lines(found))
 
 
 def _lines(found: DecisionReplay) -> Iterator[str]:

@@ -105,7 +105,7 @@ def retention(
     now = read_retention(opened.dataset(dataset).snapshot().table)
     if stated:
         now = set_retention(opened, dataset, stated)
-    report.answer({"dataset": dataset, **now.to_json()}, _lines(dataset, now))
+    report.print_result({"dataset": dataset, **now.to_json()}, _lines(dataset, now))
 
 
 def _value(text: str, option: str, parse: Callable[[str, str], int | float]) -> int | float | None:

@@ -144,9 +144,9 @@ def rollout(
             temperature=exploration.temperature or 0.0,
             epsilon=exploration.epsilon,
             on_progress=progress,
-            on_remark=lambda remark: report.say(f"note: {remark}"),
+            on_remark=lambda remark: report.print_message(f"note: {remark}"),
         )
-    report.answer(receipt.to_json(), _summary(receipt))
+    report.print_result(receipt.to_json(), _summary(receipt))
 
 
 def _lake(url: str, policies: Sequence[str]) -> Lake:

@@ -73,9 +73,9 @@ def list_runs(
     rows = [summarize(opened.storage, record) for record in records]
     rows = [row for row in rows if status in (None, row.status)]
     if not rows:
-        report.say(f"no such runs in {lake}: `replaylake train` makes them")
+        report.print_message(f"no such runs in {lake}: `replaylake train` makes them")
     shown = [run_row(row) for row in rows]
-    report.answer(
+    report.print_result(
         {"runs": [_json(row) for row in rows]},
         table_lines(shown, select_columns(shown)) if rows else [],
     )
@@ -126,7 +126,7 @@ def show_run(
         "checkpoints": Checkpoints(opened.storage, summary.run_id).updates(),
         "metrics": {name: _points(curves[name]) for name in names},
     }
-    report.answer(body, run_lines(summary, body, curves, names, drawn=bool(metrics)))
+    report.print_result(body, run_lines(summary, body, curves, names, drawn=bool(metrics)))
 
 
 def compare_runs(
@@ -174,7 +174,7 @@ def compare_runs(
         "metrics": found,
     }
     lines = comparison_lines(summaries, options, found, list(curves.values()), bool(metrics))
-    report.answer(body, lines)
+    report.print_result(body, lines)
 
 
 def _check_plot(plot: Path | None) -> None:
@@ -202,7 +202,7 @@ def _draw(
             "the first ones: a run logs them every `log_updates` updates."
         )
     draw_learning_curves(plot, curves, names, chosen)
-    report.say(f"wrote {plot}")
+    report.print_message(f"wrote {plot}")
 
 
 def _select_metrics(curves: Sequence[Curves], wanted: list[str] | None) -> list[str]:

@@ -201,12 +201,12 @@ def serve(
         safety=safety,
         manifest_sha256=ref.manifest_sha256,
     )
-    report.say(f"policy {ref} ({ref.selected_by})")
+    report.print_message(f"policy {ref} ({ref.selected_by})")
     if check:
         _check(config, report)
         return
     if log_to is not None and not exploration.is_on:
-        report.say(
+        report.print_message(
             f"warning: {log_to} is logged without exploration: off-policy evaluation on it will be "
             "unsupported. --explore epsilon=0.05 makes it possible."
         )
@@ -222,7 +222,7 @@ def serve(
             "log_to": log_to,
             "explore": explore,
         }
-        report.answer(body, [])
+        report.print_result(body, [])
         result_stream().flush()
 
     raise typer.Exit(run(config, answer))
@@ -239,6 +239,6 @@ def _check(config: ServeConfig, report: CommandOutput) -> None:
     )
     is_ok = all(one.is_ok for one in checks)
     body = {"ok": is_ok, "checks": [one.to_json() for one in checks]}
-    report.answer(body, lines)
+    report.print_result(body, lines)
     if not is_ok:
         raise typer.Exit(1)

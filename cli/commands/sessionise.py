@@ -64,7 +64,7 @@ def join_feedback(
         return
     with report.progress("built", "episodes") as progress:
         receipt = run(open_lake(lake), dataset, window_s=window_s, on_progress=progress)
-    report.answer(receipt.to_json(), _summary(receipt))
+    report.print_result(receipt.to_json(), _summary(receipt))
 
 
 def _run_every(
@@ -82,13 +82,13 @@ def _run_every(
         nonlocal failed
         failed = False
         if receipt.has_changed:
-            report.answer(receipt.to_json(), [receipt.line()])
+            report.print_result(receipt.to_json(), [receipt.to_line()])
             result_stream().flush()
 
     def on_failure(error: Exception) -> None:
         nonlocal failed
         failed = True
-        report.say(f"error: {error}; the next round tries again")
+        report.print_message(f"error: {error}; the next round tries again")
 
     with stop_on_signals(report) as stop:
         join_every(rounds, every_s, stop=stop, on_round=on_round, on_failure=on_failure)

@@ -116,7 +116,9 @@ def sql(
     else:
         _print(report, rows, chosen, also)
     if cut_by := also.get("truncated"):
-        report.say(f"cut short: the whole result has more {cut_by} than --untrusted allows")
+        report.print_message(
+            f"cut short: the whole result has more {cut_by} than --untrusted allows"
+        )
 
 
 def _rows(
@@ -179,7 +181,7 @@ def _save(
         "columns": rows.column_names,
         **also,
     }
-    report.answer(body, [f"wrote {count(rows.num_rows, 'row')} to {output}"])
+    report.print_result(body, [f"wrote {count(rows.num_rows, 'row')} to {output}"])
 
 
 def _print(report: CommandOutput, rows: Any, form: str, also: Mapping[str, Any]) -> None:
@@ -207,10 +209,10 @@ def _print_table(report: CommandOutput, rows: Any) -> None:
     if result_stream().isatty():
         width = shutil.get_terminal_size().columns
         columns = fit_columns(values, columns, width)
-    report.answer({}, table_lines(values, columns))
-    report.say(count(rows.num_rows, "row"))
+    report.print_result({}, table_lines(values, columns))
+    report.print_message(count(rows.num_rows, "row"))
     left_out = [name for name in rows.column_names if name not in columns]
     if left_out:
-        report.say(
+        report.print_message(
             f"not shown for want of width: {', '.join(left_out)} (select them, or --format csv)"
         )

@@ -49,7 +49,7 @@ def set_tag(
     previous = opened.tag(f"{name}@{version}", tag, replace=replace)
     body = {"dataset": name, "tag": tag, "version": version, "previous_version": previous}
     before = "" if previous in (None, version) else f", was {name}@{previous}"
-    report.answer(body, [f"{name}@{tag} is {name}@{version}{before}"])
+    report.print_result(body, [f"{name}@{tag} is {name}@{version}{before}"])
 
 
 def list_tags(
@@ -86,11 +86,11 @@ def list_tags(
         for tag in opened.tags.list(dataset)
     ]
     if not rows:
-        report.say("no tags: `replaylake tag set NAME[@VERSION] TAG` makes one")
+        report.print_message("no tags: `replaylake tag set NAME[@VERSION] TAG` makes one")
     # Said only where a purge broke one.
     is_whole = all(row["reproducible"] for row in rows)
     columns = _COLUMNS if is_whole else (*_COLUMNS, "reproducible")
-    report.answer({"tags": rows}, table_lines(rows, columns) if rows else [])
+    report.print_result({"tags": rows}, table_lines(rows, columns) if rows else [])
 
 
 def remove_tag(
@@ -122,4 +122,4 @@ def remove_tag(
     version = opened.tags.version(name, tag)
     opened.tags.remove(name, tag)
     body = {"dataset": name, "tag": tag, "version": version}
-    report.answer(body, [f"removed the tag {name}@{tag}, which was {name}@{version}"])
+    report.print_result(body, [f"removed the tag {name}@{tag}, which was {name}@{version}"])

@@ -204,7 +204,7 @@ def offline(
         finally:
             if "ray" in sys.modules:
                 silence_exit_output()
-    report.answer(_body(result), _summary(result))
+    report.print_result(_body(result), _summary(result))
 
 
 def _check_required(datasets: Sequence[str] | None, policy: str | None) -> None:
@@ -235,7 +235,7 @@ def _run_with_progress(
             announce_start(report, watch, start)
 
         def tell(done: TrainProgress) -> None:
-            left = f"  {time_left(done.left_s)} left" if done.update < done.updates else ""
+            left = f"  {time_left(done.remaining_s)} left" if done.update < done.updates else ""
             rate = f"{done.updates_per_s:,.0f} updates/s"
             progress(done.update, done.updates, f"{_metrics(done.metrics)}  {rate}{left}")
 
@@ -271,7 +271,7 @@ def _pin_snapshot(report: CommandOutput, lake: Lake, text: str) -> str:
     policies = "behavior policy unknown"
     if row["n"]:
         policies = f"{row['n']:,} behavior " + ("policy" if row["n"] == 1 else "policies")
-    report.say(
+    report.print_message(
         f"snapshot {snapshot.dataset}@{snapshot.version}  {count(len(snapshot.files), 'shard')}  "
         f"{count(snapshot.num_steps, 'step')}  {policies}"
     )
@@ -301,12 +301,12 @@ def _body(result: TrainResult) -> dict[str, Any]:
         "updates_per_s": result.updates_per_s,
         "selection": result.selection,
         "evaluation": None if result.evaluation is None else result.evaluation.to_json(),
-        "was_done": result.was_done,
+        "was_done": result.already_finished,
     }
 
 
 def _summary(result: TrainResult) -> Iterator[str]:
-    if result.was_done:
+    if result.already_finished:
         yield f"run {result.run_id} is done already: nothing was changed"
     yield f"trained on {count(result.num_episodes, 'episode')}, {count(result.num_steps, 'step')}"
     selection, num_updates = result.selection, result.selection["history"][-1]["update"]

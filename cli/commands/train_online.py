@@ -317,7 +317,7 @@ def online(
         finally:
             if "ray" in sys.modules:
                 silence_exit_output()
-    report.answer(result_body(result), iter_summary(result))
+    report.print_result(result_body(result), iter_summary(result))
 
 
 def _shares(texts: Sequence[str]) -> dict[str, float]:
@@ -365,7 +365,7 @@ def _metrics_server(
     from replaylake.online.monitoring.prometheus import MetricsServer
 
     server = stack.enter_context(MetricsServer(port))
-    report.say(f"metrics at {server.url}")
+    report.print_message(f"metrics at {server.url}")
     return server
 
 
@@ -397,7 +397,7 @@ def _run_with_progress(
             on_start=tell_begin,
             on_progress=tell,
             on_metrics=tell_metrics,
-            on_remark=lambda text: report.say(f"note: {text}"),
+            on_remark=lambda text: report.print_message(f"note: {text}"),
         )
 
 
@@ -407,8 +407,8 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 def progress_text(done: OnlineProgress) -> str:
     """Return how far learning is beside the steps, or what the run waits for."""
-    if done.trouble is not None:
-        is_full = any(os.strerror(code) in done.trouble for code in _FULL)
+    if done.blocked_reason is not None:
+        is_full = any(os.strerror(code) in done.blocked_reason for code in _FULL)
         return "waiting for " + ("space" if is_full else "the store")
     said = [f"update {done.update:,}"]
     if done.mean_return is not None:
@@ -444,13 +444,13 @@ def result_body(result: OnlineResult) -> dict[str, Any]:
         "evaluation": None if result.evaluation is None else result.evaluation.to_json(),
         "converged": result.converged,
         "wall_s": result.wall_s,
-        "was_done": result.was_done,
+        "was_done": result.already_finished,
     }
 
 
 def iter_summary(result: OnlineResult) -> Iterator[str]:
     """Return what a run made, line by line."""
-    if result.was_done:
+    if result.already_finished:
         yield f"run {result.run_id} is done already: nothing was changed"
     rate = result.num_steps / max(result.wall_s, 1e-9)
     yield (

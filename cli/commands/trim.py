@@ -66,7 +66,7 @@ def trim(
         done = run(
             open_lake(lake), dataset, max_steps=max_steps, older_than_s=age_s, dry_run=not yes
         )
-    report.answer(done.to_json(), _lines(done))
+    report.print_result(done.to_json(), _lines(done))
 
 
 def _lines(done: TrimReceipt) -> Iterator[str]:

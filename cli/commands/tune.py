@@ -76,10 +76,10 @@ def tune(
     silence_exit_output()
 
     def tell_start(start: SweepStart) -> None:
-        report.say("\n".join(_start_lines(start)))
+        report.print_message("\n".join(_start_lines(start)))
 
     def tell(progress: TrialProgress) -> None:
-        report.say(_trial_line(progress))
+        report.print_message(_trial_line(progress))
 
     try:
         if resume is not None:
@@ -87,13 +87,13 @@ def tune(
         else:
             result = tune_options(opened, options, on_start=tell_start, on_trial=tell)
     except RunInterrupted as interrupted:
-        report.say(f"`replaylake tune --resume {interrupted.run_id}` goes on")
+        report.print_message(f"`replaylake tune --resume {interrupted.run_id}` goes on")
         raise
-    report.answer(result.to_json(), _lines(result))
+    report.print_result(result.to_json(), _lines(result))
 
 
 def _start_lines(start: SweepStart) -> Iterator[str]:
-    over = f", {start.num_over} of them over" if start.num_over else ""
+    over = f", {start.num_finished} of them over" if start.num_finished else ""
     yield (
         f"sweep {start.sweep_id}: {count(start.num_combinations, 'combination')} of options under "
         f"{count(start.num_seeds, 'seed')}: {count(start.num_trials, 'trial')}{over}, "

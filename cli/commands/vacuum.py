@@ -71,8 +71,8 @@ def vacuum(
             on_progress=progress,
         )
     for text in found.skipped:
-        report.say(f"skipped {text}")
-    report.answer(found.to_json(), _lines(found))
+        report.print_message(f"skipped {text}")
+    report.print_result(found.to_json(), _lines(found))
 
 
 def _lines(found: VacuumReceipt) -> Iterator[str]:

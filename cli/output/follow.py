@@ -59,9 +59,9 @@ def follow_lines(
         nonlocal num_said
         num_said += 1
         if num_said <= _MAX_REPORTED:
-            report.say(f"rejected: {finding.check}: {finding.message}")
+            report.print_message(f"rejected: {finding.check}: {finding.message}")
         elif num_said == _MAX_REPORTED + 1:
-            report.say("rejected: further lines; the receipt counts them")
+            report.print_message("rejected: further lines; the receipt counts them")
 
     with report.progress("committed", "steps") as progress, _stop_on_signals() as stop:
 
@@ -82,7 +82,7 @@ def follow_lines(
                 on_progress=tell,
                 on_rejected=say,
             )
-    report.answer(receipt.to_json(), _summary(receipt))
+    report.print_result(receipt.to_json(), _summary(receipt))
 
 
 def _reader(source: Path) -> LineReader:
@@ -90,7 +90,7 @@ def _reader(source: Path) -> LineReader:
 
     if str(source) == _STDIN:
         return LineReader(sys.stdin.fileno(), "<stdin>")
-    return LineReader.of_file(source)
+    return LineReader.from_path(source)
 
 
 @contextmanager

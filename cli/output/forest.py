@@ -58,7 +58,7 @@ def _forest(axes: Any, found: PolicyReport) -> None:
         names.append(one.estimator)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    percent = f"{found.question.level:.0%}"
+    percent = f"{found.request.level:.0%}"
     fitted = "; propensities fitted" if found.diagnostics.behavior_fitted else ""
     axes.set_xlabel(
         f"value, {percent} interval{fitted}; hollow: model alone, no interval; grey: the log's mean"

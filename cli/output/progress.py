@@ -106,7 +106,7 @@ class WaitingReport:
     def __init__(self, what: str) -> None:
         self._what = what
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._say, name="waiting", daemon=True)
+        self._thread = threading.Thread(target=self._print_message, name="waiting", daemon=True)
 
     def __enter__(self) -> WaitingReport:
         self._thread.start()
@@ -125,7 +125,7 @@ class WaitingReport:
         self._ended.set()
         self._thread.join()
 
-    def _say(self) -> None:
+    def _print_message(self) -> None:
         began = time.monotonic()
         is_terminal = sys.stderr.isatty()
         said = ""

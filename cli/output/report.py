@@ -46,7 +46,7 @@ class CommandOutput:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
 
-    def answer(self, body: Mapping[str, Any], lines: Iterable[str]) -> None:
+    def print_result(self, body: Mapping[str, Any], lines: Iterable[str]) -> None:
         """Print the answer on stdout: `body` with --json, else the lines."""
         if self.as_json:
             print_json(body)
@@ -54,7 +54,7 @@ class CommandOutput:
             for line in lines:
                 print(escape_controls(line), file=result_stream())
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print talk on stderr."""
         print(escape_controls(text), file=sys.stderr, flush=True)
 

@@ -63,7 +63,7 @@ class Watchers:
         """
         folder = self._lake.storage.state_folder(f"{RUNS}/{run_id}")
         if self._lake.storage.is_remote:
-            self._report.say(f"event files in {folder / 'tensorboard'}")
+            self._report.print_message(f"event files in {folder / 'tensorboard'}")
         if self._wandb is not None:
             self._begin_wandb(folder, run_id)
         self._attempt("TensorBoard", lambda: self._begin_tensorboard(folder, resumed_after))
@@ -101,7 +101,7 @@ class Watchers:
                 "--wandb: TensorBoard's event files are written either way."
             ) from error
         if not run.offline:
-            self._report.say(f"at Weights & Biases: {run.url}")
+            self._report.print_message(f"at Weights & Biases: {run.url}")
         self._told["Weights & Biases"] = _make_wandb_logger(run)
         self._closing["Weights & Biases"] = run.finish
 
@@ -110,7 +110,9 @@ class Watchers:
             call()
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            self._report.say(f"{name}: {reason}; the run goes on, and its metrics are in the lake")
+            self._report.print_message(
+                f"{name}: {reason}; the run goes on, and its metrics are in the lake"
+            )
             return False
         return True
 

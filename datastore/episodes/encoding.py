@@ -107,7 +107,7 @@ class Field:
         else:
             into[:, 0] = values
 
-    def fault(self, value: Any) -> str | None:
+    def explain_mismatch(self, value: Any) -> str | None:
         """Return what was expected instead of a JSON value, or None where it fits."""
         kinds: dict[str, tuple[type, ...]] = {NUMBER: (int, float), FLAG: (bool,)}
         fits = type(value) in kinds.get(self.kind, (str,))
@@ -178,7 +178,7 @@ class Encoding:
             start += one.width
         return vectors
 
-    def find_fault(self, values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+    def find_mismatch(self, values: Mapping[str, Any]) -> tuple[str, Any, str] | None:
         """Return the first field of a JSON object that does not fit; None if all do.
 
         That is its name, what was found (None for nothing) and what was expected.
@@ -191,7 +191,7 @@ class Encoding:
             if value is None:
                 if one.fill is None:
                     return one.name, None, _EXPECTED[one.kind]
-            elif (expected := one.fault(value)) is not None:
+            elif (expected := one.explain_mismatch(value)) is not None:
                 return one.name, value, expected
             elif self.dtype != "float32" and value != np.asarray(value).astype(self.dtype):
                 return one.name, value, f"a number that {self.dtype} holds"
@@ -199,7 +199,7 @@ class Encoding:
 
     def encode_one(self, values: Mapping[str, Any]) -> Array:
         """Return the vector [D] of a JSON object. Raises: EpisodeInvalidError naming the field."""
-        if (fault := self.find_fault(values)) is not None:
+        if (fault := self.find_mismatch(values)) is not None:
             name, found, expected = fault
             raise EpisodeInvalidError(
                 f"observation.{name}: found {'nothing' if found is None else repr(found)}, "

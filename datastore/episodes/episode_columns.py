@@ -68,7 +68,7 @@ class EpisodeColumns(Sequence[Episode]):
         """T."""
         return len(self.steps)
 
-    def checked(
+    def validate(
         self, observation_space: Space, action_space: Space, *, rewards_optional: bool = False
     ) -> EpisodeColumns:
         """Return them as `episode.checked` returns each.

@@ -42,7 +42,7 @@ def validate_all(
     if isinstance(episodes, EpisodeColumns):
         # Joined arrays do not tell which is at fault: one by one, below, it is named.
         with suppress(EpisodeInvalidError):
-            return episodes.checked(
+            return episodes.validate(
                 observation_space, action_space, rewards_optional=rewards_optional
             )
         episodes = episodes[:]
@@ -74,7 +74,7 @@ def validate_as_one(
     does not tell which one is at fault.
     """
     if isinstance(episodes, EpisodeColumns):
-        columns = episodes.checked(
+        columns = episodes.validate(
             observation_space, action_space, rewards_optional=rewards_optional
         )
         return columns.steps, columns.final_observations

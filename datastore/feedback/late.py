@@ -75,7 +75,7 @@ def apply_late(dataset: Dataset, logged: LoggedFeedback) -> LateResult:
 
     Two processes may do so at once: each looks again at the steps that it is about to change.
     """
-    late = logged.late()
+    late = logged.find_late()
     if not late:
         return LateResult()
     planned = LateResult()

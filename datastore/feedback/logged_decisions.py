@@ -46,7 +46,7 @@ class LoggedDecisions:
         """N."""
         return num_values(self.observations)
 
-    def part(self, rows: slice) -> LoggedDecisions:
+    def slice_rows(self, rows: slice) -> LoggedDecisions:
         """Return consecutive ones."""
         return LoggedDecisions(
             take(self.observations, rows),
@@ -81,7 +81,7 @@ class DecisionReader:
                 self.where = canonical_expression(where)
         self._by = by
         if by is not None:
-            self._table.selected([by])
+            self._table.select_fields([by])
 
     @property
     def version(self) -> int:
@@ -104,7 +104,7 @@ class DecisionReader:
             chosen = chosen.slice(0, left)
             left -= chosen.num_rows
             for start in range(0, chosen.num_rows, _ROWS_AT_ONCE):
-                yield self._decoded(chosen.slice(start, _ROWS_AT_ONCE))
+                yield self._decode(chosen.slice(start, _ROWS_AT_ONCE))
             if not left:
                 return
 
@@ -120,7 +120,7 @@ class DecisionReader:
     def _log_prob(self) -> str:
         return LOG_PROB if self.name == "decisions" else schema.BEHAVIOR_LOG_PROB
 
-    def _decoded(self, rows: pa.Table) -> LoggedDecisions:
+    def _decode(self, rows: pa.Table) -> LoggedDecisions:
         spec = self.spec
         return LoggedDecisions(
             to_numpy(spec.observation_space, combine_chunks(rows[schema.OBSERVATION])),

@@ -29,7 +29,7 @@ class RowEncoder:
         """Return the records as rows. Raises: EpisodeInvalidError naming what does not fit."""
         return self._encode(records)
 
-    def quickly(self, records: Sequence[bytes]) -> pa.Table | None:
+    def try_parse(self, records: Sequence[bytes]) -> pa.Table | None:
         """Return the same rows, or None where it takes the other way to tell."""
         return parse_records(records, self._schema) if self._is_plain else None
 

@@ -137,7 +137,7 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
     # Its own writer need not read it back: each checksum would hold up the event loop beside it.
     told = segment.records
     lines, num_torn, faults = _read(segment.path) if told is None else (told, 0, [])
-    quick = encode.quickly(lines) if isinstance(encode, RowEncoder) and not faults else None
+    quick = encode.try_parse(lines) if isinstance(encode, RowEncoder) and not faults else None
     if quick is not None:
         tables = [quick] if quick.num_rows else []
     else:

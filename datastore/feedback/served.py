@@ -112,7 +112,7 @@ class LoggedFeedback:
     unmatched: int = 0
     set_aside: dict[str, str] = field(default_factory=dict)
 
-    def late(self) -> dict[str, Reward]:
+    def find_late(self) -> dict[str, Reward]:
         """Return the rewards of written steps that were reported after the one that they have.
 
         What a label made of a step's reward since is not overruled by an older report.
@@ -128,7 +128,7 @@ class LoggedFeedback:
         """Whether a decision has a reward that a step can have."""
         return key in self.rewards and key not in self.set_aside
 
-    def ends(self, key: str) -> bool:
+    def is_episode_end(self, key: str) -> bool:
         """Whether the episode ends, or will end once late rewards are applied, with a decision."""
         reward = self.rewards.get(key)
         if (step := self.written.get(key)) is None:
@@ -147,14 +147,14 @@ class LoggedFeedback:
         """Return which of several decisions of one request is its step: written, named, other."""
         return 2 if key in self.written else int(key in self.reports)
 
-    def report(self, key: str, report: FeedbackReport) -> None:
+    def add_report(self, key: str, report: FeedbackReport) -> None:
         """Add a report of a decision."""
         # A list of its own: a report by another name does not make the decision a named one.
         known = self._all.setdefault(key, list(self.reports.get(key, ())))
         known.append(report)
         self.rewards[key] = fold_reports(known)
 
-    def forget_reports(self) -> None:
+    def drop_reports(self) -> None:
         """Let go of the reports, once it is known what they come to, but not of whose they are."""
         self._all.clear()
         for reports in self.reports.values():
@@ -232,7 +232,7 @@ def read_logged_feedback(
     for client in logged.clients.values():
         if client.named:
             logged.unmatched += _match_reports(logged, client, now - window)
-    logged.forget_reports()
+    logged.drop_reports()
     logged.set_aside = {
         key: f"reward: found {reward.reward}, which its reports come to, expected a finite number. "
         "A report of mode last replaces them."
@@ -282,7 +282,7 @@ def _match_reports(logged: LoggedFeedback, client: ClientEpisode, closing: int) 
     A report means the newest decision under its name that was taken before it came; if there is
     none, the first within a minute after, since the clocks of two servers differ.
     """
-    timeline = Timeline(has_steps(client.decisions), logged.ends, logged.rank)
+    timeline = Timeline(has_steps(client.decisions), logged.is_episode_end, logged.rank)
     decisions = iter(client.decisions)
     following = next(decisions, None)
     early = []
@@ -312,17 +312,17 @@ def _resolve_report(
     timeline: Timeline, named: NamedReport, *, oldest: bool = False
 ) -> Decision | None:
     if named.request_id is not None:
-        return timeline.asked(named.request_id)
-    return None if named.step is None else timeline.at(named.step, oldest=oldest)
+        return timeline.find_request(named.request_id)
+    return None if named.step is None else timeline.find_step(named.step, oldest=oldest)
 
 
 def _add_named_report(
     logged: LoggedFeedback, timeline: Timeline, decision: Decision, report: FeedbackReport
 ) -> None:
-    ended = logged.ends(decision.key)
-    logged.report(decision.key, report)
-    if logged.ends(decision.key) != ended:
-        timeline.cut_again(decision.key)
+    ended = logged.is_episode_end(decision.key)
+    logged.add_report(decision.key, report)
+    if logged.is_episode_end(decision.key) != ended:
+        timeline.recut(decision.key)
 
 
 # decision: each decision, with its step if it is one, and until when what was said of it is there;

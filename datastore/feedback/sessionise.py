@@ -124,7 +124,7 @@ class JoinReceipt:
         """Whether this run wrote anything into the dataset, or into its quarantine."""
         return bool(self.steps or self.late or self.received.steps or self.quarantined)
 
-    def line(self) -> str:
+    def to_line(self) -> str:
         """Return what this run did, in a line."""
         num_aside = self.set_aside + self.received.set_aside
         return (
@@ -264,7 +264,7 @@ def _plan(
     for client in logged.clients.values():
         keys = (decision.key for decision in client.decisions)
         taken = {logged.written[key].episode_id for key in keys if key in logged.written}
-        for stretch in cut_episodes(client.decisions, logged.ends, logged.rank):
+        for stretch in cut_episodes(client.decisions, logged.is_episode_end, logged.rank):
             yield from _pieces(stretch, client.source, logged, known, taken, now, window, counts)
 
 
@@ -293,7 +293,7 @@ def _pieces(
     if not open_ids:
         return
     is_whole = all(logged.has_reward(key) for key in ids) and (
-        source is None or logged.ends(ids[-1])
+        source is None or logged.is_episode_end(ids[-1])
     )
     newest = max(decision.timestamp for decision in stretch.decisions)
     if newest >= logged.horizon or not (is_whole or newest < now - window):
@@ -339,7 +339,7 @@ def _runs(
     for key in ids:
         follows = bool(run) and numbers[key] == numbers[run[-1]] + 1
         is_open = logged.has_reward(key) and key not in logged.written
-        if run and (not follows or not is_open or logged.ends(run[-1])):
+        if run and (not follows or not is_open or logged.is_episode_end(run[-1])):
             yield run, key if follows else None
             run = []
         if is_open:
@@ -429,7 +429,7 @@ class _DecodedDecisions:
         self._versions = rows.column(POLICY_VERSION).to_numpy()
         self._timestamps = rows.column(TIMESTAMP).cast(pa.int64()).to_numpy()
         self._request_ids = rows.column(REQUEST_ID)
-        self._masks = self._decoded_masks(rows)
+        self._masks = self._decode_masks(rows)
         self._has_sums = any(reward.has_sums for reward in logged.rewards.values())
 
     def episode(self, piece: DecisionPiece) -> Episode:
@@ -475,7 +475,7 @@ class _DecodedDecisions:
         one = self._logged.final_observations.slice(last.final_row, 1)
         return take(to_numpy(self._spec.observation_space, one), 0)
 
-    def _decoded_masks(self, rows: pa.Table) -> Array | None:
+    def _decode_masks(self, rows: pa.Table) -> Array | None:
         """Return bool [T, A]; a decision without a mask had every action allowed."""
         if self._spec.mask_size is None or ACTION_MASK not in rows.column_names:
             return None

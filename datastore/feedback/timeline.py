@@ -64,13 +64,13 @@ class TimelineEpisode:
         step = self.slots[place].chosen.step
         return step if self.by_step and step is not None else place
 
-    def slot_of(self, step: int) -> StepSlot | None:
+    def find_slot(self, step: int) -> StepSlot | None:
         """Return the slot that has a number, or None."""
         if self.by_step:
             return self._of_name.get(step)
         return self.slots[step] if step < len(self.slots) else None
 
-    def takes(self, decision: Decision) -> bool:
+    def can_take(self, decision: Decision) -> bool:
         """Whether a decision, later than those here, belongs here rather than to a new episode."""
         if not self.by_step or decision.step is None:
             return self.end is None
@@ -114,7 +114,7 @@ class TimelineEpisode:
                 del self.slots[place]
                 return
 
-    def ordered(self) -> TimelineEpisode:
+    def sort_slots(self) -> TimelineEpisode:
         """Return it with its slots by number."""
         if self.by_step:
             self.slots.sort(key=lambda slot: slot.chosen.step or 0)
@@ -133,17 +133,17 @@ class Timeline:
         self._by_step, self._ends, self._rank = by_step, ends, rank
         self._taken: list[Decision] = []
         self._place_of: dict[str, int] = {}
-        self._stretches: list[TimelineEpisode] = []
+        self._episodes: list[TimelineEpisode] = []
         self._begins: list[int] = []  # the place of each stretch's first decision
         self._slot_of: dict[str, StepSlot] = {}  # by request, the last one with a decision of it
         self._only: dict[str, Decision | None] = {}  # by request, its decision; None for several
         self._stale: tuple[int, int] | None = None  # first and last place of an end that changed
 
     @property
-    def stretches(self) -> list[TimelineEpisode]:
+    def episodes(self) -> list[TimelineEpisode]:
         """The episodes so far, in order of time."""
         self._cut()
-        return self._stretches
+        return self._episodes
 
     def take(self, decision: Decision) -> None:
         """Add a decision that is no older than those before."""
@@ -154,17 +154,17 @@ class Timeline:
             self._only[request_id] = None if request_id in self._only else decision
         self._name(decision, self._put(place))
 
-    def cut_again(self, key: str) -> None:
+    def recut(self, key: str) -> None:
         """Cut anew, as a decision ends the episode now, or no longer does."""
         if self._ends(key) and key == self._taken[-1].key:
-            newest = self._stretches[-1]
+            newest = self._episodes[-1]
             newest.end = max(newest.end or 0, self._taken[-1].step or 0)
             return
         place = self._place_of[key]
         first, last = (place, place) if self._stale is None else self._stale
         self._stale = min(first, place), max(last, place)
 
-    def asked(self, request_id: str) -> Decision | None:
+    def find_request(self, request_id: str) -> Decision | None:
         """Return the decision that the newest step of that request is, or None."""
         if not self._by_step and (only := self._only.get(request_id)) is not None:
             return only
@@ -172,18 +172,18 @@ class Timeline:
         slot = self._slot_of.get(request_id)
         return None if slot is None else slot.chosen
 
-    def at(self, step: int, *, oldest: bool = False) -> Decision | None:
+    def find_step(self, step: int, *, oldest: bool = False) -> Decision | None:
         """Return the decision that has a number, in the newest episode that has it, or None."""
-        stretches = self.stretches
-        found = (stretch.slot_of(step) for stretch in (stretches if oldest else stretches[::-1]))
+        stretches = self.episodes
+        found = (stretch.find_slot(step) for stretch in (stretches if oldest else stretches[::-1]))
         return next((slot.chosen for slot in found if slot is not None), None)
 
     def _put(self, place: int) -> StepSlot:
         decision = self._taken[place]
-        if not self._stretches or not self._stretches[-1].takes(decision):
-            self._stretches.append(TimelineEpisode(self._by_step))
+        if not self._episodes or not self._episodes[-1].can_take(decision):
+            self._episodes.append(TimelineEpisode(self._by_step))
             self._begins.append(place)
-        stretch = self._stretches[-1]
+        stretch = self._episodes[-1]
         slot = stretch.add(decision, place, self._rank)
         if self._ends(decision.key):
             stretch.end = max(stretch.end or 0, decision.step or 0)
@@ -201,16 +201,16 @@ class Timeline:
             return
         (first, last), self._stale = self._stale, None
         number = bisect_right(self._begins, first) - 1
-        olds, begins = self._stretches[number:], self._begins[number:]
-        del self._stretches[number:], self._begins[number:]
+        olds, begins = self._episodes[number:], self._begins[number:]
+        del self._episodes[number:], self._begins[number:]
         slots, num_gone = [], 0
         for place in range(begins[0], len(self._taken)):
             if num_gone < len(olds) and begins[num_gone] == place:
-                if place > last and not self._stretches[-1].takes(self._taken[place]):
+                if place > last and not self._episodes[-1].can_take(self._taken[place]):
                     break  # cut here before and now: what follows depends on nothing earlier
                 num_gone += 1
             slots.append(self._put(place))
-        self._stretches += olds[num_gone:]
+        self._episodes += olds[num_gone:]
         self._begins += begins[num_gone:]
         for stretch in olds[:num_gone]:
             self._forget(stretch)
@@ -232,7 +232,7 @@ def cut_episodes(
     timeline = Timeline(has_steps(decisions), ends, rank)
     for decision in decisions:
         timeline.take(decision)
-    return [stretch.ordered() for stretch in timeline.stretches]
+    return [stretch.sort_slots() for stretch in timeline.episodes]
 
 
 def has_steps(decisions: Collection[Decision]) -> bool:

@@ -187,7 +187,7 @@ class Dataset:
         known = (spec or infer_spec(episodes)) if is_new else _read_spec(state)
         rows = self._rows(episodes, known)
         if is_new:
-            rows = self._created(known, rows, episodes)
+            rows = self._create_for(known, rows, episodes)
         done = self.table.commit(
             [self.table.write(rows)],
             producer=producer,
@@ -260,9 +260,9 @@ class Dataset:
         )
         return _to_commit(done, 0)
 
-    def committed(self, producer: str, sequence: int) -> int | None:
+    def find_commit(self, producer: str, sequence: int) -> int | None:
         """Return the version that holds a (producer, sequence), or None."""
-        return self.table.committed(producer, sequence)
+        return self.table.find_commit(producer, sequence)
 
     def next_sequence(self, producer: str) -> int:
         """Return the sequence after the highest that this producer has committed; 0 if none."""
@@ -358,7 +358,9 @@ class Dataset:
         except SchemaMismatchError as error:
             raise SchemaMismatchError(f"dataset {self.name!r}: {error}") from error
 
-    def _created(self, spec: DatasetSpec, rows: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
+    def _create_for(
+        self, spec: DatasetSpec, rows: pa.Table, episodes: Sequence[Episode]
+    ) -> pa.Table:
         """Create the dataset for rows that were checked, and return those that it takes."""
         extras = {f.name: f.type for f in rows.schema if f.name not in STANDARD_COLUMNS}
         try:

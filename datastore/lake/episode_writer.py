@@ -62,7 +62,7 @@ class _UnconfirmedCommit:
 
     sequence: int
     num_episodes: int
-    left_out: DropCounts
+    drops: DropCounts
 
 
 class EpisodeWriter:
@@ -93,7 +93,7 @@ class EpisodeWriter:
         flush_interval_s: float | None,
     ) -> None:
         self.producer = producer or f"writer/{new_ulid()}"
-        self.refused: list[tuple[Episode, ReplayLakeError]] = []
+        self.rejected: list[tuple[Episode, ReplayLakeError]] = []
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._id = new_ulid()
@@ -111,7 +111,7 @@ class EpisodeWriter:
         self._sequence: int | None = None if producer else 0
         # Whether other writers have committed under this producer: the same rows, perhaps.
         self._is_resumed = False
-        self._left_out = DropCounts()
+        self._drops = DropCounts()
         self._attempt: _UnconfirmedCommit | None = None
         self._num_reported = 0
         self._timer: threading.Timer | None = None
@@ -177,7 +177,7 @@ class EpisodeWriter:
             self._open[key] = opened
             return opened
 
-    def note_step(self, size: int) -> None:
+    def count_step(self, size: int) -> None:
         """Count a step, and its bytes, that an open episode holds. Called with the lock held."""
         self._num_buffered += 1
         self._num_bytes += size
@@ -199,9 +199,9 @@ class EpisodeWriter:
         """
         with self.lock:
             commit = self._commit_all()
-            new = self.refused[self._num_reported :]
+            new = self.rejected[self._num_reported :]
             if new:
-                self._num_reported = len(self.refused)
+                self._num_reported = len(self.rejected)
                 error = new[0][1]
                 raise type(error)(
                     f"{error} Left out {len(new)} of the episodes written, which are in the "
@@ -221,7 +221,7 @@ class EpisodeWriter:
                 self.flush()
             finally:
                 # Of a producer that could not commit, nothing can be told either.
-                while self._left_out and not self._buffer and self._dataset.exists():
+                while self._drops and not self._buffer and self._dataset.exists():
                     self._commit()
 
     def _accept(self, episode: Episode) -> None:
@@ -229,7 +229,7 @@ class EpisodeWriter:
             ready = self._validator.validate(episode)
             self._order.add(ready)
         except (EpisodeInvalidError, SchemaMismatchError):
-            self._left_out += count_rejected([episode])
+            self._drops += count_rejected([episode])
             raise
         self._buffer.append(ready)
         self._num_buffered += len(ready)
@@ -257,11 +257,11 @@ class EpisodeWriter:
             self._timer.cancel()
             self._timer = None
         for opened in [opened for opened in self._open.values() if len(opened)]:
-            piece = opened.taken()
+            piece = opened.take_piece()
             try:
                 self._accept(piece)
             except (EpisodeInvalidError, SchemaMismatchError) as error:
-                self.refused.append((piece, error))
+                self.rejected.append((piece, error))
         self._keep(self._buffer)
         commit = None
         try:
@@ -272,14 +272,14 @@ class EpisodeWriter:
                 self._start_timer()
         return commit
 
-    def _leave_out_present(self) -> None:
+    def _drop_present(self) -> None:
         """Drop from the buffer what this producer committed before it was started again."""
         if not self._is_resumed:
             return
         kept: list[Episode] = []
         for episode, pieces in iter_absent_pieces(self._dataset.snapshot(), self._buffer):
             kept += pieces
-            self._left_out += DropCounts(
+            self._drops += DropCounts(
                 num_already_present=int(not pieces),
                 num_already_present_steps=len(episode) - sum(map(len, pieces)),
             )
@@ -293,17 +293,17 @@ class EpisodeWriter:
                 self._sequence = self._dataset.next_sequence(self.producer)
                 self._is_resumed = self._is_resumed or self._sequence > 0
             if self._buffer:
-                self._leave_out_present()
+                self._drop_present()
                 if not self._buffer:
                     return None
-            attempt = _UnconfirmedCommit(self._sequence, len(self._buffer), self._left_out)
+            attempt = _UnconfirmedCommit(self._sequence, len(self._buffer), self._drops)
             self._attempt = attempt
         pending = self._buffer[: attempt.num_episodes]
         names: dict[str, Any] = {
             "producer": self.producer,
             "sequence": attempt.sequence,
             "info": {_WRITER: self._id},
-            "left_out": attempt.left_out,
+            "left_out": attempt.drops,
         }
         try:
             if pending:
@@ -320,22 +320,22 @@ class EpisodeWriter:
             return None
         # Forgotten only now: an append that failed may have been committed all the same.
         self._attempt = None
-        if commit.already_present and not self._is_own(commit.version):
+        if commit.already_present and not self._is_own_commit(commit.version):
             # Another writer of this name took the sequence first: these rows need one of their own.
             self._sequence = None
             return None
         self._sequence = attempt.sequence + 1
-        self._left_out -= attempt.left_out
+        self._drops -= attempt.drops
         self._keep(self._buffer[attempt.num_episodes :])
         return commit
 
     def _refuse(self, refused: Sequence[tuple[Episode, ReplayLakeError]]) -> None:
-        self.refused += refused
-        self._left_out += count_rejected(episode for episode, _ in refused)
+        self.rejected += refused
+        self._drops += count_rejected(episode for episode, _ in refused)
         for episode, _ in refused:
             self._order.remove(episode)
 
-    def _is_own(self, version: int) -> bool:
+    def _is_own_commit(self, version: int) -> bool:
         return self._dataset.commit_info(version).get(_WRITER) == self._id
 
     def _keep(self, episodes: list[Episode]) -> None:
@@ -351,7 +351,7 @@ class _UnwrittenSteps:
     observations: list[Any] = field(default_factory=list)
     actions: list[Any] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    further: list[Mapping[str, Any]] = field(default_factory=list)
+    extras: list[Mapping[str, Any]] = field(default_factory=list)
     final_observation: Any = None
 
 
@@ -418,21 +418,21 @@ class OpenEpisode:
             steps.observations.append(observed)
             steps.actions.append(acted)
             steps.rewards.append(reward)
-            steps.further.append(further)
+            steps.extras.append(further)
             steps.final_observation = following
             self.ended = terminated or truncated
             # The last values stand for the size of every step.
             size = num_bytes(steps.final_observation) if len(self) > 1 else 0
             if self.ended:
-                self._writer.end(self, self.taken(terminated=terminated, truncated=truncated))
+                self._writer.end(self, self.take_piece(terminated=terminated, truncated=truncated))
             else:
-                self._writer.note_step(size)
+                self._writer.count_step(size)
 
-    def taken(self, *, terminated: bool = False, truncated: bool = False) -> Episode:
+    def take_piece(self, *, terminated: bool = False, truncated: bool = False) -> Episode:
         """Return the steps since the last piece as the next one, and forget them."""
         steps, self._steps = self._steps, _UnwrittenSteps()
         first, self._first_step = self._first_step, self._first_step + len(steps.rewards)
-        columns = _columns(steps.further)
+        columns = _columns(steps.extras)
         known: dict[str, Any] = {
             name: columns.pop(column) for column, name in _FIELDS.items() if column in columns
         }

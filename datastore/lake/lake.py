@@ -175,7 +175,7 @@ class Lake:
                 "--log-to from this lake. Check --lake."
             )
         if key is None:
-            self._storage.put_new(_KEY_PATH, os.urandom(_KEY_BYTES), private=True)
+            self._storage.put_if_absent(_KEY_PATH, os.urandom(_KEY_BYTES), private=True)
             key = self._storage.get(_KEY_PATH)
         if key is None or len(key) != _KEY_BYTES:
             raise StorageError(

@@ -115,7 +115,7 @@ class LoggedSteps:
         among: NDArray[np.bool_] = numbers(pc.is_in(self.episode_ids, value_set=others))
         return among
 
-    def shared_episodes(self) -> NDArray[np.int64] | None:
+    def number_joint_episodes(self) -> NDArray[np.int64] | None:
         """Return a number for each, the same for the agents of one episode: int64 [E].
 
         None where each episode has a single agent.
@@ -132,7 +132,7 @@ class LoggedSteps:
         first[self.offsets[:-1]] = True
         return self.any_step(np.append(False, ~follows) & ~first)
 
-    def only(self, keep: NDArray[np.bool_]) -> LoggedSteps:
+    def select(self, keep: NDArray[np.bool_]) -> LoggedSteps:
         """Return the episodes of which bool [E] is true; all of them are not copied."""
         if keep.all():
             return self

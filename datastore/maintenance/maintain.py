@@ -105,7 +105,7 @@ class _Round:
         self._steps = (
             self._trim,
             self._compact,
-            self._summarise,
+            self._summarize,
             self._drop,
             self._checkpoint,
             self._vacuum,
@@ -114,7 +114,7 @@ class _Round:
     def run(self, names: Sequence[str]) -> Iterator[MaintainReceipt]:
         for name in names:
             try:
-                yield self._dataset(name) if name else self._lake_itself()
+                yield self._dataset(name) if name else self._maintain_lake()
             except MaintenanceStoppedError:
                 return
 
@@ -126,7 +126,7 @@ class _Round:
             if retention.cache_max_bytes is not None:
                 self._caps.append(retention.cache_max_bytes)
             for step in self._steps:
-                self._go_on()
+                self._check_not_stopped()
                 done = step(handle, retention, done)
             return replace(done, version=handle.table.snapshot().version)
         except ReplayLakeError as error:
@@ -156,12 +156,12 @@ class _Round:
             handle.name,
             target_bytes=retention.target_shard_bytes,
             now_ms=self._now_ms,
-            on_progress=lambda done, total: self._go_on(),
+            on_progress=lambda done, total: self._check_not_stopped(),
         )
         won = sum(table.shards_before - table.shards_after for table in tables)
         return replace(done, compacted=max(0, won))
 
-    def _summarise(
+    def _summarize(
         self, handle: Dataset, retention: Retention, done: MaintainReceipt
     ) -> MaintainReceipt:
         self._on_step(handle.name, "summarising episodes")
@@ -177,11 +177,11 @@ class _Round:
         dropped = 0
         for table in handle.tables():
             oldest = min(pin.version for pin in kept.pins if pin.root == table.root)
-            check = partial(self._check_named, kept, table.root, oldest)
+            check = partial(self._check_not_named, kept, table.root, oldest)
             dropped += len(expire(table.log, oldest, check=check).paths)
         return replace(done, dropped=dropped)
 
-    def _check_named(self, kept: RetainedFiles, root: str, oldest: int) -> None:
+    def _check_not_named(self, kept: RetainedFiles, root: str, oldest: int) -> None:
         """Refuse to drop a version that was named since. Raises: CommitConflictError."""
         now_ms = time.time_ns() // 1_000_000 if self._now_ms is None else self._now_ms
         known = {*kept.pins, *kept.broken}
@@ -206,8 +206,8 @@ class _Round:
         found = vacuum(self._lake, [handle.name], delete=True, now_ms=self._now_ms)
         return replace(done, vacuumed=len(found.garbage), vacuumed_bytes=found.num_bytes)
 
-    def _lake_itself(self) -> MaintainReceipt:
-        self._go_on()
+    def _maintain_lake(self) -> MaintainReceipt:
+        self._check_not_stopped()
         self._on_step("", "removing leftovers")
         try:
             found = vacuum_leftovers(self._lake, now_ms=self._now_ms)
@@ -218,7 +218,7 @@ class _Round:
         except ReplayLakeError as error:
             return MaintainReceipt("", error=f"{type(error).__name__}: {error}")
 
-    def _go_on(self) -> None:
+    def _check_not_stopped(self) -> None:
         if self._stop.is_set():
             raise MaintenanceStoppedError
 

@@ -189,8 +189,8 @@ class _Trim:
         counts = self._leave(self._dataset, decisions)
         self.num_decisions += counts[0]
         self.num_rewards += counts[1]
-        self.num_received += self._leave_received(gone)
-        self.num_rejected += self._leave_rejected(gone)
+        self.num_received += self._remove_received(gone)
+        self.num_rejected += self._remove_rejected(gone)
         info = {"episodes_removed": len(episodes)}
         planned = plan_removal(snapshot, EPISODE_ID, episodes, info)
         self.num_episodes, self.num_steps = len(episodes), planned.num_rows
@@ -198,12 +198,12 @@ class _Trim:
         self.shards_rewritten = len(planned.plan.changes)
         return planned.plan
 
-    def _leave_received(self, episodes: pa.Array) -> int:
+    def _remove_received(self, episodes: pa.Array) -> int:
         if self._is_dry:
             return count_received(self._dataset, episodes)
         return remove_received(self._dataset, episodes, _OPERATION)
 
-    def _leave_rejected(self, episodes: pa.Array) -> int:
+    def _remove_rejected(self, episodes: pa.Array) -> int:
         if self._is_dry:
             return count_rejected(self._dataset, episodes)
         return remove_rejected(self._dataset, episodes, _OPERATION)

@@ -176,7 +176,7 @@ class _Vacuum:
         found = [
             file
             for table in tables
-            for file in self._older(f"{table.root}/{FOLDER}", _SHARD, age_s)
+            for file in self._iter_older(f"{table.root}/{FOLDER}", _SHARD, age_s)
         ]
         kept = find_retained_files(self._lake, name, retention_s=age_s, now_ms=self._now_ms)
         self.pinned += [pin for pin in kept.pins if pin.reason not in ("newest", "recent")]
@@ -199,7 +199,7 @@ class _Vacuum:
         there = {f"{name}/{FOLDER}/{file}" for file in self._storage.names(f"{name}/{FOLDER}")}
         there.difference_update(file.path for file in self.garbage)
         views = ViewCache(self._storage, name)
-        stale = list(views.stale(lambda path: f"{name}/{path}" not in there))
+        stale = list(views.iter_stale(lambda path: f"{name}/{path}" not in there))
         if delete:
             views.remove(stale)
         for view in stale:
@@ -208,7 +208,9 @@ class _Vacuum:
 
     def leftovers(self, age_s: float, delete: bool) -> None:
         """Go through temporary files, and packages that no version of a policy names."""
-        self._take("temporary", list(self._older(f"{LAKE_ROOT}/tmp", _TEMPORARY, age_s)), delete)
+        self._take(
+            "temporary", list(self._iter_older(f"{LAKE_ROOT}/tmp", _TEMPORARY, age_s)), delete
+        )
         packages: dict[str, list[StoredFile]] = {}
         for file in self._files(f"{LAKE_ROOT}/policies"):
             if match := _PACKAGE.fullmatch(file.path):
@@ -255,7 +257,9 @@ class _Vacuum:
             if self._on_progress is not None:
                 self._on_progress(min(start + _AT_ONCE, len(files)), len(files))
 
-    def _older(self, folder: str, pattern: re.Pattern[str], age_s: float) -> Iterator[StoredFile]:
+    def _iter_older(
+        self, folder: str, pattern: re.Pattern[str], age_s: float
+    ) -> Iterator[StoredFile]:
         for file in self._files(folder):
             # Right in the folder and of a name that we give; all else is somebody's own.
             is_ours = pattern.fullmatch(file.path.removeprefix(f"{folder}/"))

@@ -41,7 +41,7 @@ class ElementMoments:
         std: Array = np.sqrt(self.squares / np.maximum(self.num, 1))
         return std
 
-    def joined(self, other: ElementMoments) -> ElementMoments:
+    def merge(self, other: ElementMoments) -> ElementMoments:
         """Return that of both together (Chan, Golub and LeVeque 1979, eq. 2.1)."""
         total = self.num + other.num
         share = other.num / np.maximum(total, 1)

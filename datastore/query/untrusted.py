@@ -101,12 +101,12 @@ def run_untrusted(
             f"query: found {len(query):,} characters, expected at most {_MAX_QUERY_BYTES:,} bytes."
         )
     with _Sandbox(limits) as sandbox:
-        sandbox.tell(json.dumps({"query": query, "limits": asdict(limits)}).encode())
-        names = [(str(dataset), str(view)) for dataset, view in sandbox.told()["names"]]
+        sandbox.send(json.dumps({"query": query, "limits": asdict(limits)}).encode())
+        names = [(str(dataset), str(view)) for dataset, view in sandbox.receive()["names"]]
         views = plan_views(names, _PublicCatalog(catalog, sandbox))
         try:
             _grant(sandbox, views, parameters)
-            truncated = sandbox.told()["truncated"]
+            truncated = sandbox.receive()["truncated"]
             rows = sandbox.rows()
         finally:
             views.release()
@@ -120,11 +120,11 @@ def _grant(sandbox: _Sandbox, views: Views, parameters: Mapping[str, object] | N
         "relations": list(views.relations),
         "has_parameters": bool(parameters),
     }
-    sandbox.tell(json.dumps(granted).encode())
+    sandbox.send(json.dumps(granted).encode())
     for relation in views.relations.values():
-        sandbox.tell(to_ipc(relation))
+        sandbox.send(to_ipc(relation))
     if parameters:
-        sandbox.tell(to_ipc(_row(parameters)))
+        sandbox.send(to_ipc(_row(parameters)))
 
 
 class _PublicCatalog:
@@ -190,20 +190,20 @@ class _Sandbox:
     def check_clock(self) -> None:
         """Refuse to go on once the time is over. Raises: QueryError."""
         if self._out_of_time.is_set():
-            raise self._ended()
+            raise self._exit_error()
 
-    def tell(self, body: bytes | memoryview) -> None:
+    def send(self, body: bytes | memoryview) -> None:
         """Send a frame. Raises: QueryError."""
         try:
             write_frame(_stream(self._process.stdin), body)
         except BrokenPipeError:
-            raise self._ended() from None
+            raise self._exit_error() from None
 
-    def told(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Return what the process says. Raises: what it says that it met with; QueryError."""
         body = read_frame(_stream(self._process.stdout), _MAX_FRAME_BYTES)
         if body is None:
-            raise self._ended()
+            raise self._exit_error()
         said: dict[str, Any] = json.loads(body)
         if "error" in said:
             raise _rebuild_error(str(said["error"]), str(said["message"])[:_MAX_MESSAGE])
@@ -214,7 +214,7 @@ class _Sandbox:
         most = self._limits.max_bytes + _FRAMING_BYTES
         body = read_frame(_stream(self._process.stdout), most)
         if body is None:
-            raise self._ended()
+            raise self._exit_error()
         try:
             table = pa.ipc.open_stream(body).read_all()
             table.validate(full=True)
@@ -226,7 +226,7 @@ class _Sandbox:
         self._out_of_time.set()
         self._process.kill()
 
-    def _ended(self) -> QueryError:
+    def _exit_error(self) -> QueryError:
         """Return the error that says why the process no longer answers."""
         self._process.kill()
         code = self._process.wait()

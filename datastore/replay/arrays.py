@@ -74,7 +74,7 @@ def read_arrays(
     cannot hold, by its type or because of nulls; ShardCorruptError.
     """
     names = list(DEFAULT_COLUMNS if columns is None else columns)
-    fields = snapshot.selected(names)
+    fields = snapshot.select_fields(names)
     spaces: dict[str, Space] = {
         schema.OBSERVATION: spec.observation_space,
         schema.ACTION: spec.action_space,

@@ -84,7 +84,7 @@ class RecordLayout:
                         f"{name}: found a Text space, expected numbers. "
                         "Replay packs fixed-width records; read transcripts with SQL."
                     )
-                fields.append((name, self._decoded(value_dtype(leaf)), value_shape(leaf)))
+                fields.append((name, self._record_dtype(value_dtype(leaf)), value_shape(leaf)))
         for name, kind in self.columns.items():
             fields.append((_COLUMN_PREFIX + name, *self._column(name, kind)))
         fields += [
@@ -146,7 +146,7 @@ class RecordLayout:
             )
         return _COLUMN_PREFIX + name
 
-    def _decoded(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    def _record_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         return np.dtype(np.float32) if dtype == np.float64 and not self.float64 else dtype
 
     def _column(self, name: str, kind: pa.DataType) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -155,7 +155,7 @@ class RecordLayout:
             kind, shape = kind.value_type, (kind.list_size,)
         types = pa.types
         if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
-            return self._decoded(np.dtype(kind.to_pandas_dtype())), shape
+            return self._record_dtype(np.dtype(kind.to_pandas_dtype())), shape
         raise SpaceUnsupportedError(
             f"column {name!r}: found {kind}, expected numbers, flags or fixed-size lists of them. "
             "Read it with SQL."

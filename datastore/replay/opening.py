@@ -68,16 +68,16 @@ def open_view(
     )
     opening = _ViewOpener(dataset, snapshot, layout, budget)
     if not cache:
-        return opening.decoded(query.canonical(), None, "", on_progress)
+        return opening.decode(query.canonical(), None, "", on_progress)
     views = ViewCache(snapshot.storage, snapshot.root)
     # DuckDB takes longer to say how it spells a query than a view to be opened.
     written = view_key(snapshot, layout, query)
-    if (view := opening.cached(query, views, views.spelling_of(written))) is not None:
+    if (view := opening.open_cached(query, views, views.find_canonical(written))) is not None:
         return view
     query = query.canonical()
     key = view_key(snapshot, layout, query)
-    view = opening.cached(query, views, key) or opening.decoded(query, views, key, on_progress)
-    views.remember_spelling(written, key)
+    view = opening.open_cached(query, views, key) or opening.decode(query, views, key, on_progress)
+    views.record_canonical(written, key)
     return view
 
 
@@ -90,7 +90,7 @@ class _ViewOpener:
         self._dataset, self._snapshot, self._layout = dataset, snapshot, layout
         self._budget = budget
 
-    def cached(self, query: ViewQuery, views: ViewCache, key: str) -> ReplayView | None:
+    def open_cached(self, query: ViewQuery, views: ViewCache, key: str) -> ReplayView | None:
         """Map the view of that key, if it is in the cache."""
         found = views.open(key, self._layout)
         if found is None:
@@ -98,14 +98,14 @@ class _ViewOpener:
         packed, about = found
         return self._view(packed, query, views.folder(key), about)
 
-    def decoded(
+    def decode(
         self, query: ViewQuery, views: ViewCache | None, key: str, on_progress: OnProgress | None
     ) -> ReplayView:
         """Decode the shards, and have the view kept if there is a cache."""
         room = ArrayAllocator(self._budget, partial(_files, views))
         about: ViewMetadata | None = None
         try:
-            packed = self._packed(query, room, on_progress)
+            packed = self._pack(query, room, on_progress)
             self._check(packed, query)
             if isinstance(room.files, Draft):
                 packed, about = _map_draft(room.files, packed)
@@ -120,7 +120,7 @@ class _ViewOpener:
             place = CacheWriter(partial(_write_to_cache, views, key, shards, packed, draft, about))
         return self._view(packed, query, place, about)
 
-    def _packed(
+    def _pack(
         self, query: ViewQuery, room: ArrayAllocator, on_progress: OnProgress | None
     ) -> Packed:
         def evaluated(argument: str, evaluate: Callable[[TableSnapshot, str], _T]) -> _T | None:
@@ -171,7 +171,11 @@ class _ViewOpener:
             last_start=len(packed.steps),
         )
         masked = None if about is None else about.has_masked_actions
-        cached = () if place is None else (CachedPart(place, self._layout, (origin.sent(),)),)
+        cached = (
+            ()
+            if place is None
+            else (CachedPart(place, self._layout, (origin.without_snapshot(),)),)
+        )
         return ReplayView(packed, (origin,), cached=cached, has_masked_actions=masked)
 
 

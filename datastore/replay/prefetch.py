@@ -138,7 +138,7 @@ class PrefetchSampler:
 
         So it is exact for any sampler. Cost: their memory, and waiting for them to be drawn.
         """
-        state = self._called(self._sampler.state_dict)
+        state = self._call_in_thread(self._sampler.state_dict)
         batches = [answer.value for answer in self._ready if answer.error is None]
         return {
             KIND: _NAME,
@@ -152,7 +152,7 @@ class PrefetchSampler:
             ahead = [
                 _TaskResult(self._draw, Batch(**_copy_value(fields))) for fields in state["ahead"]
             ]
-            self._called(lambda: self._sampler.load_state_dict(state["sampler"]))
+            self._call_in_thread(lambda: self._sampler.load_state_dict(state["sampler"]))
         self._ready.clear()
         self._resume()
         self._ready.extend(ahead)
@@ -178,7 +178,7 @@ class PrefetchSampler:
         while True:
             yield self.sample()
 
-    def _called(self, call: Callable[[], Any]) -> Any:
+    def _call_in_thread(self, call: Callable[[], Any]) -> Any:
         """Call something in the thread's turn and wait for it, keeping what comes before."""
         self._check_open()
         task = _Task(call)

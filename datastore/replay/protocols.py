@@ -60,7 +60,7 @@ class Selector(Protocol):
     """Chooses items: seeded, and its position can be saved and restored."""
 
     @property
-    def looks_ahead(self) -> bool:
+    def can_prefetch(self) -> bool:
         """Whether several batches may be drawn at once: nothing between them changes the draw."""
         ...
 

@@ -44,7 +44,7 @@ class Packed:
     def __post_init__(self) -> None:
         self.records.runs = self.runs
 
-    def allowed(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def filter_startable(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return those of some steps at which `where_steps` lets items start."""
         if len(self.steps) == self.num_steps:
             return positions
@@ -119,7 +119,7 @@ class Records:
         if self.has_links:
             found, tails = np.arange(len(steps)), positions + steps
             while len(found):
-                heads = self._linked(tails)
+                heads = self._find_linked(tails)
                 found, heads = found[heads >= 0], heads[heads >= 0]
                 more = self.take(STEPS_LEFT, heads).astype(np.int64)
                 steps[found] += more
@@ -140,7 +140,7 @@ class Records:
             found = np.flatnonzero(num_steps > left)
             tails, rest = (positions + left)[found], (num_steps - left)[found]
             while len(found):
-                heads = self._linked(tails)
+                heads = self._find_linked(tails)
                 places[found] = heads + rest
                 more = self.take(STEPS_LEFT, heads)
                 beyond = rest > more
@@ -177,7 +177,7 @@ class Records:
             self._returns[discount] = returns_to_go(rewards, self.runs, discount)
         return self._returns[discount]
 
-    def _linked(self, tails: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _find_linked(self, tails: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where the episode goes on after some tails, or -1."""
         heads: NDArray[np.int64] = self.take(KEY, tails)[:, 0].astype(np.int64) - 1
         return heads

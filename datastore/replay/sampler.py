@@ -80,7 +80,7 @@ class Sampler:
         self._assembler = assembler
         self._drawing = assembler if isinstance(assembler, RandomAssembler) else None
         rows = min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, assembler.row_bytes))
-        ahead = selector.looks_ahead and candidates.is_fixed
+        ahead = selector.can_prefetch and candidates.is_fixed
         self._num_ahead = max(1, rows // batch_size) if ahead else 1
         self._ready: deque[Batch[Array]] = deque()
         self._block_position: dict[str, Any] = {}
@@ -120,7 +120,7 @@ class Sampler:
         if not self._ready:
             self._ready.extend(split(self.block().batch, self.batch_size)[self._num_taken :])
         batch = self._ready.popleft()
-        self.taken()
+        self.mark_consumed()
         return batch
 
     def block(self, out: Output | None = None) -> Output:
@@ -138,7 +138,7 @@ class Sampler:
         self._num_left = -(-len(output.batch.keys) // self.batch_size) - self._num_taken
         return output
 
-    def taken(self) -> None:
+    def mark_consumed(self) -> None:
         """Say that one more batch of the last block was handed on."""
         self._num_taken += 1
         self._num_left -= 1
@@ -154,7 +154,7 @@ class Sampler:
         while not self._candidates.is_fixed:
             gone = positions < 0
             if gone.any():
-                selected = self._without(selected, gone)
+                selected = self._replace_gone(selected, gone)
             else:
                 try:
                     return self._assemble(positions, selected, out)
@@ -170,7 +170,7 @@ class Sampler:
             out = None
         return self._assembler.assemble(positions, selected, out)
 
-    def _without(self, selected: SelectedItems, gone: NDArray[np.bool_]) -> SelectedItems:
+    def _replace_gone(self, selected: SelectedItems, gone: NDArray[np.bool_]) -> SelectedItems:
         """Return the items that are not gone, and for each of the rest another, if there is one."""
         weights = selected.weights
         parts = [

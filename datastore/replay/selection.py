@@ -55,12 +55,12 @@ class Origin:
         """Such as cartpole@3."""
         return f"{self.dataset}@{self.version}"
 
-    def shifted(self, num_before: int) -> Origin:
+    def shift(self, num_before: int) -> Origin:
         """Return the origin of the same steps behind others."""
         first, last = self.first_start + num_before, self.last_start + num_before
         return replace(self, first_start=first, last_start=last)
 
-    def sent(self) -> Origin:
+    def without_snapshot(self) -> Origin:
         """Return it for another process: what reads the shards may hold connections."""
         return replace(self, snapshot=None)
 

@@ -37,7 +37,7 @@ class SampleSource(ABC):
     def candidates(self, item: Item) -> Candidates:
         """Return the items that may be selected. Raises: EmptyReplayError if there can be none."""
 
-    def finished(self, item: Item) -> Candidates:
+    def finished_candidates(self, item: Item) -> Candidates:
         """Return the items to which no step is added any more: all, where none is."""
         return self.candidates(item)
 
@@ -91,7 +91,9 @@ class SampleSource(ABC):
         Raises: EmptyReplayError; NotFoundError if no item has that key.
         """
         _check_item(item)
-        return InOrderSampler(self.finished(item), self.assembler(item), batch_size, after)
+        return InOrderSampler(
+            self.finished_candidates(item), self.assembler(item), batch_size, after
+        )
 
     def prioritized(
         self,

@@ -132,10 +132,10 @@ class TorchSampler:
     def sample(self) -> Batch[torch.Tensor]:
         """Draw one batch. Raises: what the sampler raises."""
         if self._blocks is None:
-            return self._placed(self.sampler.sample())
+            return self._move_batch(self.sampler.sample())
         if not self._ready:
             self._ready.extend(self._block(self._blocks)[self._blocks.num_taken :])
-        self._blocks.taken()
+        self._blocks.mark_consumed()
         return self._ready.popleft()
 
     def update_priorities(self, indices: Any, priorities: Any) -> None:
@@ -175,7 +175,7 @@ class TorchSampler:
         num_slots = 1 - (1 - self.reuse) // sampler.num_ahead
         slot = self._slots.popleft() if len(self._slots) == num_slots else None
         output = sampler.block(None if slot is None else slot.output)
-        if slot is None or output.batch is not slot.shown:
+        if slot is None or output.batch is not slot.source_batch:
             if len(output.batch.keys) < sampler.num_ahead * size:
                 # The last rows of an epoch: the next block is a whole one again.
                 self._slots.extendleft([slot] if slot else [])
@@ -184,14 +184,14 @@ class TorchSampler:
             slot.batches = self._batches(output.batch, size, slot.memory)
         else:
             for stretch, moved in slot.memory:
-                moved.copy_(self._staged(stretch), non_blocking=True)
+                moved.copy_(self._stage(stretch), non_blocking=True)
         self._slots.append(slot)
         return slot.batches
 
-    def _placed(self, batch: Batch[Array]) -> Batch[torch.Tensor]:
+    def _move_batch(self, batch: Batch[Array]) -> Batch[torch.Tensor]:
         if self._shares_memory:
             return _map_arrays(batch, _tensor)
-        return convert_sharing(batch, lambda stretch: self._moved(stretch, None))
+        return convert_sharing(batch, lambda stretch: self._move(stretch, None))
 
     def _batches(
         self, batch: Batch[Array], size: int, memory: list[_Copy] | None = None
@@ -200,20 +200,20 @@ class TorchSampler:
         if self._shares_memory:
             return _split_and_map(batch, size)
         return _split_tensors(
-            convert_sharing(batch, lambda stretch: self._moved(stretch, memory)), size
+            convert_sharing(batch, lambda stretch: self._move(stretch, memory)), size
         )
 
     @property
     def _shares_memory(self) -> bool:
         return self.device.type == "cpu" and not self._pinned
 
-    def _moved(self, stretch: torch.Tensor, memory: list[_Copy] | None) -> torch.Tensor:
-        moved = self._staged(stretch).to(self.device, non_blocking=True)
+    def _move(self, stretch: torch.Tensor, memory: list[_Copy] | None) -> torch.Tensor:
+        moved = self._stage(stretch).to(self.device, non_blocking=True)
         if memory is not None:
             memory.append((stretch, moved))
         return moved
 
-    def _staged(self, stretch: torch.Tensor) -> torch.Tensor:
+    def _stage(self, stretch: torch.Tensor) -> torch.Tensor:
         """Return a copy in page-locked memory, if asked for.
 
         torch keeps such memory for the next one, once the copy to the GPU that it is for has ended.
@@ -232,7 +232,7 @@ class _ReusedBlock:
     """
 
     output: Output
-    shown: Batch[Array]
+    source_batch: Batch[Array]
     batches: Sequence[Batch[torch.Tensor]] = ()
     memory: list[_Copy] = field(default_factory=list)
 

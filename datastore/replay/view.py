@@ -64,17 +64,17 @@ class CachedPart:
     layout: RecordLayout
     origins: tuple[Origin, ...]
 
-    def folder(self) -> Path | None:
+    def wait_folder(self) -> Path | None:
         """Wait until it is written; None if it could not be."""
-        return self.place if isinstance(self.place, Path) else self.place.folder()
+        return self.place if isinstance(self.place, Path) else self.place.wait_folder()
 
-    def written(self) -> CachedPart | None:
+    def wait_written(self) -> CachedPart | None:
         """Wait until it is written, and return what can be sent; None if it could not be."""
-        return None if (folder := self.folder()) is None else replace(self, place=folder)
+        return None if (folder := self.wait_folder()) is None else replace(self, place=folder)
 
     def folder_now(self) -> Path | None:
         """Return the folder if it is written."""
-        return self.folder() if isinstance(self.place, Path) or self.place.is_done else None
+        return self.wait_folder() if isinstance(self.place, Path) or self.place.is_done else None
 
     @property
     def failure(self) -> str:
@@ -83,7 +83,7 @@ class CachedPart:
 
     def open(self) -> ReplayView:
         """Map it. Raises: NotFoundError."""
-        folder = self.folder()
+        folder = self.wait_folder()
         found = None if folder is None else open_cached(folder, self.layout)
         if found is None:
             raise NotFoundError(
@@ -169,12 +169,12 @@ class ReplayView(SampleSource):
         """The snapshots, such as `cartpole@3, cartpole_old@7`."""
         return ", ".join(origin.name for origin in self.origins)
 
-    def cached_in(self) -> Path | None:
+    def wait_cached(self) -> Path | None:
         """Wait until the view is in the cache, and return its folder there; None if it is not.
 
         A joined view is not, but its parts are.
         """
-        return self._cached[0].folder() if len(self._cached) == 1 else None
+        return self._cached[0].wait_folder() if len(self._cached) == 1 else None
 
     @property
     def cache_failure(self) -> str:
@@ -234,7 +234,7 @@ class ReplayView(SampleSource):
         return PriorityFolder(snapshot.storage, snapshot.root)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        written = [part.written() for part in self._cached]
+        written = [part.wait_written() for part in self._cached]
         if written and None not in written:
             return _reopen, (written,)
         if is_mapped(self.packed.records.words):
@@ -243,7 +243,10 @@ class ReplayView(SampleSource):
                 "not in the cache, expected one that another process can map. Open it with "
                 "cache=True in a lake that can be written to, or raise memory_budget_bytes."
             )
-        return ReplayView, (self.packed, tuple(origin.sent() for origin in self.origins))
+        return ReplayView, (
+            self.packed,
+            tuple(origin.without_snapshot() for origin in self.origins),
+        )
 
     def _folder_now(self) -> Path | None:
         return self._cached[0].folder_now() if len(self._cached) == 1 else None
@@ -275,7 +278,7 @@ def concatenate(
     packed = join_packed([view.packed for view in views], layout, room)
     origins, num_before = [], 0
     for view in views:
-        origins += [origin.shifted(num_before) for origin in view.origins]
+        origins += [origin.shift(num_before) for origin in view.origins]
         num_before += len(view.packed.steps)
     is_cached = all(view._cached for view in views)
     cached = tuple(part for view in views for part in view._cached) if is_cached else ()

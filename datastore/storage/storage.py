@@ -59,7 +59,7 @@ class Storage(Protocol):
         """Write the whole blob durably; readers see all of it or none. Replaces an older one."""
         ...
 
-    def put_new(self, path: str, data: bytes, *, private: bool = False) -> bool:
+    def put_if_absent(self, path: str, data: bytes, *, private: bool = False) -> bool:
         """Write the blob durably only if the name is free; False if it was taken.
 
         The bytes are such as no other writer would put there (a commit says who made it), so that
@@ -141,17 +141,17 @@ class LocalStorage:
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Write a temporary, fsync it, rename it, fsync the folder."""
         target = self.local(path)
-        with _translate_os_errors(target), self._written(data, 0o644) as temporary:
+        with _translate_os_errors(target), self._write_temporary(data, 0o644) as temporary:
             make_folder(target.parent)
             os.replace(temporary, target)
             fsync_folder(target.parent)
 
-    def put_new(self, path: str, data: bytes, *, private: bool = False) -> bool:
+    def put_if_absent(self, path: str, data: bytes, *, private: bool = False) -> bool:
         """Write a temporary, fsync it, link it to the name (fails if taken), fsync the folder."""
         target = self.local(path)
         with (
             _translate_os_errors(target),
-            self._written(data, 0o600 if private else 0o644) as temporary,
+            self._write_temporary(data, 0o600 if private else 0o644) as temporary,
         ):
             make_folder(target.parent)
             try:
@@ -249,7 +249,7 @@ class LocalStorage:
             self._inside.add(folder)
 
     @contextmanager
-    def _written(self, data: bytes | memoryview, mode: int) -> Iterator[Path]:
+    def _write_temporary(self, data: bytes | memoryview, mode: int) -> Iterator[Path]:
         make_folder(self._temporary)
         temporary = self._temporary / new_ulid()
         try:

@@ -62,7 +62,7 @@ class ActionHead(Protocol):
     num_outputs: int
     num_stds: int
 
-    def taken(self, batch: Batch) -> EncodedActions:
+    def encode_actions(self, batch: Batch) -> EncodedActions:
         """Return the actions of a batch of M steps."""
         ...
 
@@ -115,7 +115,7 @@ class CategoricalHead:
         self.num_outputs = space.n
         self._space = space
 
-    def taken(self, batch: Batch) -> EncodedActions:
+    def encode_actions(self, batch: Batch) -> EncodedActions:
         """Return int64 [M, 1]."""
         actions = action_indices(batch, self._space)[:, None]
         return EncodedActions(actions, tensor(batch.behavior_log_probs))
@@ -135,7 +135,7 @@ class MultiCategoricalHead:
         self._sizes = list(element_sizes(space))
         self.num_outputs = sum(self._sizes)
 
-    def taken(self, batch: Batch) -> EncodedActions:
+    def encode_actions(self, batch: Batch) -> EncodedActions:
         """Return int64 [M, K]."""
         return EncodedActions(tensor(batch.actions).long(), tensor(batch.behavior_log_probs))
 
@@ -169,11 +169,11 @@ class SquashedGaussianHead:
     """
 
     def __init__(self, observation_space: Space, space: Box, scaling: ActionScaling) -> None:
-        self.spec = PolicySpec(observation_space, scaling.bounded(space), "squashed_gaussian")
+        self.spec = PolicySpec(observation_space, scaling.bound_space(space), "squashed_gaussian")
         self.num_outputs = self.num_stds = len(scaling.center)
         self.scaling = scaling
 
-    def taken(self, batch: Batch) -> EncodedActions:
+    def encode_actions(self, batch: Batch) -> EncodedActions:
         """Return the actions before the tanh, [M, D], and their densities there.
 
         Those of the squashed ones differ by a factor that is the same for all policies.

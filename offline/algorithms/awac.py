@@ -107,7 +107,7 @@ def awac(
         rng: torch.Generator,
         due: frozenset[str],
     ) -> Losses:
-        a_tm1 = scaling.normalise(tensor(batch.actions))
+        a_tm1 = scaling.normalize(tensor(batch.actions))
         means_tm1, log_stds = policy_of(networks, batch.observations)
         shape = (1 + config.num_action_samples, *a_tm1.shape)
         noise = torch.randn(shape, generator=rng, device=a_tm1.device)
@@ -147,7 +147,7 @@ def awac(
         policy=lambda nets: gaussian_graph(nets["policy"], spec, scaling),
         n_step=config.n_step,
         config=to_options(config),
-        normalisation={"actions": scaling.to_json()},
+        normalization={"actions": scaling.to_json()},
     )
 
 
@@ -157,7 +157,7 @@ def _target(
     """Return r + gamma (min_i q_i(s', a') - temperature ln pi(a'|s')), [B]."""
     policy = networks["policy"]
     assert isinstance(policy, BoundedMeanNetwork)
-    unbounded, log_stds = policy.unbounded(batch.next_observations)
+    unbounded, log_stds = policy.compute_pre_tanh(batch.next_observations)
     a_t, log_probs_t = sample_squashed(unbounded, log_stds, noise)
     q_t = targets["critics"](batch.next_observations, a_t)
     return clipped_double_target(

@@ -160,7 +160,7 @@ def _gaussian(
 
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         means_tm1, log_stds_tm1 = networks["policy"](batch.observations)
-        a_tm1 = scaling.normalise(tensor(batch.actions))
+        a_tm1 = scaling.normalize(tensor(batch.actions))
         return _average_losses(gaussian_nll(means_tm1, log_stds_tm1, a_tm1, config.beta), batch)
 
     def networks() -> Networks:
@@ -177,7 +177,7 @@ def _gaussian(
         policy=lambda nets: gaussian_graph(nets["policy"], spec, scaling),
         needs_bootstrap=False,
         config=_resolve_options(config, Box),
-        normalisation={"actions": scaling.to_json()},
+        normalization={"actions": scaling.to_json()},
     )
 
 
@@ -190,7 +190,7 @@ def _deterministic(
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         predicted_tm1 = networks["policy"](batch.observations)
         return _average_losses(
-            squared_error(predicted_tm1, scaling.normalise(tensor(batch.actions))), batch
+            squared_error(predicted_tm1, scaling.normalize(tensor(batch.actions))), batch
         )
 
     def networks() -> Networks:
@@ -207,7 +207,7 @@ def _deterministic(
         policy=lambda nets: deterministic_graph(nets["policy"], spec, scaling),
         needs_bootstrap=False,
         config=_resolve_options(config, Box),
-        normalisation={"actions": scaling.to_json()},
+        normalization={"actions": scaling.to_json()},
     )
 
 

@@ -172,7 +172,7 @@ class BoundedMeanNetwork(nn.Module):
     def forward(self, observations: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self.mean(observations), self._log_stds()
 
-    def unbounded(self, observations: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_pre_tanh(self, observations: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the means before the tanh, and log_stds."""
         return self.mean.outputs(observations), self._log_stds()
 
@@ -209,5 +209,5 @@ class _DeterministicGraph(PolicyModule):
 
 class _GaussianGraph(_DeterministicGraph):
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        means, log_stds = self.network(self.nested(inputs))
+        means, log_stds = self.network(self.nest(inputs))
         return self._scaled(means), self._scaled.log_stds(log_stds) + torch.zeros_like(means)

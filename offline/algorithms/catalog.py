@@ -130,9 +130,9 @@ def check_masks(name: str, action_space: Space) -> None:
     Raises: SpaceUnsupportedError, NotFoundError.
     """
     info = check_algorithm(name, action_space)
-    if info.honours_masks:
+    if info.honors_masks:
         return
-    able = sorted({i.name for i in algorithms() if i.honours_masks})
+    able = sorted({i.name for i in algorithms() if i.honors_masks})
     raise SpaceUnsupportedError(
         f"algorithm {name}: found action masks that are not all true, expected none: it would "
         f"learn from and choose actions that were not allowed. Algorithms that honour masks: "

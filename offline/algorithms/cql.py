@@ -108,7 +108,7 @@ def cql(
     """
     box, scaling = box_scaling("cql", action_space, facts)
     size = len(scaling.center)
-    spec = PolicySpec(observation_space, scaling.bounded(box), "squashed_gaussian")
+    spec = PolicySpec(observation_space, scaling.bound_space(box), "squashed_gaussian")
 
     def losses(
         networks: Networks,
@@ -117,7 +117,7 @@ def cql(
         rng: torch.Generator,
         due: frozenset[str],
     ) -> Losses:
-        a_tm1 = scaling.normalise(tensor(batch.actions))
+        a_tm1 = scaling.normalize(tensor(batch.actions))
         here = policy_of(networks, batch.observations)
         with torch.no_grad():
             ahead = policy_of(networks, batch.next_observations)
@@ -170,7 +170,7 @@ def cql(
         policy=lambda nets: tanh_gaussian_graph(nets["policy"], spec),
         n_step=config.n_step,
         config=to_options(config),
-        normalisation={"actions": scaling.to_json()},
+        normalization={"actions": scaling.to_json()},
     )
 
 
@@ -231,7 +231,7 @@ def _actor_losses(
     """Return SAC's losses of the policy and the temperature."""
     log_temperature = get_scalar(networks, "temperature")
     a, log_probs = sample_squashed(*here, noise)
-    q = critics_of(networks).frozen(batch.observations, a).amin(dim=0)
+    q = critics_of(networks).forward_frozen(batch.observations, a).amin(dim=0)
     policy_loss = torch.addcmul(-q, torch.exp(log_temperature.detach()), log_probs)
     groups = {"policy": weighted_mean(policy_loss, batch)}
     if config.temperature_learning_rate > 0:

@@ -26,7 +26,7 @@ class AlgorithmInfo:
         return self.kind != "imitation"
 
     @property
-    def honours_masks(self) -> bool:
+    def honors_masks(self) -> bool:
         """Whether it keeps to action masks; d3rlpy has none, and only discrete actions have any."""
         return self.provider != "d3rlpy" and self.actions == "discrete"
 

@@ -94,7 +94,7 @@ def iql(
         rng: torch.Generator,
         due: frozenset[str],
     ) -> Losses:
-        a_tm1 = scaling.normalise(tensor(batch.actions))
+        a_tm1 = scaling.normalize(tensor(batch.actions))
         with torch.no_grad():
             v_t = networks["value"](batch.next_observations)
             target_tm1 = torch.addcmul(tensor(batch.rewards), tensor(batch.discounts), v_t)
@@ -143,5 +143,5 @@ def iql(
         policy=lambda nets: gaussian_graph(nets["policy"], spec, scaling),
         n_step=config.n_step,
         config=to_options(config),
-        normalisation={"actions": scaling.to_json()},
+        normalization={"actions": scaling.to_json()},
     )

@@ -113,7 +113,7 @@ def _box(
 
     def nll(network: Any, batch: Batch) -> torch.Tensor:
         means_tm1, log_stds_tm1 = network(batch.observations)
-        a_tm1 = scaling.normalise(tensor(batch.actions))
+        a_tm1 = scaling.normalize(tensor(batch.actions))
         return gaussian_nll(means_tm1, log_stds_tm1, a_tm1, config.variance_weight)
 
     def policy() -> GaussianNetwork:
@@ -128,7 +128,7 @@ def _box(
         needs_bootstrap=False,
         needs_returns=config.beta > 0,
         config=to_options(config),
-        normalisation={"actions": scaling.to_json()},
+        normalization={"actions": scaling.to_json()},
     )
 
 
@@ -148,7 +148,7 @@ class _NormalizedValueNetwork(ValueNetwork):
         self._rate = config.norm_rate
 
     @torch.no_grad()
-    def follow(self, advantages: torch.Tensor) -> torch.Tensor:
+    def update_norm(self, advantages: torch.Tensor) -> torch.Tensor:
         """Take a batch's advantages [B] into the norm; return c^2, float []."""
         # c^2 <- c^2 + rate (mean A^2 - c^2)
         self.num_batches.add_(1)
@@ -180,7 +180,7 @@ def _losses(nll: _NegativeLogLikelihood, config: MARWILConfig) -> Any:
         # A = R - V(s)
         advantages = tensor(batch.returns) - value(batch.observations)
         held = advantages.detach()
-        norm = value.follow(held).sqrt().clamp(min=1e-8)
+        norm = value.update_norm(held).sqrt().clamp(min=1e-8)
         # w = exp(beta A / c), the advantage in units of c
         weights = torch.exp(held * (config.beta / norm)).clamp(max=config.max_weight)
         return Losses(

@@ -163,7 +163,7 @@ def on_policy_algorithm(
         networks: Networks, targets: Networks, batch: Batch, rng: torch.Generator, *_: Any
     ) -> Losses:
         steps, outputs = seen.outputs(networks[NETWORK], batch)
-        taken = head.taken(steps)
+        taken = head.encode_actions(steps)
         distribution = head.distribution(outputs.parameters, steps.action_masks)
         log_probs_tm1 = distribution.log_probs(taken.actions)
         columns: Mapping[str, torch.Tensor] = steps.columns or {}
@@ -192,7 +192,7 @@ def on_policy_algorithm(
         needs_propensities=True,
         on_policy=OnPolicy(config.length, config.num_sequences, config.epochs, config.minibatches),
         config=to_options(config),
-        normalisation=(
+        normalization=(
             {"actions": head.scaling.to_json()} if isinstance(head, SquashedGaussianHead) else {}
         ),
     )
@@ -216,10 +216,10 @@ def _postprocess(
             mask = mask & tensor(batch.bootstrappable)
         _check_known(name, tensor(batch.behavior_log_probs)[mask])
         network = networks[NETWORK]
-        looked = seen.look(network, batch, mask, with_parameters=rule.needs_log_rho)
+        looked = seen.forward_batch(network, batch, mask, with_parameters=rule.needs_log_rho)
         log_rho_tm1 = None
         if looked.parameters is not None:
-            taken = head.taken(looked.steps)
+            taken = head.encode_actions(looked.steps)
             distribution = head.distribution(looked.parameters, looked.steps.action_masks)
             log_rho_tm1 = torch.full(mask.shape, -torch.inf, device=mask.device)
             log_rho_tm1[mask] = distribution.log_probs(taken.actions) - taken.log_probs

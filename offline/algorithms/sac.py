@@ -86,7 +86,7 @@ def sac(
     """
     box, scaling = box_scaling("sac", action_space, facts)
     size = len(scaling.center)
-    spec = PolicySpec(observation_space, scaling.bounded(box), "squashed_gaussian")
+    spec = PolicySpec(observation_space, scaling.bound_space(box), "squashed_gaussian")
 
     def losses(
         networks: Networks,
@@ -95,7 +95,7 @@ def sac(
         rng: torch.Generator,
         due: frozenset[str],
     ) -> Losses:
-        a_tm1 = scaling.normalise(tensor(batch.actions))
+        a_tm1 = scaling.normalize(tensor(batch.actions))
         log_temperature = get_scalar(networks, "temperature")
         temperature = torch.exp(log_temperature.detach())
         noise = torch.randn((2, *a_tm1.shape), generator=rng, device=a_tm1.device)
@@ -114,7 +114,7 @@ def sac(
         critics_loss, priorities = critic_losses(q_tm1, target_tm1, batch)
         # Eq. 9: temperature ln pi(a|s) - q(s, a)
         a, log_probs = sample_squashed(*policy_of(networks, batch.observations), noise[1])
-        q = critics_of(networks).frozen(batch.observations, a).amin(dim=0)
+        q = critics_of(networks).forward_frozen(batch.observations, a).amin(dim=0)
         groups = {
             "critics": critics_loss,
             "policy": weighted_mean(torch.addcmul(-q, temperature, log_probs), batch),
@@ -149,5 +149,5 @@ def sac(
         policy=lambda nets: tanh_gaussian_graph(nets["policy"], spec),
         n_step=config.n_step,
         config=to_options(config),
-        normalisation={"actions": scaling.to_json()},
+        normalization={"actions": scaling.to_json()},
     )

@@ -55,7 +55,7 @@ class SequenceModel(Protocol):
         """Return the graph that acts by it."""
         ...
 
-    def look(
+    def forward_batch(
         self, network: Any, batch: Batch, mask: torch.Tensor, *, with_parameters: bool
     ) -> ForwardResult:
         """Look at all of a batch [B, T]; mask: the steps to learn from."""
@@ -100,9 +100,9 @@ class FeedforwardModel:
 
     def policy(self, network: Any) -> PolicyGraph:
         """Return the graph of its actor."""
-        return PolicyGraph(PolicyModule(network.acting(), self.spec), self.spec)
+        return PolicyGraph(PolicyModule(network.policy_network(), self.spec), self.spec)
 
-    def look(
+    def forward_batch(
         self, network: Any, batch: Batch, mask: torch.Tensor, *, with_parameters: bool
     ) -> ForwardResult:
         """Look at the mask's observations, and at what followed each that no other one follows."""
@@ -114,10 +114,10 @@ class FeedforwardModel:
         if with_parameters:
             parameters, of_steps = network(steps.observations)
         else:
-            of_steps = network.values_of(steps.observations)
+            of_steps = network.compute_values(steps.observations)
         values = mask.new_zeros((len(mask), mask.shape[1] + 1), dtype=torch.float32)
         values[:, :-1][mask] = of_steps
-        values[:, 1:][ends] = network.values_of(following)
+        values[:, 1:][ends] = network.compute_values(following)
         return ForwardResult(steps, values, parameters)
 
     def rows(
@@ -142,17 +142,17 @@ class RecurrentModel:
         self, head: ActionHead, hidden_sizes: Sequence[int], facts: DatasetStatistics, *, core: str
     ) -> None:
         self._head, self._hidden_sizes, self._facts, self._core = head, hidden_sizes, facts, core
-        self.spec = replace(head.spec, state_size=self._made("meta").state_size)
+        self.spec = replace(head.spec, state_size=self._make_actor_critic("meta").state_size)
 
     def network(self) -> nn.Module:
         """Make an actor-critic with a core."""
-        return self._made("cpu")
+        return self._make_actor_critic("cpu")
 
     def policy(self, network: Any) -> PolicyGraph:
         """Return the graph of one step."""
         return PolicyGraph(_OneStep(network, self.spec), self.spec)
 
-    def look(
+    def forward_batch(
         self, network: Any, batch: Batch, mask: torch.Tensor, *, with_parameters: bool
     ) -> ForwardResult:
         """Go over all observations and what followed each sequence's last one."""
@@ -198,7 +198,7 @@ class RecurrentModel:
         # A policy that stacks frames keeps those behind its core's state.
         return tensor(batch.columns[POLICY_STATE])[:, 0, : self.spec.state_size]
 
-    def _made(self, device: str) -> RecurrentActorCritic:
+    def _make_actor_critic(self, device: str) -> RecurrentActorCritic:
         head = self._head
         with torch.device(device):
             return RecurrentActorCritic(
@@ -216,7 +216,7 @@ class _OneStep(PolicyModule):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         network: Any = self.network
-        outputs: tuple[torch.Tensor, ...] = network.step(self.nested(inputs[:-1]), inputs[-1])
+        outputs: tuple[torch.Tensor, ...] = network.step(self.nest(inputs[:-1]), inputs[-1])
         return outputs
 
 

@@ -65,7 +65,7 @@ class _TrainingSteps:
         return self._snapshot.replay()
 
     @cached_property
-    def facts(self) -> DatasetStatistics:
+    def statistics(self) -> DatasetStatistics:
         """What they are scaled by."""
         return fit_statistics([self._snapshot])
 
@@ -107,7 +107,7 @@ def _check_observations(info: AlgorithmInfo, data: _TrainingSteps) -> None:
     """Make what takes the observations. Raises: SpaceUnsupportedError."""
     observations, actions = data.spec.observation_space, data.spec.action_space
     if info.provider == "d3rlpy":
-        observation_features(d3rlpy_row(info), observations, data.facts)
+        observation_features(d3rlpy_row(info), observations, data.statistics)
         return
     ours = builtin_row(info)
-    ours.function(observations, actions, ours.config_class(), data.facts).networks()
+    ours.function(observations, actions, ours.config_class(), data.statistics).networks()

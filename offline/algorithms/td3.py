@@ -111,7 +111,7 @@ def td3_algorithm(
         rng: torch.Generator,
         due: frozenset[str],
     ) -> Losses:
-        a_tm1 = scaling.normalise(tensor(batch.actions))
+        a_tm1 = scaling.normalize(tensor(batch.actions))
         with torch.no_grad():
             target_tm1 = _target(targets, batch, rng, config)
         q_tm1 = networks["critics"](batch.observations, a_tm1)
@@ -119,7 +119,7 @@ def td3_algorithm(
         groups = {"critics": critics_loss}
         if "policy" in due:
             a = networks["policy"](batch.observations)
-            q = critics_of(networks).frozen(batch.observations, a, num=1)[0]
+            q = critics_of(networks).forward_frozen(batch.observations, a, num=1)[0]
             groups["policy"] = weighted_mean(actor_loss(q, a, a_tm1), batch)
         return with_metrics(groups, priorities, q_tm1)
 
@@ -146,7 +146,7 @@ def td3_algorithm(
         policy=lambda nets: deterministic_graph(nets["policy"], spec, scaling),
         n_step=config.n_step,
         config=to_options(config),
-        normalisation={"actions": scaling.to_json()},
+        normalization={"actions": scaling.to_json()},
     )
 
 

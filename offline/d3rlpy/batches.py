@@ -68,7 +68,7 @@ class D3rlpyBatches:
                 "shift out."
             )
 
-    def converted(self, batch: Batch) -> Any:
+    def convert(self, batch: Batch) -> Any:
         """Return d3rlpy's batch of ours, of arrays or of tensors on the device.
 
         Raises: SpaceUnsupportedError for action masks that are not all true; ConfigInvalidError for
@@ -80,12 +80,14 @@ class D3rlpyBatches:
         self._refuse_unsupported(tensors)
         with torch.no_grad():
             actions = self.actions(tensors.actions)
-            rewards = self._scaled(tensors.rewards, self._rewards.shift)
+            rewards = self._scale_rewards(tensors.rewards, self._rewards.shift)
             next_actions, returns = torch.zeros_like(actions), torch.zeros_like(rewards)
             if self._algorithm.needs == "next_actions":
-                next_actions = self.actions(self._given(tensors.next_actions, "next_actions"))
+                next_actions = self.actions(
+                    self._require_field(tensors.next_actions, "next_actions")
+                )
             if self._algorithm.needs == "returns":
-                returns = self._scaled(self._given(tensors.returns, "returns"), 0.0)
+                returns = self._scale_rewards(self._require_field(tensors.returns, "returns"), 0.0)
             values = {
                 "observations": self._features(tensors.observations),
                 "actions": actions,
@@ -106,15 +108,15 @@ class D3rlpyBatches:
             numbers: torch.Tensor = (actions - self._start)[:, None].float()
             return numbers
         assert self._scaling is not None, "only a Discrete space has no scaling"
-        return self._scaling.normalise(actions)
+        return self._scaling.normalize(actions)
 
-    def _scaled(self, rewards: torch.Tensor, shift: float) -> torch.Tensor:
+    def _scale_rewards(self, rewards: torch.Tensor, shift: float) -> torch.Tensor:
         column = rewards[:, None]
         if (shift, self._rewards.scale) == (0.0, 1.0):
             return column
         return (column - shift) / self._rewards.scale
 
-    def _given(self, value: Any, name: str) -> torch.Tensor:
+    def _require_field(self, value: Any, name: str) -> torch.Tensor:
         if value is None:
             raise ConfigInvalidError(
                 f"{self._what}: found a batch without {name}, expected one with them. Sample with "

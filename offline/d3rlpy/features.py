@@ -18,7 +18,7 @@ from replaylake.offline.networks.features import ObservationFeatures
 class Frames(encoders.Frames):
     """Maps uint8 frames of 2 or 3 dims to float [N, C, H, W] in 0..1, for d3rlpy's convolutions."""
 
-    def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def nest(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the only leaf."""
         return inputs[0]
 

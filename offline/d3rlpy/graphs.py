@@ -53,8 +53,8 @@ class _Graph(nn.Module):
         """Take what acts out of d3rlpy's implementation."""
         raise NotImplementedError
 
-    def observed(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        features: torch.Tensor = self._features(self._features.nested(inputs))
+    def encode_inputs(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        features: torch.Tensor = self._features(self._features.nest(inputs))
         return features
 
 
@@ -68,7 +68,7 @@ class _QValues(_Graph):
         return _mean_q(self.q_funcs, features)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.q_values(self.observed(inputs)),)
+        return (self.q_values(self.encode_inputs(inputs)),)
 
 
 class _DiscreteBCQ(_QValues):
@@ -84,7 +84,7 @@ class _DiscreteBCQ(_QValues):
         self._threshold = math.log(impl._action_flexibility)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        features = self.observed(inputs)
+        features = self.encode_inputs(inputs)
         log_probs = torch.log_softmax(_logits(self.imitator, features), dim=1)
         likely = log_probs - log_probs.amax(dim=1, keepdim=True) > self._threshold
         values = self.q_values(features)
@@ -102,7 +102,7 @@ class _Actor(_Graph):
 
 class _Logits(_Actor):
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (_logits(self.network, self.observed(inputs)),)
+        return (_logits(self.network, self.encode_inputs(inputs)),)
 
 
 class _Gaussian(_Actor):
@@ -113,7 +113,7 @@ class _Gaussian(_Actor):
         self._head_squashes = head == "squashed_gaussian"
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        output = self.network(self.observed(inputs))
+        output = self.network(self.encode_inputs(inputs))
         log_stds = output.logstd + torch.zeros_like(output.mu)
         if self._head_squashes:
             return output.mu, log_stds
@@ -122,7 +122,7 @@ class _Gaussian(_Actor):
 
 class _Deterministic(_Actor):
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.scaled(self.network(self.observed(inputs)).squashed_mu),)
+        return (self.scaled(self.network(self.encode_inputs(inputs)).squashed_mu),)
 
 
 class _PLAS(_Actor):
@@ -134,7 +134,7 @@ class _PLAS(_Actor):
         self.perturbation = getattr(impl.modules, "perturbation", None)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        features = self.observed(inputs)
+        features = self.encode_inputs(inputs)
         actions = self.decoder(features, 2.0 * self.network(features).squashed_mu)
         if self.perturbation is not None:
             actions = self.perturbation(features, actions).squashed_mu
@@ -151,19 +151,19 @@ class _Candidates(_Actor):
         self.size = impl.action_size
         self.noise_size = self.num * self.size
 
-    def repeated(self, features: torch.Tensor) -> torch.Tensor:
+    def repeat_features(self, features: torch.Tensor) -> torch.Tensor:
         """Map [N, *features] to [N * num, *features], an observation's side by side."""
         rest = features.shape[1:]
         return features[:, None].expand(-1, self.num, *rest).reshape(-1, *rest)
 
-    def drawn(self, output: Any, noise: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    def draw_actions(self, output: Any, noise: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return mean + std * noise, [N, num, size]."""
         noise = noise.reshape(-1, self.num, self.size)
         stds = (output.logstd + torch.zeros_like(mean)).exp()
         drawn: torch.Tensor = mean[:, None] + noise * stds[:, None]
         return drawn
 
-    def chosen(self, actions: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def choose_best(self, actions: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return, of actions [N, num, size], those of the highest score [N, num]."""
         best = scores.argmax(dim=1)[:, None, None].expand(-1, 1, self.size)
         return (self.scaled(actions.gather(1, best)[:, 0]),)
@@ -178,23 +178,23 @@ class _BCQ(_Candidates):
         self.noise_size = self.num * 2 * self.size
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        features = self.repeated(self.observed(inputs))
+        features = self.repeat_features(self.encode_inputs(inputs))
         latents = inputs[-1].reshape(-1, 2 * self.size).clamp(-0.5, 0.5)
         actions = self.network(features, self.decoder(features, latents)).squashed_mu
         values = _q_value(self.q_funcs[0], features, actions)
-        return self.chosen(actions.view(-1, self.num, self.size), values.view(-1, self.num))
+        return self.choose_best(actions.view(-1, self.num, self.size), values.view(-1, self.num))
 
 
 class _BEAR(_Candidates):
     """The action of the highest first critic among samples (Kumar et al. 2019)."""
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        features = self.observed(inputs)
+        features = self.encode_inputs(inputs)
         output = self.network(features)
-        actions = torch.tanh(self.drawn(output, inputs[-1], output.mu))
+        actions = torch.tanh(self.draw_actions(output, inputs[-1], output.mu))
         flat = actions.reshape(-1, self.size)
-        values = _q_value(self.q_funcs[0], self.repeated(features), flat)
-        return self.chosen(actions, values.view(-1, self.num))
+        values = _q_value(self.q_funcs[0], self.repeat_features(features), flat)
+        return self.choose_best(actions, values.view(-1, self.num))
 
 
 class _CRR(_Candidates):
@@ -209,15 +209,15 @@ class _CRR(_Candidates):
         self.noise_size = self.num * (self.size + 2)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        features, noise = self.observed(inputs), inputs[-1]
+        features, noise = self.encode_inputs(inputs), inputs[-1]
         output = self.network(features)
         of_actions = noise[:, : self.num * self.size]
-        actions = self.drawn(output, of_actions, output.squashed_mu).clamp(-1.0, 1.0)
+        actions = self.draw_actions(output, of_actions, output.squashed_mu).clamp(-1.0, 1.0)
         flat = actions.reshape(-1, self.size)
-        values = _mean_q(self.q_funcs, self.repeated(features), flat).view(-1, self.num)
+        values = _mean_q(self.q_funcs, self.repeat_features(features), flat).view(-1, self.num)
         normals = noise[:, self.num * self.size :].reshape(-1, self.num, 2)
         exponentials = normals.square().sum(dim=2) / 2
-        return self.chosen(actions, values - exponentials.log())
+        return self.choose_best(actions, values - exponentials.log())
 
 
 def _logits(network: Any, features: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ class D3rlpyLearner:
         if not isinstance(action_space, Discrete):
             self._scaling = action_scaling(action_space, facts.action_range)
             if algorithm.head == "squashed_gaussian" and isinstance(action_space, Box):
-                action_space = self._scaling.bounded(action_space)
+                action_space = self._scaling.bound_space(action_space)
         self._action_space = action_space
         config = make_config(
             algorithm,
@@ -91,8 +91,8 @@ class D3rlpyLearner:
         )
         self._device = device
         self._randomness = IsolatedRandomState(seed, device)
-        with self._randomness.lent():
-            self._d3rlpy = self._created(config, shape, options)
+        with self._randomness.activate():
+            self._d3rlpy = self._create_algorithm(config, shape, options)
         self._impl = self._d3rlpy.impl
         if not config.compile_graph:
             apply_optimizations(self._impl)
@@ -122,7 +122,7 @@ class D3rlpyLearner:
         return {key: value for key, value in config.items() if key not in EXCLUDED_OPTIONS}
 
     @property
-    def normalisation(self) -> Mapping[str, Any]:
+    def normalization(self) -> Mapping[str, Any]:
         """What actions, observations and rewards are scaled by."""
         actions = {} if self._scaling is None else {"actions": self._scaling.to_json()}
         return {**self._facts.to_json(), **actions}
@@ -159,8 +159,8 @@ class D3rlpyLearner:
                 f"{algorithm_label(self._algorithm)}: found an update before the data was indexed, "
                 "expected learner.prepare(view) before the first. Call it."
             )
-        made = self._batches.converted(batch)
-        with self._randomness.lent():
+        made = self._batches.convert(batch)
+        with self._randomness.activate():
             metrics = self._impl.update(made, self._num_updates)
         self._num_updates += 1
         return Update(metrics)
@@ -209,7 +209,9 @@ class D3rlpyLearner:
         self._randomness.load_state_dict(tree["rng"])
         self._num_updates = tree["num_updates"]
 
-    def _created(self, config: Any, shape: tuple[int, ...], options: Mapping[str, Any]) -> Any:
+    def _create_algorithm(
+        self, config: Any, shape: tuple[int, ...], options: Mapping[str, Any]
+    ) -> Any:
         space = self._action_space
         size = space.n if isinstance(space, Discrete) else _size(self._scaling)
         try:

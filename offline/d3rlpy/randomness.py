@@ -23,7 +23,7 @@ class IsolatedRandomState:
         self._set(before)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Lend the states to the global generators for the block."""
         before = self._global()
         self._set(self._own)

@@ -100,7 +100,7 @@ class Game:
         """Let go of what it holds."""
         self._env.close()
 
-    def _seen(self, observation: Any, info: Mapping[str, Any]) -> tuple[Any, Array | None]:
+    def _split_mask(self, observation: Any, info: Mapping[str, Any]) -> tuple[Any, Array | None]:
         """Take the mask out of an observation or the info; copied, as games reuse arrays."""
         if self._keys is None or observation is None:
             mask = action_mask(info)
@@ -119,7 +119,7 @@ class SimultaneousGame(Game):
         """Begin anew; return what those see who act first."""
         observations, infos = self._env.reset(seed=seed)
         return [
-            Outcome(str(agent), *self._seen(observations[agent], infos.get(agent) or {}))
+            Outcome(str(agent), *self._split_mask(observations[agent], infos.get(agent) or {}))
             for agent in self._env.agents
         ]
 
@@ -135,7 +135,7 @@ class SimultaneousGame(Game):
             cut = bool(truncated.get(agent, False)) or (not is_in and not ended)
             is_out = ended or cut
             observation = observations.get(agent) if is_out else observations[agent]
-            seen, mask = self._seen(observation, infos.get(agent) or {})
+            seen, mask = self._split_mask(observation, infos.get(agent) or {})
             reward = _number(rewards.get(agent, 0.0))
             outcomes.append(Outcome(str(agent), seen, mask, reward, ended, cut))
         return outcomes
@@ -147,20 +147,20 @@ class TurnBasedGame(Game):
     def reset(self, *, seed: int) -> list[Outcome]:
         """Begin anew; return what the one sees who acts first."""
         self._env.reset(seed=seed)
-        return self._coming()
+        return self._advance_to_next()
 
     def step(self, actions: Mapping[str, Any]) -> list[Outcome]:
         """Take the one action; return what those who are out got, and who acts next."""
         (action,) = actions.values()
         self._env.step(action)
-        return self._coming()
+        return self._advance_to_next()
 
-    def _coming(self) -> list[Outcome]:
+    def _advance_to_next(self) -> list[Outcome]:
         """Go on to the next who can act; those who are out on the way are stepped out."""
         outcomes: list[Outcome] = []
         while self._env.agents:
             observation, reward, terminated, truncated, info = self._env.last()
-            name, seen = str(self._env.agent_selection), self._seen(observation, info)
+            name, seen = str(self._env.agent_selection), self._split_mask(observation, info)
             outcome = Outcome(name, *seen, _number(reward), bool(terminated), bool(truncated))
             outcomes.append(outcome)
             if not outcome.has_ended:

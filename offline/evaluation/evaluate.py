@@ -133,11 +133,11 @@ def evaluate(
             envs.append(make_rendering(env_id, given) if is_filmed else make_any(env_id, given))
         if agents:
             play = SelfPlay(policies, seed, deterministic=deterministic)
-            games = play.all_of(envs, episodes, on_progress)
+            games = play.play_games(envs, episodes, on_progress)
             outcome = _sum_games(games)
         else:
             run = _EvaluationRun(policies[""], seed, deterministic, on_frame, num_filmed)
-            done = run.all_of(envs, episodes, on_progress)
+            done = run.run_episodes(envs, episodes, on_progress)
             outcome = _EpisodeReturns(
                 [slot.total for slot in done], [slot.length for slot in done], {}
             )
@@ -246,7 +246,7 @@ class _EvaluationRun:
         # Python ints, which the step of an environment handles several times faster.
         self._is_discrete = isinstance(policy.spec.action_space, Discrete)
 
-    def all_of(
+    def run_episodes(
         self,
         envs: Sequence[Environment],
         episodes: int,
@@ -273,7 +273,7 @@ class _EvaluationRun:
         rng = np.random.default_rng([self._seed, episode])
         state = self._policy.initial_state(1)
         slot = _EnvState(env, episode, observation, action_mask(info), rng, state)
-        self._film(slot)
+        self._capture_frame(slot)
         return slot
 
     def _step(self, slots: Sequence[_EnvState]) -> None:
@@ -290,13 +290,13 @@ class _EvaluationRun:
         actions = act.actions.tolist() if self._is_discrete else act.actions
         for slot, action in zip(slots, actions, strict=True):
             _advance(slot, action)
-            self._film(slot)
+            self._capture_frame(slot)
         rewards = np.array([slot.reward for slot in slots])
         if (state := self._policy.observe(act.state, rewards)) is not None:
             for row, slot in enumerate(slots):
                 slot.state = state[row : row + 1]
 
-    def _film(self, slot: _EnvState) -> None:
+    def _capture_frame(self, slot: _EnvState) -> None:
         if self._on_frame is not None and slot.episode < self._num_filmed:
             self._on_frame(slot.episode, render_frame(slot.env))
 

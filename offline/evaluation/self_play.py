@@ -61,7 +61,7 @@ class SelfPlay:
         a_policy = next(iter(policies.values()))
         self._is_discrete = isinstance(a_policy.spec.action_space, Discrete)
 
-    def all_of(
+    def play_games(
         self,
         games: Sequence[Game],
         episodes: int,
@@ -84,7 +84,7 @@ class SelfPlay:
 
     def _start(self, game: Game, episode: int) -> GameState:
         played = GameState(game, episode)
-        self._note(played, game.reset(seed=self._seed + episode))
+        self._apply_outcomes(played, game.reset(seed=self._seed + episode))
         return played
 
     def _step(self, running: Sequence[GameState]) -> None:
@@ -99,7 +99,7 @@ class SelfPlay:
             given = {player.agent: chosen[id(player)] for player in played.to_act}
             played.to_act = []
             played.num_ticks += 1
-            self._note(played, played.game.step(given))
+            self._apply_outcomes(played, played.game.step(given))
 
     def _actions(self, policy: Policy, players: Sequence[_Player]) -> list[Any]:
         """Act once for all these players."""
@@ -118,7 +118,7 @@ class SelfPlay:
                 player.state = act.state[row : row + 1]
         return act.actions.tolist() if self._is_discrete else list(act.actions)
 
-    def _note(self, played: GameState, outcomes: Sequence[Outcome]) -> None:
+    def _apply_outcomes(self, played: GameState, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             player = played.players.get(outcome.agent)
             if player is None:

@@ -25,14 +25,14 @@ class ActionScaling:
     scale: Array
     source: tuple[str, ...]
 
-    def normalise(self, actions: torch.Tensor) -> torch.Tensor:
+    def normalize(self, actions: torch.Tensor) -> torch.Tensor:
         """Map actions [B, *act] in the environment's units to [B, D] in [-1, 1]."""
         flat = actions.reshape(len(actions), -1).float()
         return (flat - torch.from_numpy(self.center).to(flat)) / torch.from_numpy(self.scale).to(
             flat
         )
 
-    def bounded(self, space: Box) -> Box:
+    def bound_space(self, space: Box) -> Box:
         """Return the space with the bounds of normalised actions, which a tanh head needs."""
         low, high = self.center - self.scale, self.center + self.scale
         return replace(

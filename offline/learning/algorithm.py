@@ -89,12 +89,12 @@ class PolicyModule(nn.Module):
         self.network = network
         self._space = spec.observation_space
 
-    def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def nest(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the graph's inputs as the observation space nests them."""
         return nest_leaves(self._space, inputs)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = self.network(self.nested(inputs))
+        outputs = self.network(self.nest(inputs))
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -137,7 +137,7 @@ class Algorithm:
     needs_propensities: bool = False
     on_policy: OnPolicy | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    normalisation: Mapping[str, Any] = field(default_factory=dict)
+    normalization: Mapping[str, Any] = field(default_factory=dict)
 
     def policy_graph(self, networks: Networks) -> PolicyGraph:
         """Return the graph to export: `policy`'s, else the network named `policy` itself."""

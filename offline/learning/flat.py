@@ -36,11 +36,12 @@ class FlatGroup:
         perceptrons = [m for m in module.modules() if isinstance(m, MLP | EnsembleMLP)]
         self._sinks = [perceptron.sink for perceptron in perceptrons]
         for perceptron in perceptrons:
-            perceptron.sink.views = [by_id[id(p)] for p in perceptron.sunk()]
+            perceptron.sink.views = [by_id[id(p)] for p in perceptron.sink_parameters()]
         self._sunk = [
-            [by_id[id(parameter)] for parameter in perceptron.sunk()] for perceptron in perceptrons
+            [by_id[id(parameter)] for parameter in perceptron.sink_parameters()]
+            for perceptron in perceptrons
         ]
-        sunk = {id(p) for perceptron in perceptrons for p in perceptron.sunk()}
+        sunk = {id(p) for perceptron in perceptrons for p in perceptron.sink_parameters()}
         # Those whose gradients autograd returns, and where they go.
         self._others = [by_id[id(p)] for p in self.parameters if id(p) not in sunk]
         self._are_others = [id(p) not in sunk for p in self.parameters]

@@ -47,7 +47,7 @@ class GraphWriter:
         """
         if self._template is None:
             return export_onnx(self._graph)
-        return self._template.filled(_weights(self._graph.module))
+        return self._template.fill(_weights(self._graph.module))
 
 
 class _Template(NamedTuple):
@@ -60,7 +60,7 @@ class _Template(NamedTuple):
     places: Sequence[int]
     sizes: Sequence[int]
 
-    def filled(self, weights: Sequence[torch.Tensor]) -> bytes:
+    def fill(self, weights: Sequence[torch.Tensor]) -> bytes:
         """Return the file with these weights. One copy from the device for all of them."""
         if not self.places:
             return self.pieces[0]
@@ -86,7 +86,7 @@ def _template(graph: PolicyGraph) -> _Template | None:
         template = _cut_template(other, onnx)
         # A weight that is not in the file as such, and matters, shows here.
         if template is not None:
-            check_same(copy_to_cpu(graph), template.filled(_weights(graph.module)))
+            check_same(copy_to_cpu(graph), template.fill(_weights(graph.module)))
     except PackageInvalidError:
         return None
     return template

@@ -64,7 +64,7 @@ class Learner(Protocol):
         ...
 
     @property
-    def normalisation(self) -> Mapping[str, Any]:
+    def normalization(self) -> Mapping[str, Any]:
         """What inputs and outputs are scaled by, as JSON has it; a part of the policy's graph."""
         ...
 
@@ -164,9 +164,9 @@ class GradientLearner:
         return self._algorithm.config
 
     @property
-    def normalisation(self) -> Mapping[str, Any]:
+    def normalization(self) -> Mapping[str, Any]:
         """What actions, observations and rewards are scaled by."""
-        return {**self._facts.to_json(), **self._algorithm.normalisation}
+        return {**self._facts.to_json(), **self._algorithm.normalization}
 
     def prepare(self, view: ReplayView) -> None:
         """Do nothing: what is learned comes in batches."""
@@ -177,7 +177,7 @@ class GradientLearner:
         An on-policy learner does so for each minibatch, and says the means of their metrics; there
         are none where a batch has no step to learn from.
         """
-        tensors = self._scaled(batch)
+        tensors = self._scale_batch(batch)
         with torch.no_grad():
             tensors = self._algorithm.postprocess(self._networks, tensors)
         if (how := self.on_policy) is None:
@@ -188,11 +188,11 @@ class GradientLearner:
     def _step(self, tensors: Batch) -> Update:
         """Take one step of the optimizer."""
         self._num_updates += 1
-        due = self._due()
+        due = self._due_groups()
         losses = self._algorithm.losses(self._networks, self._targets, tensors, self._rng, due)
         self._set_gradients(losses.groups, due)
         self._optimizer.step()
-        self._follow()
+        self._update_targets()
         metrics = {f"{group}_loss": loss.detach() for group, loss in losses.groups.items()}
         metrics |= {name: value.detach() for name, value in losses.metrics.items()}
         priorities = losses.priorities
@@ -228,7 +228,7 @@ class GradientLearner:
         self._rng.set_state(tree["rng"])
         self._num_updates = tree["num_updates"]
 
-    def _scaled(self, batch: Batch) -> Batch:
+    def _scale_batch(self, batch: Batch) -> Batch:
         """Return the batch as tensors on the device, its rewards scaled."""
         tensors = batch
         if not isinstance(batch.rewards, torch.Tensor):
@@ -239,7 +239,7 @@ class GradientLearner:
         returns = None if tensors.returns is None else tensors.returns / scale
         return replace(tensors, rewards=(tensors.rewards - shift) / scale, returns=returns)
 
-    def _due(self) -> frozenset[str]:
+    def _due_groups(self) -> frozenset[str]:
         """Return the groups that step in this update."""
         periods = self._algorithm.update_periods
         return frozenset(
@@ -260,7 +260,7 @@ class GradientLearner:
         if self._reduce is not None:
             self._reduce(self._gradients)
 
-    def _follow(self) -> None:
+    def _update_targets(self) -> None:
         with torch.no_grad():
             for group, target in self._algorithm.targets.items():
                 if self._num_updates % target.period == 0:

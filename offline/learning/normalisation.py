@@ -114,7 +114,7 @@ def _measure_elements(
         measure_steps(snapshot.table, elements, where=query.where, where_steps=query.where_steps)
         for snapshot in snapshots
     ]
-    return {name: reduce(ElementMoments.joined, [one[name] for one in each]) for name in elements}
+    return {name: reduce(ElementMoments.merge, [one[name] for one in each]) for name in elements}
 
 
 def _check_measure(name: str, measure: ElementMoments, names: str) -> ElementMoments:
@@ -170,6 +170,6 @@ def _scaling(
         return RewardScaling()
     expression = query.reward or schema.REWARD
     each = [measure_returns(s.table, expression, where=query.where) for s in snapshots]
-    returns = _check_measure("return", reduce(ElementMoments.joined, each), names)
+    returns = _check_measure("return", reduce(ElementMoments.merge, each), names)
     width = float(returns.greatest[0] - returns.least[0])
     return RewardScaling(0.0, width / _RETURN_RANGE if width > 0 else 1.0)

@@ -45,9 +45,9 @@ class SingleFrames:
         return self._learner.config
 
     @property
-    def normalisation(self) -> Mapping[str, Any]:
+    def normalization(self) -> Mapping[str, Any]:
         """What inputs and outputs are scaled by."""
-        return self._learner.normalisation
+        return self._learner.normalization
 
     def prepare(self, view: ReplayView) -> None:
         """See Learner.prepare."""

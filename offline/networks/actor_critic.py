@@ -94,12 +94,12 @@ class SeparateActorCritic(nn.Module):
     def forward(self, observations: Any) -> Outputs:
         return Outputs(self.actor(observations), self.critic(observations))
 
-    def values_of(self, observations: Any) -> torch.Tensor:
+    def compute_values(self, observations: Any) -> torch.Tensor:
         """Return the values alone."""
         values: torch.Tensor = self.critic(observations)
         return values
 
-    def acting(self) -> nn.Module:
+    def policy_network(self) -> nn.Module:
         """Return the policy's part: observations to the head's parameters."""
         return self.actor
 
@@ -125,12 +125,12 @@ class SharedActorCritic(nn.Module):
         outputs = self.both(observations)
         return Outputs(self.bounded(outputs[:, : self._num]), outputs[:, self._num])
 
-    def values_of(self, observations: Any) -> torch.Tensor:
+    def compute_values(self, observations: Any) -> torch.Tensor:
         """Return the values alone."""
         values: torch.Tensor = self.both(observations)[:, self._num]
         return values
 
-    def acting(self) -> nn.Module:
+    def policy_network(self) -> nn.Module:
         """Return the policy's part: observations to the head's parameters."""
         return _PolicyNetwork(self.both, self.bounded, self._num)
 

@@ -34,7 +34,7 @@ class Critics(nn.Module):
         values: torch.Tensor = self.body(self._inputs(observations, actions))
         return values.squeeze(-1)
 
-    def frozen(
+    def forward_frozen(
         self, observations: Any, actions: torch.Tensor, num: int | None = None
     ) -> torch.Tensor:
         """Return the same values, of the first `num` critics if it is given: [num, N].
@@ -43,7 +43,7 @@ class Critics(nn.Module):
         """
         with torch.no_grad():
             features = self.features(observations)
-        return self.body.frozen(torch.cat([features, actions], dim=1), num).squeeze(-1)
+        return self.body.forward_frozen(torch.cat([features, actions], dim=1), num).squeeze(-1)
 
     def _inputs(self, observations: Any, actions: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.features(observations), actions], dim=1)

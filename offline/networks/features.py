@@ -77,7 +77,7 @@ class ObservationFeatures(nn.Module):
     def _moments(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.get_buffer(f"mean_{number}"), self.get_buffer(f"inverse_std_{number}")
 
-    def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
+    def nest(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the leaves' tensors, in order, as the space nests them."""
         return nest_leaves(self._space, inputs)
 

@@ -52,7 +52,7 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.sink = GradientSink()
 
-    def sunk(self) -> list[torch.Tensor]:
+    def sink_parameters(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients go to the sink, in its order."""
         # Not `parameters()`, nor attributes, which torch looks up in Python: a tenth of the time of
         # a small network's pass.
@@ -60,11 +60,11 @@ class MLP(nn.Module):
         return [p for layer in layers if layer for p in layer._parameters.values() if p is not None]
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self._outputs(features, self.sunk())
+        return self._outputs(features, self.sink_parameters())
 
-    def frozen(self, features: torch.Tensor) -> torch.Tensor:
+    def forward_frozen(self, features: torch.Tensor) -> torch.Tensor:
         """Return the same values; gradients reach the features, but no weight."""
-        return self._outputs(features, [p.detach() for p in self.sunk()])
+        return self._outputs(features, [p.detach() for p in self.sink_parameters()])
 
     def _outputs(self, features: torch.Tensor, parameters: list[Any]) -> torch.Tensor:
         if is_tracing():
@@ -90,19 +90,19 @@ class EnsembleMLP(nn.Module):
             self.biases.append(torch.empty(num, size_out).uniform_(-bound, bound))
         self.sink = GradientSink()
 
-    def sunk(self) -> list[torch.Tensor]:
+    def sink_parameters(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients go to the sink, in its order."""
         return [p for layer in zip(self.weights, self.biases, strict=True) for p in layer]
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self._outputs(features, self.sunk())
+        return self._outputs(features, self.sink_parameters())
 
-    def frozen(self, features: torch.Tensor, num: int | None = None) -> torch.Tensor:
+    def forward_frozen(self, features: torch.Tensor, num: int | None = None) -> torch.Tensor:
         """Return the same values, of the first `num` members if it is given: [num, N, out].
 
         Gradients reach the features, but no weight.
         """
-        return self._outputs(features, [p[:num].detach() for p in self.sunk()])
+        return self._outputs(features, [p[:num].detach() for p in self.sink_parameters()])
 
     def _outputs(self, features: torch.Tensor, parameters: list[Any]) -> torch.Tensor:
         if is_tracing():
@@ -139,7 +139,7 @@ class _MLPFunction(torch.autograd.Function):
     """What perceptrons have in common: where their gradients go, and what autograd is told."""
 
     @staticmethod
-    def into(ctx: Any) -> tuple[Sequence[torch.Tensor], bool]:
+    def gradient_targets(ctx: Any) -> tuple[Sequence[torch.Tensor], bool]:
         """Return where weights' gradients go, and whether they are added to what is there."""
         sink: GradientSink = ctx.sink
         if sink.is_open:
@@ -164,7 +164,7 @@ class _SingleMLP(_MLPFunction):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         _, needs_features, needs_weights, *_ = ctx.needs_input_grad
-        into, adds = _MLPFunction.into(ctx) if needs_weights else ((), False)
+        into, adds = _MLPFunction.gradient_targets(ctx) if needs_weights else ((), False)
         of_features = backward_pass(
             gradient, ctx.inputs, ctx.parameters, into, adds, needs_features=needs_features
         )
@@ -187,7 +187,7 @@ class _MLPLoop(_MLPFunction):
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[Any, ...]:
         _, needs_features, needs_weights, *_ = ctx.needs_input_grad
-        into, adds = _MLPFunction.into(ctx) if needs_weights else ((), False)
+        into, adds = _MLPFunction.gradient_targets(ctx) if needs_weights else ((), False)
         of_features: torch.Tensor | None = None
         for e, (gradient, inputs, member) in enumerate(
             zip(gradients.unbind(), ctx.inputs, ctx.members, strict=True)
@@ -224,7 +224,7 @@ class _BatchedMLP(_MLPFunction):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         _, needs_features, needs_weights, *_ = ctx.needs_input_grad
-        into, adds = _MLPFunction.into(ctx) if needs_weights else ((), False)
+        into, adds = _MLPFunction.gradient_targets(ctx) if needs_weights else ((), False)
         for layer in reversed(range(len(ctx.inputs))):
             if into:
                 view, of_bias = into[2 * layer : 2 * layer + 2]

@@ -59,7 +59,7 @@ class RecurrentCore(nn.Module):
         """
         if starts is not None:
             state = state * ~starts[:, :1]
-        return self._over(features, state)
+        return self._scan(features, state)
 
     def step(
         self, features: torch.Tensor, state: torch.Tensor
@@ -67,7 +67,7 @@ class RecurrentCore(nn.Module):
         """Take one step: [N, F] and [N, S] to [N, H] and [N, S], by operations that ONNX has."""
         raise NotImplementedError
 
-    def _over(
+    def _scan(
         self, features: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
@@ -98,7 +98,7 @@ class GRUCore(RecurrentCore):
         outputs = (1 - update) * new + update * state
         return outputs, outputs
 
-    def _over(
+    def _scan(
         self, features: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, last = self._layer(features, state[None].contiguous())
@@ -122,7 +122,7 @@ class LSTMCore(RecurrentCore):
         outputs = torch.sigmoid(output) * torch.tanh(cell)
         return outputs, torch.cat([outputs, cell], dim=1)
 
-    def _over(
+    def _scan(
         self, features: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, cell = (part[None].contiguous() for part in state.chunk(2, dim=1))

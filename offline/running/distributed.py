@@ -45,7 +45,7 @@ class DistributedProcessGroup:
         self.size = dist.get_world_size()
         self._device = torch.device(device)
 
-    def add(self, values: torch.Tensor) -> None:
+    def all_reduce(self, values: torch.Tensor) -> None:
         """Put the sum over all learners in place of each value. Raises: LearnerLostError."""
         try:
             dist.all_reduce(values)
@@ -56,11 +56,11 @@ class DistributedProcessGroup:
                 "failed of, and go on with --resume."
             ) from error
 
-    def told(self, value: float) -> float:
+    def broadcast(self, value: float) -> float:
         """Return the leader's value. Raises: LearnerLostError."""
         values = torch.tensor([0.0 if self.rank else value], dtype=torch.float64)
         values = values.to(self._device)
-        self.add(values)
+        self.all_reduce(values)
         return float(values)
 
 
@@ -169,7 +169,7 @@ def run_distributed(
     with (
         open_ray(_NEEDS, num_learners, num_learners if is_cuda else 0) as ray,
         tempfile.TemporaryDirectory(prefix="replaylake-learners-") as folder,
-        interruption.awaited(),
+        interruption.handle_signals(),
     ):
         check_room(ray, num_learners, 1, int(is_cuda), "learners")
         mailbox = ray.remote(num_cpus=0)(Mailbox).remote()
@@ -180,7 +180,7 @@ def run_distributed(
             while fitting.is_alive():
                 fitting.join(_POLL_S)
                 _call_back(callbacks, ray.get(mailbox.take.remote()))
-                if interruption.is_requested or callbacks.is_asked_to_end:
+                if interruption.is_requested or callbacks.is_stop_requested:
                     mailbox.ask_to_end.remote()
             _call_back(callbacks, ray.get(mailbox.take.remote()))
             failures = ray.get(mailbox.failures.remote())
@@ -202,7 +202,7 @@ def _wait_for_start(
             asked = mailbox.has_started.remote()
             fitting.join(_POLL_S)
         # There is no run yet that could save anything.
-        if interruption.is_requested or callbacks.is_asked_to_end:
+        if interruption.is_requested or callbacks.is_stop_requested:
             raise KeyboardInterrupt
         if time.monotonic() > until:
             raise TrainingError(

@@ -43,7 +43,8 @@ class TrainResult:
 
     update: that of the policy that was registered. metrics: their means since the measurement
     before it. selection: how it was chosen; see Selection.to_json. evaluation: the closing one,
-    in the environment that was named. was_done: the run had ended already, and nothing was done.
+    in the environment that was named. already_finished: the run had ended before, and nothing was
+    done.
     """
 
     policy: PolicyRef
@@ -57,7 +58,7 @@ class TrainResult:
     updates_per_s: float
     selection: Mapping[str, Any]
     evaluation: Evaluation | None
-    was_done: bool = False
+    already_finished: bool = False
 
 
 def train(
@@ -123,7 +124,7 @@ def train(
         env_args=dict(env_args or {}),
     )
     callbacks = Callbacks(on_reading, on_start, on_progress, on_metrics, should_end)
-    work = _RunSpec(new_ulid(), request.pinned(lake), sweep=sweep)
+    work = _RunSpec(new_ulid(), request.pin(lake), sweep=sweep)
     if config.learners > 1:
         return _run_distributed(lake, work, callbacks)
     return _start(lake, work, callbacks)
@@ -153,7 +154,7 @@ def resume(
     if record["status"] == "done":
         return _load_finished_result(lake, record)
     callbacks = Callbacks(on_reading, on_start, on_progress, on_metrics, should_end)
-    work = _RunSpec(run_id, TrainRequest.from_json(record.get("request", {})), goes_on=True)
+    work = _RunSpec(run_id, TrainRequest.from_json(record.get("request", {})), resumed=True)
     if work.request.config.learners > 1:
         return _run_distributed(lake, work, callbacks)
     return _resume(lake, work, callbacks)
@@ -165,7 +166,7 @@ class _RunSpec:
 
     run_id: str
     request: TrainRequest
-    goes_on: bool = False
+    resumed: bool = False
     sweep: Mapping[str, Any] | None = None
 
 
@@ -176,8 +177,8 @@ def _start(
     job = prepare(lake, work.request, on_reading=callbacks.on_reading, team=team)
     with RunLease(lake.storage, run_id) as lease:
         record = RunRecord(lake.registry, run_id, _first_record(job, work))
-        record.begin()
-        with record.watched():
+        record.record_start()
+        with record.record_errors():
             return _run(lake, job, record, lease, callbacks, team)
 
 
@@ -189,12 +190,12 @@ def _resume(
         # Read again: whoever had the lease before may have ended it in between.
         record = find_run(lake.registry, run_id)
         if record["status"] == "done":
-            team.told(ALREADY_FINISHED)
+            team.broadcast(ALREADY_FINISHED)
             return _load_finished_result(lake, record)
         job = prepare(lake, work.request, on_reading=callbacks.on_reading, team=team)
         _check_same(job, record)
         running = RunRecord(lake.registry, run_id, record)
-        with running.watched():
+        with running.record_errors():
             return _run(lake, job, running, lease, callbacks, team, goes_on=True)
 
 
@@ -210,7 +211,7 @@ def _run_distributed(lake: Lake, work: _RunSpec, callbacks: Callbacks) -> TrainR
         with suppress(NotFoundError, CommitConflictError), RunLease(lake.storage, work.run_id):
             record = find_run(lake.registry, work.run_id)
             if record["status"] == "running":
-                RunRecord(lake.registry, work.run_id, record).end_with(error)
+                RunRecord(lake.registry, work.run_id, record).record_error(error)
         raise
     record = find_run(lake.registry, work.run_id)
     ref = lake.registry.resolve(f"{record['policy']}:{record['policy_version']}")
@@ -222,7 +223,7 @@ def _run_process(team: ProcessGroup, callbacks: Callbacks, url: str, work: _RunS
     lake = open_lake(url)
     if team.rank:
         follow_leader(lake, work.request, work.run_id, team)
-    elif work.goes_on:
+    elif work.resumed:
         _resume(lake, work, callbacks, team)
     else:
         _start(lake, work, callbacks, team)
@@ -260,19 +261,19 @@ def _run(
             measure=job.measure,
             on_progress=callbacks.on_progress,
             should_end=sync_stop(
-                job.learner, lambda: interruption.is_requested or callbacks.is_asked_to_end
+                job.learner, lambda: interruption.is_requested or callbacks.is_stop_requested
             ),
         )
         if goes_on:
-            if (checkpoint := run.newest()) is not None:
+            if (checkpoint := run.load_latest()) is not None:
                 job.learner.load_state_dict(checkpoint.arrays)
                 trainer.load_state_dict(checkpoint.update, checkpoint.state)
-            record.go_on(trainer.update)
-        team.told(trainer.update)
+            record.record_resume(trainer.update)
+        team.broadcast(trainer.update)
         if callbacks.on_start is not None:
             callbacks.on_start(RunStart(record.run_id, trainer.update, goes_on, job.data.remarks))
         try:
-            with interruption.awaited():
+            with interruption.handle_signals():
                 is_complete = trainer.run()
         except KeyboardInterrupt as error:
             raise RunInterrupted(record.run_id, run.last_saved) from error
@@ -307,7 +308,7 @@ def _register_policy(
             evaluated=make_final_evaluation(job.request),
         )
         if evaluation is not None:
-            run.measured(chosen.update, {EVALUATION: evaluation.mean_return})
+            run.record_metrics(chosen.update, {EVALUATION: evaluation.mean_return})
         run.close()
         found = {
             "update": chosen.update,
@@ -324,12 +325,12 @@ def _register_policy(
             package,
             run_id=record.run_id,
             lineage={key: manifest[key] for key in keys},
-            run=record.done(found),
+            run=record.to_finished(found),
             # Whoever took the run over has changed its record.
             replaces=record.body,
         )
     run.checkpoints.remove()
-    return _make_result(ref, {**record.done(found), "run_id": record.run_id})
+    return _make_result(ref, {**record.to_finished(found), "run_id": record.run_id})
 
 
 def _first_record(job: TrainingJob, work: _RunSpec) -> dict[str, Any]:
@@ -350,7 +351,7 @@ def _check_same(job: TrainingJob, record: Mapping[str, Any]) -> None:
     run_id = record["run_id"]
     check_same_data(run_id, record["datasets"], job.data.lineage(job.request))
     # As JSON has it, which is how the record was kept.
-    found = json.loads(json.dumps(dict(job.learner.normalisation)))
+    found = json.loads(json.dumps(dict(job.learner.normalization)))
     if found != record["normalisation"]:
         raise SchemaMismatchError(
             f"run {run_id}: found other numbers to normalise by than it began with, of the same "
@@ -388,7 +389,7 @@ def _make_result(
         updates_per_s=record["updates_per_s"],
         selection=record["selection"],
         evaluation=evaluation,
-        was_done=was_done,
+        already_finished=was_done,
     )
 
 
@@ -401,7 +402,7 @@ class NullObserver:
 
     last_saved: Final = None
 
-    def measured(self, update: int, values: Mapping[str, float]) -> None:
+    def record_metrics(self, update: int, values: Mapping[str, float]) -> None:
         """Do nothing."""
 
     def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
@@ -424,7 +425,7 @@ def follow_leader(lake: Lake, request: TrainRequest, run_id: str, team: ProcessG
         should_end=sync_stop(job.learner, lambda: False),
     )
     with torch_threads(request.config.threads):
-        update = int(team.told(0))
+        update = int(team.broadcast(0))
         if update == ALREADY_FINISHED:
             return
         if update > 0:

@@ -48,7 +48,7 @@ _POLL_S: Final = 0.5
 class SweepStart:
     """What is known when a sweep begins or goes on.
 
-    num_over: trials that have ended before. concurrency: trials at once. remarks: what a person
+    num_finished: trials that have ended before. concurrency: trials at once. remarks: what a person
     should know of the data.
     """
 
@@ -56,7 +56,7 @@ class SweepStart:
     num_combinations: int
     num_seeds: int
     num_trials: int
-    num_over: int
+    num_finished: int
     concurrency: int
     measure: str
     remarks: tuple[str, ...]
@@ -98,13 +98,13 @@ def tune(
     EmptyReplayError, SpaceUnsupportedError, ExtraMissingError before anything is trained;
     TrainingError where no trial came to its end; RunInterrupted.
     """
-    sweep = Sweep.from_options(options).pinned(lake)
+    sweep = Sweep.from_options(options).pin(lake)
     checked = check_sweep(lake, sweep)
     sweep_id = new_ulid()
     with RunLease(lake.storage, sweep_id):
         record = RunRecord(lake.registry, sweep_id, _first_record(sweep, checked), kind=KIND)
-        record.begin()
-        with record.watched():
+        record.record_start()
+        with record.record_errors():
             callbacks = _Callbacks(on_start, on_trial)
             return _SweepRun(lake, sweep, record, callbacks).run(checked.remarks)
 
@@ -127,8 +127,8 @@ def resume_sweep(
         body = find_run(lake.registry, sweep_id, kind=KIND)
         sweep = Sweep.from_json(body["asked"])
         record = RunRecord(lake.registry, sweep_id, body, kind=KIND)
-        with record.watched():
-            record.go_on(0)
+        with record.record_errors():
+            record.record_resume(0)
             return _SweepRun(lake, sweep, record, _Callbacks(on_start, on_trial)).run(())
 
 
@@ -158,7 +158,7 @@ class _SweepRun:
         self._callbacks = callbacks
         self._measure, self._mode = record.body["measure"], record.body["mode"]
         self._errors: dict[int, str] = {}
-        self._trials = self._found()
+        self._trials = self._load_trials()
         cores = len(os.sched_getaffinity(0))
         most = sweep.tune.concurrency or max(1, cores // sweep.tune.cpus_per_trial)
         self._concurrency = min(most, len(self._trials))
@@ -167,30 +167,30 @@ class _SweepRun:
         """Run the trials that are left; return what came of all. Raises: RunInterrupted."""
         if self._callbacks.on_start is not None:
             self._callbacks.on_start(self._start(remarks))
-        if any(trial.is_left for trial in self._trials):
-            self._run_what_is_left()
-        return self._result()
+        if any(trial.is_unfinished for trial in self._trials):
+            self._run_remaining()
+        return self._record_result()
 
-    def measured(self, number: int, update: int, value: float) -> None:
+    def on_measurement(self, number: int, update: int, value: float) -> None:
         """Hand on that a trial was measured."""
         trial = replace(self._trials[number], status="running", update=update, value=value)
-        self._tell(trial)
+        self._report_trial(trial)
 
-    def ended(self, number: int, *, is_stopped: bool, error: str | None) -> None:
+    def on_trial_end(self, number: int, *, is_stopped: bool, error: str | None) -> None:
         """Write down that a trial was stopped, if it was, and hand on how it ended."""
         if is_stopped:
             # At once: should this process be killed, it is not begun again.
             stopped = {*self._record.body["stopped"], number}
-            self._record.note(stopped=sorted(stopped))
+            self._record.add_fields(stopped=sorted(stopped))
         if error is not None:
             self._errors[number] = error
-        self._trials = self._found()
+        self._trials = self._load_trials()
         trial = self._trials[number]
         # What was asked to end with all others is neither.
         if trial.status in ("done", "stopped", "failed"):
-            self._tell(trial)
+            self._report_trial(trial)
 
-    def _tell(self, trial: TrialResult) -> None:
+    def _report_trial(self, trial: TrialResult) -> None:
         if self._callbacks.on_trial is not None:
             updates = self._sweep.trial_request(trial.options, trial.seed).config.updates
             self._callbacks.on_trial(TrialProgress(trial, updates))
@@ -201,32 +201,32 @@ class _SweepRun:
             num_combinations=len(self._record.body["combinations"]),
             num_seeds=len(self._sweep.tune.seeds),
             num_trials=len(self._trials),
-            num_over=sum(not trial.is_left for trial in self._trials),
+            num_finished=sum(not trial.is_unfinished for trial in self._trials),
             concurrency=self._concurrency,
             measure=self._measure,
             remarks=remarks,
         )
 
-    def _run_what_is_left(self) -> None:
+    def _run_remaining(self) -> None:
         config, interruption = self._sweep.tune, Interruption()
         num_gpus = torch.cuda.device_count() if config.gpus_per_trial else 0
         num_cpus = self._concurrency * config.cpus_per_trial
-        with open_ray(_NEEDS, num_cpus, num_gpus) as ray, interruption.awaited():
+        with open_ray(_NEEDS, num_cpus, num_gpus) as ray, interruption.handle_signals():
             check_room(ray, 1, config.cpus_per_trial, config.gpus_per_trial, "trials")
             self._wait_for_orphans(interruption)
             for numbers, is_racing in self._phases():
-                left = [number for number in numbers if self._trials[number].is_left]
+                left = [number for number in numbers if self._trials[number].is_unfinished]
                 if left:
                     run_trials(
-                        [self._work(self._trials[number]) for number in left],
+                        [self._make_trial_spec(self._trials[number]) for number in left],
                         self,
                         concurrency=self._concurrency,
                         cpus=config.cpus_per_trial,
                         gpus=config.gpus_per_trial,
-                        stopping=self._stopping(numbers) if is_racing else None,
+                        stopping=self._make_asha_config(numbers) if is_racing else None,
                         should_end=lambda: interruption.is_requested,
                     )
-                self._trials = self._found()
+                self._trials = self._load_trials()
                 if interruption.is_requested:
                     raise RunInterrupted(self._record.run_id, None)
 
@@ -241,14 +241,15 @@ class _SweepRun:
             return [(range(num), False)]
         return [(range(first), True), (range(first, num), False)]
 
-    def _stopping(self, numbers: Sequence[int]) -> EarlyStopping:
+    def _make_asha_config(self, numbers: Sequence[int]) -> EarlyStopping:
         config, trials = self._sweep.tune, [self._trials[number] for number in numbers]
         requests = [self._sweep.trial_request(trial.options, trial.seed) for trial in trials]
-        over = [trial.run_id for trial in trials if trial.run_id and not trial.is_left]
+        over = [trial.run_id for trial in trials if trial.run_id and not trial.is_unfinished]
         curves = [read_curves(self._lake.storage, run_id).get(self._measure) for run_id in over]
         return EarlyStopping(
             mode=self._mode,
-            grace_updates=config.grace_updates or min(r.config.measured_every for r in requests),
+            grace_updates=config.grace_updates
+            or min(r.config.measure_interval_updates for r in requests),
             updates=max(request.config.updates for request in requests),
             reduction=config.reduction,
             known=[
@@ -258,7 +259,7 @@ class _SweepRun:
             ],
         )
 
-    def _work(self, trial: TrialResult) -> TrialSpec:
+    def _make_trial_spec(self, trial: TrialResult) -> TrialSpec:
         label = {"id": self._record.run_id, "trial": trial.number, "options": dict(trial.options)}
         return TrialSpec(
             url=self._lake.url,
@@ -270,7 +271,7 @@ class _SweepRun:
             mode=self._mode,
         )
 
-    def _found(self) -> list[TrialResult]:
+    def _load_trials(self) -> list[TrialResult]:
         """Return the trials as the lake has them, and as this process knows them to have ended."""
         found = load_trials(self._lake, self._record.run_id, self._sweep, self._record.body)
         for number, error in self._errors.items():
@@ -285,9 +286,9 @@ class _SweepRun:
             if interruption.is_requested:
                 raise RunInterrupted(self._record.run_id, None)
             time.sleep(_POLL_S)
-            self._trials = self._found()
+            self._trials = self._load_trials()
 
-    def _result(self) -> SweepResult:
+    def _record_result(self) -> SweepResult:
         """Write down what came of the trials. Raises: TrainingError, ConfigInvalidError."""
         trials, sweep_id = self._trials, self._record.run_id
         done = [trial for trial in trials if trial.status == "done"]
@@ -300,7 +301,7 @@ class _SweepRun:
             )
         value = value_name(self._measure)
         if all(trial.value is None for trial in done):
-            raise self._no_such_measure(done[0], value)
+            raise self._unknown_measure_error(done[0], value)
         result = SweepResult(
             sweep_id=sweep_id,
             measure=self._measure,
@@ -314,10 +315,10 @@ class _SweepRun:
             "best": None if best is None else asdict(best),
             "num_failed": sum(trial.status == "failed" for trial in trials),
         }
-        self._record.note(**self._record.done(ended))
+        self._record.add_fields(**self._record.to_finished(ended))
         return result
 
-    def _no_such_measure(self, trial: TrialResult, value: str) -> ConfigInvalidError:
+    def _unknown_measure_error(self, trial: TrialResult, value: str) -> ConfigInvalidError:
         known = [] if trial.run_id is None else [*read_curves(self._lake.storage, trial.run_id)]
         return ConfigInvalidError(
             f"tune: measure: found no number of {value!r} in {trial.run_id}, expected "

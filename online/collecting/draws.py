@@ -41,22 +41,22 @@ class EpisodeRandom:
         if self._normals.streams:
             self._normals.replace(row, _stream(seed, 2))
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone."""
         self._seeds = [self._seeds[row] for row in rows]
-        self._uniforms.keep(rows)
-        self._normals.keep(rows)
+        self._uniforms.select_rows(rows)
+        self._normals.select_rows(rows)
 
     def random(self, size: Any) -> Array:
         """Draw uniformly from [0, 1): float64 of shape `size`, whose first dim is the rows'."""
-        return self._uniforms.taken(self._shape(size))
+        return self._uniforms.take_numbers(self._shape(size))
 
     def standard_normal(self, size: Any) -> Array:
         """Draw from N(0, 1): float64 of shape `size`, whose first dim is the rows'."""
         shape = self._shape(size)
         if not self._normals.streams:
             self._normals.streams = [_stream(seed, 2) for seed in self._seeds]
-        return self._normals.taken(shape)
+        return self._normals.take_numbers(shape)
 
     def uniform(self, low: Any, high: Any, size: Any) -> Array:
         """Draw uniformly from [low, high): float64 of shape `size`."""
@@ -102,12 +102,12 @@ class _StreamBuffer:
         self._streams[row] = stream
         self._draw(stream, self._numbers[row, self._at :])
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         if self._streams:
             self._streams = [self._streams[row] for row in rows]
             self._numbers = self._numbers[list(rows)]
 
-    def taken(self, shape: tuple[int, ...]) -> Array:
+    def take_numbers(self, shape: tuple[int, ...]) -> Array:
         """Return the next numbers of each stream, in this shape."""
         num, width = self._numbers.shape
         count = 1

@@ -39,7 +39,7 @@ class _EnvSlot:
 
     env: Any
     step: Any
-    track: StepBuffer
+    buffer: StepBuffer
     first_row: int = 0
 
 
@@ -97,7 +97,7 @@ class VectorEnv:
         self._state = _first_states(actor, len(self._lanes))
         if first and (mask := first[0][1].get("action_mask")) is not None:
             self.mask_size = len(mask)
-        self._block = self._room(actor.recorded_state_size)
+        self._block = self._allocate_block(actor.recorded_state_size)
         for i, (observation, info) in enumerate(first):
             self._put(0, i, observation, info)
 
@@ -114,7 +114,7 @@ class VectorEnv:
         if actor.state_size != self._actor.state_size:
             self._state = _first_states(actor, len(self._lanes))
         if actor.recorded_state_size != self._actor.recorded_state_size:
-            self.seal()
+            self.flush_block()
             self._replace_block(range(len(self._lanes)), actor.recorded_state_size)
         self._actor = actor
 
@@ -124,7 +124,7 @@ class VectorEnv:
         Raises: as Policy.act.
         """
         if self._block.row == self._block.num_rows:
-            self.seal()
+            self.flush_block()
         block, row = self._block, self._block.row
         masks = None if block.masks is None else block.masks[row]
         observations = take(block.observations, row)
@@ -157,7 +157,7 @@ class VectorEnv:
                 if type(reward) is not float:
                     reward = float(reward.item() if isinstance(reward, np.ndarray) else reward)
             except Exception as error:
-                raise self._failure(lane, row, "step", error) from error
+                raise self._env_error(lane, row, "step", error) from error
             rewards[i] = reward
             put(row + 1, i, observation)
             if terminated or truncated:
@@ -171,20 +171,20 @@ class VectorEnv:
         if self._state is not None:
             self._state = self._actor.policy.observe(self._state, block.rewards[row])
         if ended:
-            self._go_on(ended)
+            self._begin_next_episodes(ended)
 
-    def seal(self) -> None:
+    def flush_block(self) -> None:
         """Move what was stepped to the tracks."""
         block = self._block
         if block.row:
-            for i, (lane, part) in enumerate(zip(self._lanes, block.sealed(), strict=True)):
-                if lane.track.open is not None:
+            for i, (lane, part) in enumerate(zip(self._lanes, block.copy_columns(), strict=True)):
+                if lane.buffer.open is not None:
                     self._count(lane, i, block.row)
                 lane.first_row = 0
-                lane.track.parts.append(part)
+                lane.buffer.parts.append(part)
             block.rewind()
 
-    def tracks_taken(self) -> list[tuple[StepBuffer, Any]]:
+    def take_buffers(self) -> list[tuple[StepBuffer, Any]]:
         """Return the tracks, and what the open episode of each observed last; call `seal` before.
 
         Those of closed environments are there once.
@@ -193,7 +193,7 @@ class VectorEnv:
         block = self._block
         return [
             *((track, None) for track in closed),
-            *((lane.track, block.observation(0, i)) for i, lane in enumerate(self._lanes)),
+            *((lane.buffer, block.observation(0, i)) for i, lane in enumerate(self._lanes)),
         ]
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class VectorEnv:
         self._lanes = []
         self._closed = []
 
-    def _room(self, state_size: int) -> StepBlock:
+    def _allocate_block(self, state_size: int) -> StepBlock:
         return StepBlock(
             self._spaces,
             len(self._lanes),
@@ -213,16 +213,16 @@ class VectorEnv:
         )
 
     def _replace_block(self, columns: Sequence[int], state_size: int) -> None:
-        before, self._block = self._block, self._room(state_size)
-        self._block.begin_from(before, columns)
+        before, self._block = self._block, self._allocate_block(state_size)
+        self._block.copy_from(before, columns)
 
     def _reset(self, lane: _EnvSlot, number: int) -> tuple[Any, Any]:
         seed = self._first_seed + number
-        lane.track.open = RolloutEpisode(number, seed, time.time())
+        lane.buffer.open = RolloutEpisode(number, seed, time.time())
         try:
             observation, info = lane.env.reset(seed=seed)
         except Exception as error:
-            raise self._failure(lane, 0, "reset", error) from error
+            raise self._env_error(lane, 0, "reset", error) from error
         return observation, info
 
     def _put(self, row: int, column: int, observation: Any, info: Any) -> None:
@@ -238,10 +238,10 @@ class VectorEnv:
         """Count the rows before `row` in the lane's open episode."""
         episode, first = _require_open_episode(lane), lane.first_row
         episode.num_steps += row - first
-        episode.ret += float(self._block.rewards[first:row, column].sum())
+        episode.episode_return += float(self._block.rewards[first:row, column].sum())
         lane.first_row = row
 
-    def _go_on(self, ended: Sequence[tuple[int, Any, bool, bool]]) -> None:
+    def _begin_next_episodes(self, ended: Sequence[tuple[int, Any, bool, bool]]) -> None:
         """Begin the next episodes where some ended; an environment without one is closed."""
         gone = set()
         row = self._block.row
@@ -249,7 +249,7 @@ class VectorEnv:
             lane = self._lanes[i]
             self._count(lane, i, row)
             self.ends.append(
-                lane.track.end(final_observation, terminated=terminated, truncated=truncated)
+                lane.buffer.end(final_observation, terminated=terminated, truncated=truncated)
             )
             if (number := next(self._numbers, None)) is None:
                 gone.add(i)
@@ -263,18 +263,18 @@ class VectorEnv:
 
     def _close(self, gone: Collection[int]) -> None:
         """Close environments, and go on with the others."""
-        self.seal()
+        self.flush_block()
         for i in gone:
             self._lanes[i].env.close()
-            self._closed.append(self._lanes[i].track)
+            self._closed.append(self._lanes[i].buffer)
         kept = [i for i in range(len(self._lanes)) if i not in gone]
         self._lanes = [self._lanes[i] for i in kept]
         if kept:
             self._replace_block(kept, self._actor.recorded_state_size)
-            self._draws.keep(kept)
+            self._draws.select_rows(kept)
             self._state = None if self._state is None else self._state[kept]
 
-    def _failure(self, lane: _EnvSlot, row: int, call: str, error: Exception) -> RolloutError:
+    def _env_error(self, lane: _EnvSlot, row: int, call: str, error: Exception) -> RolloutError:
         episode = _require_open_episode(lane)
         return RolloutError(
             f"{self._name}: {call} of {self._env_id} raised {type(error).__name__}: {error}, at "
@@ -285,7 +285,7 @@ class VectorEnv:
 
 
 def _require_open_episode(lane: _EnvSlot) -> RolloutEpisode:
-    episode = lane.track.open
+    episode = lane.buffer.open
     assert episode is not None  # an environment without one is closed
     return episode
 
@@ -370,7 +370,7 @@ class StepBlock:
         """Return a copy of one observation."""
         return _copy_values(take(self.observations, (row, column)))
 
-    def begin_from(self, other: StepBlock, columns: Sequence[int]) -> None:
+    def copy_from(self, other: StepBlock, columns: Sequence[int]) -> None:
         """Begin where another block is, with some of its environments."""
         rows = take(other.observations, other.row)
         _write(self.observations, 0, take(rows, list(columns)))
@@ -384,7 +384,7 @@ class StepBlock:
             self.masks[0] = self.masks[self.row]
         self.row = 0
 
-    def sealed(self) -> list[dict[str, Values]]:
+    def copy_columns(self) -> list[dict[str, Values]]:
         """Return each environment's steps, copied: columns [rows, ...] by name."""
         columns: dict[str, Values] = {
             "observations": self.observations,

@@ -82,13 +82,13 @@ class MultiAgentWorker:
         self._ends: list[EpisodeEnd] = []
         self._first_at: float | None = None
         self.timings = Timings()
-        self._probe = self._made()
+        self._probe = self._make_game()
         try:
             self._cast = AgentActors(config.env_id, self._probe)
             self._is_discrete = isinstance(self._cast.action_space, Discrete)
-            self.set_acting(acting)
+            self.set_behavior_policy(acting)
             for number in islice(episodes, config.num_envs):
-                self._tables.append(self._started(self._made(), number))
+                self._tables.append(self._start_game(self._make_game(), number))
         except BaseException:
             self.close()
             raise
@@ -123,16 +123,16 @@ class MultiAgentWorker:
         """The policy of the agent that is named first."""
         return self._cast.policy
 
-    def set_acting(self, acting: BehaviorPolicies) -> None:
+    def set_behavior_policy(self, acting: BehaviorPolicies) -> None:
         """Act with other policies from the next step on; open games go on under them.
 
         Of a mapping, agents that are not in it keep theirs. Raises: ConfigInvalidError,
         SchemaMismatchError.
         """
-        self._cast.set_acting(acting)
+        self._cast.set_behavior_policy(acting)
         for table in self._tables:
             for player in table.players.values():
-                self._cast.renew(player)
+                self._cast.reset_state(player)
 
     def advance(self, num_steps: int, interval_s: float) -> int:
         """Play until so many steps or seconds have passed or nothing is left.
@@ -148,7 +148,7 @@ class MultiAgentWorker:
             made += self._step()
         return made
 
-    def taken(self, with_open: bool) -> Sequence[Episode]:
+    def take_episodes(self, with_open: bool) -> Sequence[Episode]:
         """Return what was recorded since the last call: of games that ended, all agents' episodes.
 
         with_open: of those that are played as well, as pieces: the steps whose rewards are known.
@@ -159,13 +159,13 @@ class MultiAgentWorker:
                 (table, player) for table in self._tables for player in table.players.values()
             ]
             taken += [
-                player.piece(table.episode_id, table.seed, self._worker)
+                player.take_piece(table.episode_id, table.seed, self._worker)
                 for table, player in players
                 if player.rewards
             ]
         return taken
 
-    def ends_taken(self) -> list[EpisodeEnd]:
+    def take_ends(self) -> list[EpisodeEnd]:
         """Return the agents' episodes of the games that ended since the last call."""
         taken, self._ends = self._ends, []
         return taken
@@ -179,7 +179,7 @@ class MultiAgentWorker:
     def _step(self) -> int:
         """Let all act whose turn it is, and step each game."""
         to_act = [player for table in self._tables for player in table.to_act]
-        with self.timings.of("inference", len(to_act)):
+        with self.timings.measure("inference", len(to_act)):
             self._cast.act(to_act)
         started = time.perf_counter()
         for table in self._tables:
@@ -200,12 +200,12 @@ class MultiAgentWorker:
         try:
             outcomes = table.game.step(actions)
         except Exception as error:
-            raise self._failure(table, "step", error) from error
+            raise self._game_error(table, "step", error) from error
         table.tick += 1
         for outcome in outcomes:
-            self._note(table, outcome)
+            self._apply_outcome(table, outcome)
 
-    def _note(self, table: _GameSlot, outcome: Outcome) -> None:
+    def _apply_outcome(self, table: _GameSlot, outcome: Outcome) -> None:
         """Write down what an agent's last action led to; it is its turn, unless it is out."""
         player = table.players.get(outcome.agent)
         if player is None:
@@ -216,7 +216,7 @@ class MultiAgentWorker:
                 f"out and is back at tick {table.tick} of the game reset with seed {table.seed}, "
                 "expected it to stay out. Let it come back under another name."
             )
-        reward = player.note(outcome)
+        reward = player.apply_outcome(outcome)
         if reward is not None:
             self._cast.observe(player, reward)
         if not outcome.has_ended:
@@ -231,7 +231,7 @@ class MultiAgentWorker:
                 continue
             self._end(table)
             if (number := next(self._numbers, None)) is not None:
-                tables.append(self._started(table.game, number))
+                tables.append(self._start_game(table.game, number))
             else:
                 table.game.close()
         self._tables = tables
@@ -239,15 +239,15 @@ class MultiAgentWorker:
     def _end(self, table: _GameSlot) -> None:
         for player in table.players.values():
             if not player.has_ended:
-                player.cut_off()
+                player.truncate()
             if not player.num_steps:
                 continue
-            end = (table.number, table.seed, player.ret, player.num_steps, player.agent)
+            end = (table.number, table.seed, player.episode_return, player.num_steps, player.agent)
             self._ends.append(EpisodeEnd(*end))
             if player.rewards:
-                self._ended.append(player.piece(table.episode_id, table.seed, self._worker))
+                self._ended.append(player.take_piece(table.episode_id, table.seed, self._worker))
 
-    def _made(self) -> Game:
+    def _make_game(self) -> Game:
         made = make_any(self._config.env_id, self._config.env_args)
         if isinstance(made, Game):
             return made
@@ -257,14 +257,14 @@ class MultiAgentWorker:
             "Name one policy, and no agents."
         )
 
-    def _started(self, game: Game, number: int) -> _GameSlot:
+    def _start_game(self, game: Game, number: int) -> _GameSlot:
         table = _GameSlot(game, number, self._config.seed + number, new_episode_id(self._producer))
         try:
             outcomes = game.reset(seed=table.seed)
         except Exception as error:
-            raise self._failure(table, "reset", error) from error
+            raise self._game_error(table, "reset", error) from error
         for outcome in outcomes:
-            self._note(table, outcome)
+            self._apply_outcome(table, outcome)
         if not table.to_act:
             raise RolloutError(
                 f"rollout worker {self._worker}: {self._config.env_id}: found nobody to act after "
@@ -285,7 +285,7 @@ class MultiAgentWorker:
         state = self._cast.first_state(outcome.agent)
         return Player(outcome.agent, rng, outcome.observation, outcome.mask, state)
 
-    def _failure(self, table: _GameSlot, call: str, error: Exception) -> RolloutError:
+    def _game_error(self, table: _GameSlot, call: str, error: Exception) -> RolloutError:
         return RolloutError(
             f"rollout worker {self._worker}: {call} of {self._config.env_id} raised "
             f"{type(error).__name__}: {error}, at tick {table.tick} of the game reset with seed "
@@ -315,7 +315,7 @@ class AgentActors:
         """The policy of the agent that is named first."""
         return self._actors[self._game.agents[0]].policy
 
-    def set_acting(self, acting: BehaviorPolicies) -> None:
+    def set_behavior_policy(self, acting: BehaviorPolicies) -> None:
         """Act with other policies from now on: one for all, or of a mapping those that it names.
 
         Raises: ConfigInvalidError where an agent has no policy or a policy no agent;
@@ -323,9 +323,9 @@ class AgentActors:
         """
         agents = self._game.agents
         if isinstance(acting, BehaviorPolicy):
-            self._actors = dict.fromkeys(agents, self._loaded(acting))
+            self._actors = dict.fromkeys(agents, self._load_actor(acting))
         else:
-            self._actors |= {agent: self._loaded(one) for agent, one in acting.items()}
+            self._actors |= {agent: self._load_actor(one) for agent, one in acting.items()}
         if set(self._actors) != set(agents):
             raise ConfigInvalidError(
                 f"{self._env_id}: found policies for {', '.join(self._actors)}, expected one for "
@@ -339,7 +339,7 @@ class AgentActors:
         state = self._actors[agent].first_state
         return None if state is None else state[0]
 
-    def renew(self, player: Player) -> None:
+    def reset_state(self, player: Player) -> None:
         """Let a player go on under another policy than before.
 
         What the last one remembers stays, if the new one remembers as many numbers.
@@ -377,14 +377,14 @@ class AgentActors:
         for i, player in enumerate(players):
             player.observations.append(take(observations, i))
             player.masks.append(player.mask)
-            player.states.append(self._recorded(player))
+            player.states.append(self._pad_state(player))
             player.actions.append(chosen.actions[i])
             player.log_probs.append(log_probs[i])
             player.actors.append(actor.acting)
             if chosen.state is not None:
                 player.state = chosen.state[i]
 
-    def _recorded(self, player: Player) -> Array:
+    def _pad_state(self, player: Player) -> Array:
         """Return what is recorded of a policy's state: as wide for all agents, zeros beyond."""
         recorded = np.zeros(self._state_size, np.float32)
         if player.state is not None:
@@ -392,7 +392,7 @@ class AgentActors:
             recorded[:size] = player.state[:size]
         return recorded
 
-    def _loaded(self, acting: BehaviorPolicy) -> Actor:
+    def _load_actor(self, acting: BehaviorPolicy) -> Actor:
         actor = Actor(acting, self._game)
         spec = actor.policy.spec
         check_spaces_match(self._env_id, self._spaces, spec.observation_space, spec.action_space)

@@ -31,7 +31,7 @@ class Player:
     mask: Array | None
     state: Array | None
     first_step: int = 0
-    ret: float = 0.0
+    episode_return: float = 0.0
     carried: float = 0.0
     observations: list[Any] = field(default_factory=list)
     masks: list[Array | None] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Player:
         """Steps whose outcome is known, taken ones too."""
         return self.first_step + len(self.rewards)
 
-    def note(self, outcome: Outcome) -> float | None:
+    def apply_outcome(self, outcome: Outcome) -> float | None:
         """Write down what the last action led to; return its reward, None if there was no action.
 
         What is paid before the first action is kept with it.
@@ -67,10 +67,10 @@ class Player:
             return None
         self.carried = 0.0
         self.rewards.append(reward)
-        self.ret += reward
+        self.episode_return += reward
         return reward
 
-    def cut_off(self) -> None:
+    def truncate(self) -> None:
         """End where the game did so without a word to this agent.
 
         What its last action led to is not known then, nor what it would see.
@@ -78,7 +78,7 @@ class Player:
         self.rewards += [0.0] * (len(self.actions) - len(self.rewards))
         self.truncated, self.observation = True, None
 
-    def piece(self, episode_id: str, seed: int, worker: int) -> Episode:
+    def take_piece(self, episode_id: str, seed: int, worker: int) -> Episode:
         """Return the steps that are whole and were not taken, at least one, and drop them.
 
         seed: what the game was reset with. Raises: RolloutError if only some have a mask.

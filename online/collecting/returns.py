@@ -27,7 +27,7 @@ class ReturnTotals:
         """Take in episodes that ended."""
         for end in ends:
             self._games.add(end.number)
-            self._totals[end.agent_id] = self._totals.get(end.agent_id, 0.0) + end.ret
+            self._totals[end.agent_id] = self._totals.get(end.agent_id, 0.0) + end.episode_return
             self._counts[end.agent_id] = self._counts.get(end.agent_id, 0) + 1
 
     @property
@@ -67,11 +67,11 @@ class RecentReturns:
         """Take in episodes that ended."""
         games: dict[int, float] = {}
         for end in ends:
-            games[end.number] = games.get(end.number, 0.0) + end.ret
+            games[end.number] = games.get(end.number, 0.0) + end.episode_return
             if end.agent_id:
                 kept = self._by_agent.setdefault(end.agent_id, deque(maxlen=_MAX_RECENT))
-                kept.append(end.ret)
-                self._has_return |= end.ret != 0
+                kept.append(end.episode_return)
+                self._has_return |= end.episode_return != 0
         self._sums.extend(games.values())
         self._has_sum |= any(abs(total) > _ZERO for total in games.values())
 

@@ -45,7 +45,7 @@ class WorkerSpec:
     producer: str
     worker: int
     episodes: Iterable[int]
-    acting: BehaviorPolicies
+    behavior_policy: BehaviorPolicies
     config: RolloutConfig
     records: bool = True
 
@@ -72,7 +72,7 @@ class RolloutBatch:
     last_step_at: float | None = None
     timings: Timings = field(default_factory=Timings)
     exhausted: bool = False
-    trouble: str | None = None
+    blocked_reason: str | None = None
 
 
 class RecordingWorker:
@@ -103,9 +103,9 @@ class RecordingWorker:
         """
         worker = self._rollout_worker()
         if acting is not None:
-            worker.set_acting(self._present(acting))
+            worker.set_behavior_policy(self._localize_policies(acting))
         if self._waiting is None:
-            self._waiting = self._collected(worker, num_steps, interval_s, with_open)
+            self._waiting = self._collect(worker, num_steps, interval_s, with_open)
         waiting = self._waiting
         if not self._order.records or not waiting.pieces:
             self._waiting = None
@@ -113,7 +113,7 @@ class RecordingWorker:
         try:
             written = self._write(waiting)
         except TransientStorageError as error:
-            return RolloutBatch(self._order.worker, trouble=str(error))
+            return RolloutBatch(self._order.worker, blocked_reason=str(error))
         self._waiting = None
         return replace(waiting, pieces=(), written=written)
 
@@ -122,7 +122,7 @@ class RecordingWorker:
         if self._worker is not None:
             self._worker.close()
 
-    def _collected(
+    def _collect(
         self, worker: Worker, num_steps: int, interval_s: float, with_open: bool
     ) -> RolloutBatch:
         made = worker.advance(num_steps, interval_s)
@@ -130,13 +130,13 @@ class RecordingWorker:
         first_step_at = worker.first_step_at
         return RolloutBatch(
             worker=self._order.worker,
-            pieces=worker.taken(with_open),
-            ends=worker.ends_taken(),
+            pieces=worker.take_episodes(with_open),
+            ends=worker.take_ends(),
             open_episodes=worker.open_episodes,
             num_steps=made,
             first_step_at=first_step_at,
             last_step_at=stepped if made else None,
-            timings=worker.timings.taken(),
+            timings=worker.timings.take(),
             exhausted=worker.exhausted,
         )
 
@@ -160,19 +160,19 @@ class RecordingWorker:
             self._worker = make_worker(
                 order.config,
                 iter(order.episodes),
-                self._present(order.acting),
+                self._localize_policies(order.behavior_policy),
                 producer=order.producer,
                 worker=order.worker,
             )
         return self._worker
 
-    def _present(self, acting: BehaviorPolicies) -> BehaviorPolicies:
+    def _localize_policies(self, acting: BehaviorPolicies) -> BehaviorPolicies:
         """Return who acts; on another machine than the driver's the packages are copied there."""
         if isinstance(acting, BehaviorPolicy):
-            return self._present_one(acting)
-        return {agent: self._present_one(one) for agent, one in acting.items()}
+            return self._localize_policy(acting)
+        return {agent: self._localize_policy(one) for agent, one in acting.items()}
 
-    def _present_one(self, acting: BehaviorPolicy) -> BehaviorPolicy:
+    def _localize_policy(self, acting: BehaviorPolicy) -> BehaviorPolicy:
         if not isinstance(acting.source, Path) or acting.source.exists():
             return acting
         registry = open_lake(self._order.lake).registry

@@ -25,7 +25,7 @@ class EpisodeEnd(NamedTuple):
 
     number: int
     seed: int
-    ret: float
+    episode_return: float
     num_steps: int
     agent_id: str = ""
 
@@ -55,7 +55,7 @@ class RolloutEpisode:
     num_steps: int = 0
     num_taken: int = 0
     episode_id: str = ""
-    ret: float = 0.0
+    episode_return: float = 0.0
 
 
 @dataclass
@@ -76,7 +76,7 @@ class StepBuffer:
         assert episode is not None  # steps are of an episode
         num = episode.num_steps - episode.num_taken
         self.ended.append(_EpisodePiece(episode, num, final_observation, terminated, truncated))
-        return EpisodeEnd(episode.number, episode.seed, episode.ret, episode.num_steps)
+        return EpisodeEnd(episode.number, episode.seed, episode.episode_return, episode.num_steps)
 
 
 def take_steps(

@@ -128,7 +128,7 @@ class RolloutWorker:
         """When (Unix time, s) the first step was made since steps were taken last; None: none."""
         return self._first_at
 
-    def set_acting(self, acting: BehaviorPolicies) -> None:
+    def set_behavior_policy(self, acting: BehaviorPolicies) -> None:
         """Act with another policy from the next step on; open episodes go on under it.
 
         What the last one remembers of them stays, if the new one remembers as many numbers.
@@ -165,14 +165,14 @@ class RolloutWorker:
         self.timings.add("env_step", env_s, made)
         return made
 
-    def taken(self, with_open: bool) -> Sequence[Episode]:
+    def take_episodes(self, with_open: bool) -> Sequence[Episode]:
         """Return what was recorded since the last call: the episodes that ended.
 
         with_open: the steps so far of open ones as well, as pieces; later pieces go on from there.
         """
-        self._lanes.seal()
+        self._lanes.flush_block()
         taken = take_steps(
-            self._lanes.tracks_taken(),
+            self._lanes.take_buffers(),
             self._actors,
             producer=self._producer,
             worker=self._worker,
@@ -184,7 +184,7 @@ class RolloutWorker:
             self._actors = self._actors[-1:]
         return taken
 
-    def ends_taken(self) -> list[EpisodeEnd]:
+    def take_ends(self) -> list[EpisodeEnd]:
         """Return the episodes that ended since the last call."""
         taken, self._lanes.ends = self._lanes.ends, []
         return taken

@@ -43,7 +43,9 @@ _ROWS: Final[tuple[Row, ...]] = (
     (
         "Now",
         tuple(
-            Panel(one.text.rstrip("."), (_of(one, _RUN),), one.text, one.unit, 4, "stat")
+            Panel(
+                one.description.rstrip("."), (_of(one, _RUN),), one.description, one.unit, 4, "stat"
+            )
             for one in (ENV_STEPS, EPISODES, UPDATES, RETURN, STALENESS, LATENCY)
         ),
     ),

@@ -23,8 +23,8 @@ class MetricFamily:
 
     name: str
     kind: Kind
-    of: str
-    text: str
+    metric_name: str
+    description: str
     unit: str = "short"
     scale: float = 1.0
     label: str | None = None
@@ -144,8 +144,10 @@ METRIC_FAMILIES: Final = (
     OTHERS,
     LAST_UPDATE_TIME,
 )
-_BY_METRIC: Final = {one.of: one for one in METRIC_FAMILIES if one.label is None and one.of}
-_BY_LINK: Final = {one.of: one for one in METRIC_FAMILIES if one.label == "link"}
+_BY_METRIC: Final = {
+    one.metric_name: one for one in METRIC_FAMILIES if one.label is None and one.metric_name
+}
+_BY_LINK: Final = {one.metric_name: one for one in METRIC_FAMILIES if one.label == "link"}
 
 
 def iter_samples(values: Mapping[str, float]) -> Iterator[tuple[MetricFamily, str | None, float]]:

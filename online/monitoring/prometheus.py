@@ -108,7 +108,7 @@ class _RunValues(Collector):
             values = {family: dict(found) for family, found in self._values.items() if found}
         for family, found in values.items():
             cls = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            made = cls(family.name, family.text, labels=list(labels_of(family)))
+            made = cls(family.name, family.description, labels=list(labels_of(family)))
             for label, value in found.items():
                 made.add_metric([*self.labels, *([] if label is None else [label])], value)
             yield made

@@ -51,7 +51,7 @@ class Timings:
         total.num_bytes += num_bytes
 
     @contextmanager
-    def of(self, link: Link, items: int = 1, num_bytes: int = 0) -> Iterator[None]:
+    def measure(self, link: Link, items: int = 1, num_bytes: int = 0) -> Iterator[None]:
         """Add the time of the block."""
         started = time.perf_counter()
         yield
@@ -62,7 +62,7 @@ class Timings:
         for link, total in other.totals.items():
             self.add(link, total.seconds, total.items, total.num_bytes)
 
-    def taken(self) -> Timings:
+    def take(self) -> Timings:
         """Return the totals, and begin anew."""
         taken, self.totals = Timings(self.totals), {}
         return taken

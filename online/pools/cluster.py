@@ -85,7 +85,7 @@ class Cluster:
         )
         # A Ray of our own runs on this machine, from this process: what that sees, it sees.
         self.nodes = None if owns_ray else Nodes(self.ray, order.lake, order.dataset, should_end)
-        if self.nodes is not None and not self.has_room:
+        if self.nodes is not None and not self.has_free_cpus:
             where = "the cluster" if address is None else address
             raise ConfigInvalidError(
                 f"Ray at {where}: found {self.nodes.num_cpus():g} CPUs, expected "
@@ -93,31 +93,31 @@ class Cluster:
                 "--worker-cpus."
             )
         if order.records:
-            self.look_at_new_nodes()
+            self.check_new_nodes()
 
     @property
-    def has_room(self) -> bool:
+    def has_free_cpus(self) -> bool:
         """Whether its nodes have the CPUs that all workers together take up."""
         return self.nodes is None or self.nodes.num_cpus() >= self._num_wanted
 
     @property
-    def seeing(self) -> frozenset[str] | None:
+    def nodes_with_lake(self) -> frozenset[str] | None:
         """Ray's ids of the nodes that see the lake; None if all are this machine."""
-        return None if self.nodes is None else frozenset(self.nodes.seeing)
+        return None if self.nodes is None else frozenset(self.nodes.with_lake)
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """Which nodes do not see the lake, and who writes for their workers."""
         return () if self.nodes is None else self.nodes.remarks
 
-    def look_at_new_nodes(self) -> None:
-        """Ask nodes that came since whether they see the lake. Raises: as Nodes.ask_new."""
+    def check_new_nodes(self) -> None:
+        """Ask nodes that came since whether they see the lake. Raises: as Nodes.check_new."""
         if self.nodes is not None:
-            self.nodes.ask_new()
+            self.nodes.check_new()
 
-    def sendable(self, acting: BehaviorPolicies) -> BehaviorPolicies:
+    def embed_graphs(self, acting: BehaviorPolicies) -> BehaviorPolicies:
         """Put a policy's graph in place of its package, where some nodes cannot look it up."""
-        if self.nodes is None or not self.nodes.blind:
+        if self.nodes is None or not self.nodes.without_lake:
             return acting
         if isinstance(acting, Mapping):
             return {agent: _embed_graph(one) for agent, one in acting.items()}

@@ -31,7 +31,7 @@ class LocalPool:
         """How many workers there are."""
         return len(self._workers)
 
-    def ask(self, worker: int, num_steps: int) -> None:
+    def request_steps(self, worker: int, num_steps: int) -> None:
         """Let a worker that owes no answer collect so many steps and hand them over."""
         self._asked[worker] = num_steps
 

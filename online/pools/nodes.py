@@ -46,10 +46,10 @@ class Nodes:
     lake: str
     dataset: str
     should_end: Callable[[], bool] = lambda: False
-    seeing: set[str] = field(default_factory=set)
-    blind: dict[str, str] = field(default_factory=dict)
+    with_lake: set[str] = field(default_factory=set)
+    without_lake: dict[str, str] = field(default_factory=dict)
 
-    def ask_new(self) -> None:
+    def check_new(self) -> None:
         """Ask the nodes that are there and were not asked yet, side by side.
 
         Raises: StorageError if the lake cannot be written; RolloutError if this process's own
@@ -59,14 +59,15 @@ class Nodes:
         new = {
             node["NodeID"]: node
             for node in self.ray.nodes()
-            if node["Alive"] and node["NodeID"] not in self.seeing | self.blind.keys()
+            if node["Alive"] and node["NodeID"] not in self.with_lake | self.without_lake.keys()
         }
         if new:
-            self._ask(new)
-        if (own := current_node()) in self.blind:
+            self._check_nodes(new)
+        if (own := current_node()) in self.without_lake:
             raise RolloutError(
-                f"{self.blind[own]}; expected at least this process's own node to see it, whose "
-                "workers write for the others. Start Ray there with the same folders and variables."
+                f"{self.without_lake[own]}; expected at least this process's own node to see it, "
+                "whose workers write for the others. Start Ray there with the same folders and "
+                "variables."
             )
 
     @property
@@ -74,7 +75,7 @@ class Nodes:
         """What the user should know of the nodes: a line for each that does not see the lake."""
         return tuple(
             f"{found}: its workers send what they collect to this node, which writes it"
-            for found in self.blind.values()
+            for found in self.without_lake.values()
         )
 
     def num_cpus(self) -> float:
@@ -82,7 +83,7 @@ class Nodes:
         alive = [node for node in self.ray.nodes() if node["Alive"]]
         return float(sum(node["Resources"].get("CPU", 0) for node in alive))
 
-    def _ask(self, nodes: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_nodes(self, nodes: Mapping[str, Mapping[str, Any]]) -> None:
         handle = Lake(open_storage(self.lake))
         folder, nonce = f"{_FOLDER}/{new_ulid()}", secrets.token_bytes(16)
         version = handle.dataset(self.dataset).snapshot().version
@@ -99,14 +100,14 @@ class Nodes:
                 name = f"node {nodes[node]['NodeManagerAddress']} ({node[:8]})"
                 missing: str | None = f"found no answer in {_TIMEOUT_S:.0f} s"
                 if reference in ready:
-                    missing = self._missing(reference, name)
+                    missing = self._missing_reason(reference, name)
                 answer = handle.storage.get(_answer_path(folder, node))
                 if missing is None and answer != nonce:
                     missing = "found what it wrote not to arrive here"
                 if missing is None:
-                    self.seeing.add(node)
+                    self.with_lake.add(node)
                 else:
-                    self.blind[node] = f"{name} does not see the lake {self.lake}: {missing}"
+                    self.without_lake[node] = f"{name} does not see the lake {self.lake}: {missing}"
         finally:
             answers = [_answer_path(folder, node) for node in nodes]
             handle.storage.delete([_nonce_path(folder), *answers])
@@ -124,7 +125,7 @@ class Nodes:
             if self.should_end():
                 raise KeyboardInterrupt
 
-    def _missing(self, reference: Any, name: str) -> str | None:
+    def _missing_reason(self, reference: Any, name: str) -> str | None:
         exceptions = self.ray.exceptions
         try:
             sight: _NodeCheck = self.ray.get(reference)

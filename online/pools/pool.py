@@ -39,7 +39,7 @@ class WorkerPool(Protocol):
         """What the user should know of how the workers run, one line each."""
         ...
 
-    def ask(self, worker: int, num_steps: int) -> None:
+    def request_steps(self, worker: int, num_steps: int) -> None:
         """Let a worker that owes no answer collect so many steps and hand them over."""
         ...
 

@@ -94,7 +94,7 @@ class RayPool:
             )
             self._ray = self._cluster.ray
             for seat in self._seats:
-                self._seat(seat)
+                self._start_worker(seat)
         except BaseException:
             self.close()
             raise
@@ -109,7 +109,7 @@ class RayPool:
         """Which nodes do not see the lake, and who writes for their workers."""
         return self._cluster.remarks
 
-    def ask(self, worker: int, num_steps: int) -> None:
+    def request_steps(self, worker: int, num_steps: int) -> None:
         """Let a worker that owes no answer collect so many steps and hand them over."""
         seat = self._seats[worker]
         if seat.unwritten is None:
@@ -122,7 +122,7 @@ class RayPool:
 
         It is put into Ray's object store once, and loaded once by each worker that is asked.
         """
-        self._acting = self._ray.put(self._cluster.sendable(acting))
+        self._acting = self._ray.put(self._cluster.embed_graphs(acting))
 
     def receive(self, timeout_s: float) -> RolloutBatch | WorkerLost | None:
         """Return the next answer, the one asked for first if there are several; None if none comes.
@@ -138,9 +138,9 @@ class RayPool:
             if (lost := self._late()) is not None:
                 return lost
             if not ready:
-                self._rehouse()
+                self._restart_unscheduled()
                 return None
-            if (answer := self._answer(ready[0])) is not None:
+            if (answer := self._take_answer(ready[0])) is not None:
                 return answer
         time.sleep(max(0.0, until - time.monotonic()))
         return None
@@ -157,38 +157,44 @@ class RayPool:
 
     # Where.
 
-    def _seat(self, seat: WorkerState, *, is_first: bool = True, shares: bool = False) -> None:
+    def _start_worker(
+        self, seat: WorkerState, *, is_first: bool = True, shares: bool = False
+    ) -> None:
         """Start a process for a worker.
 
         A replacement takes no CPUs where too few are left, or where it shares them.
         """
         cluster, seat.num_cpus, seat.is_first = self._cluster, self._cpus, is_first
         if not is_first:
-            if seat.order.records:
-                cluster.look_at_new_nodes()
-            if shares or not cluster.has_room:
+            if seat.spec.records:
+                cluster.check_new_nodes()
+            if shares or not cluster.has_free_cpus:
                 seat.num_cpus = 0.0
-        seeing = cluster.seeing
-        order = replace(seat.order, acting=cluster.sendable(seat.order.acting))
+        seeing = cluster.nodes_with_lake
+        order = replace(seat.spec, behavior_policy=cluster.embed_graphs(seat.spec.behavior_policy))
         actor = self._ray.remote(num_cpus=seat.num_cpus, max_restarts=0)(NodeWorker)
-        seat.actor, seat.acting, seat.has_answered = actor.remote(order, seeing), None, False
+        seat.actor, seat.behavior_policy, seat.has_answered = (
+            actor.remote(order, seeing),
+            None,
+            False,
+        )
         seat.ready = seat.actor.__ray_ready__.remote()
         seat.seated_at, seat.started_at = time.monotonic(), None
 
-    def _rehouse(self) -> None:
+    def _restart_unscheduled(self) -> None:
         """Start again, without CPUs of its own, what no node has room for since one was lost."""
         now = time.monotonic()
         if now - self._looked_at < _UNSCHEDULED_TIMEOUT_S:
             return
         self._looked_at = now
-        if self._cluster.has_room:
+        if self._cluster.has_free_cpus:
             return
         for reference, worker in list(self._pending.items()):
             seat = self._seats[worker]
             if not seat.has_answered and seat.num_cpus and seat.unwritten is None:
                 del self._pending[reference]
                 self._ray.kill(seat.actor)
-                self._seat(seat, is_first=False)
+                self._start_worker(seat, is_first=False)
                 self._send(worker)
 
     # Whether it takes too long.
@@ -214,7 +220,7 @@ class RayPool:
                     f"no answer in {self._answer_timeout_s:g} s (answer_timeout_s), in which it "
                     "makes an environment or takes a step"
                 )
-                if (lost := self._lost(worker, error)) is not None:
+                if (lost := self._replace_lost(worker, error)) is not None:
                     return lost
         return None
 
@@ -237,7 +243,7 @@ class RayPool:
             )
         del self._pending[reference]
         self._ray.kill(seat.actor)
-        self._seat(seat, is_first=False, shares=True)
+        self._start_worker(seat, is_first=False, shares=True)
         self._send(worker)
 
     # What is asked, and answered.
@@ -247,14 +253,14 @@ class RayPool:
         if seat.unwritten is not None:
             reference = self._writer_actor().write.remote(seat.unwritten)
         else:
-            acting = None if seat.acting is self._acting else self._acting
-            seat.acting = self._acting
+            acting = None if seat.behavior_policy is self._acting else self._acting
+            seat.behavior_policy = self._acting
             reference = seat.actor.ship.remote(
                 seat.asked, self._interval_s, acting, self._with_open
             )
         self._pending[reference], seat.asked_at = worker, time.monotonic()
 
-    def _answer(self, reference: Any) -> RolloutBatch | WorkerLost | None:
+    def _take_answer(self, reference: Any) -> RolloutBatch | WorkerLost | None:
         """Take what has come; None where it goes on to the writer."""
         worker = self._pending.pop(reference)
         seat, exceptions = self._seats[worker], self._ray.exceptions
@@ -263,18 +269,18 @@ class RayPool:
         except exceptions.RayTaskError as error:
             raise _unwrap_error(worker, error) from error
         except exceptions.RayError as error:
-            return self._lost(worker, error)
+            return self._replace_lost(worker, error)
         seat.deaths, seat.has_answered = 0, True
-        if shipment.pieces and seat.order.records:
+        if shipment.pieces and seat.spec.records:
             seat.unwritten = reference
             self._send(worker)
             return None
-        if shipment.trouble is None:
+        if shipment.blocked_reason is None:
             seat.unwritten = None
-            seat.note(shipment)
+            seat.apply_batch(shipment)
         return shipment
 
-    def _lost(self, worker: int, error: Exception) -> WorkerLost | None:
+    def _replace_lost(self, worker: int, error: Exception) -> WorkerLost | None:
         """Replace a worker that is gone, or the writer, which then writes what it was given."""
         seat, reason = self._seats[worker], death_reason(error)
         seat.deaths += 1
@@ -293,14 +299,14 @@ class RayPool:
             # It may live on where it cannot be reached.
             self._ray.kill(seat.actor)
         lost = WorkerLost(worker, reason, seat.open_episodes)
-        seat.order = seat.remaining()
+        seat.spec = seat.remaining_spec()
         seat.num_ended, seat.owed, seat.open_episodes, seat.unwritten = 0, 0, (), None
-        self._seat(seat, is_first=False)
+        self._start_worker(seat, is_first=False)
         return lost
 
     def _writer_actor(self) -> Any:
         if self._writer is None:
-            order = self._seats[0].order
+            order = self._seats[0].spec
             actor = self._ray.remote(num_cpus=0, scheduling_strategy=pin_to_node(current_node()))(
                 RolloutBatchWriter
             )
@@ -357,7 +363,7 @@ class RolloutBatchWriter:
         try:
             written = self._dataset.write(shipment.pieces)
         except TransientStorageError as error:
-            return RolloutBatch(shipment.worker, trouble=str(error))
+            return RolloutBatch(shipment.worker, blocked_reason=str(error))
         return replace(shipment, pieces=(), written=written)
 
 
@@ -382,10 +388,10 @@ class WorkerState:
     asked for, was found to run, and was asked for what it owes, by the monotonic clock (s).
     """
 
-    order: WorkerSpec
+    spec: WorkerSpec
     actor: Any = None
     num_cpus: float = 0.0
-    acting: Any = None
+    behavior_policy: Any = None
     ended: set[int] = field(default_factory=set)
     num_ended: int = 0
     owed: int = 0
@@ -400,25 +406,25 @@ class WorkerState:
     started_at: float | None = None
     asked_at: float = 0.0
 
-    def note(self, shipment: RolloutBatch) -> None:
+    def apply_batch(self, shipment: RolloutBatch) -> None:
         """Take what a shipment tells of the episodes."""
         numbers = {end.number for end in shipment.ends}
-        if not isinstance(self.order.episodes, EpisodeNumbers):
+        if not isinstance(self.spec.episodes, EpisodeNumbers):
             self.ended |= numbers
         self.num_ended += len(numbers)
         self.owed = 0
         self.open_episodes = tuple(shipment.open_episodes)
 
-    def remaining(self) -> WorkerSpec:
+    def remaining_spec(self) -> WorkerSpec:
         """Return what a replacement is to collect: what has not ended, or fresh episodes."""
-        episodes = self.order.episodes
+        episodes = self.spec.episodes
         if not isinstance(episodes, EpisodeNumbers):
             left = [number for number in episodes if number not in self.ended]
-            return replace(self.order, episodes=left)
+            return replace(self.spec, episodes=left)
         # An episode has a step at least, and every environment may have begun another.
-        num_begun = self.num_ended + self.owed + 2 * self.order.config.num_envs
+        num_begun = self.num_ended + self.owed + 2 * self.spec.config.num_envs
         fresh = EpisodeNumbers(episodes.first + episodes.step * num_begun, episodes.step)
-        return replace(self.order, episodes=fresh)
+        return replace(self.spec, episodes=fresh)
 
 
 def death_reason(error: Exception) -> str:

@@ -26,7 +26,7 @@ def collect(
 ) -> None:
     """Run the workers until their orders are done, and return when all of it is committed."""
     for worker in range(pool.size):
-        pool.ask(worker, flush_steps)
+        pool.request_steps(worker, flush_steps)
     working = set(range(pool.size))
     while working:
         _wait_for(recorder, refusals)
@@ -35,28 +35,28 @@ def collect(
             continue
         if isinstance(answer, WorkerLost):
             # Its replacement does again what was not handed over.
-            pool.ask(answer.worker, flush_steps)
+            pool.request_steps(answer.worker, flush_steps)
             continue
-        refusals.note(f"worker {answer.worker}", answer.trouble)
-        if answer.trouble is not None:
+        refusals.set_blocked(f"worker {answer.worker}", answer.blocked_reason)
+        if answer.blocked_reason is not None:
             time.sleep(RETRY_S)
         if answer.exhausted:
             working.discard(answer.worker)
         else:
             # Asked for the next before this one is handled: the worker does not wait.
-            pool.ask(answer.worker, flush_steps)
+            pool.request_steps(answer.worker, flush_steps)
         if answer.written is not None:
             recorder.add(answer.written)
-        if answer.trouble is None:
+        if answer.blocked_reason is None:
             on_shipment(answer)
     while not recorder.flush(GROUP_INTERVAL_S):
-        refusals.note("commit", recorder.trouble)
-    refusals.note("commit", None)
+        refusals.set_blocked("commit", recorder.blocked_reason)
+    refusals.set_blocked("commit", None)
 
 
 def _wait_for(recorder: EpisodeCommitter, refusals: StorageRetry) -> None:
     """Wait as long as the store refuses, or is behind: nothing more is to be collected then."""
-    while recorder.trouble is not None or recorder.is_behind:
-        refusals.note("commit", recorder.trouble)
+    while recorder.blocked_reason is not None or recorder.is_behind:
+        refusals.set_blocked("commit", recorder.blocked_reason)
         time.sleep(_LOOK_S)
-    refusals.note("commit", None)
+    refusals.set_blocked("commit", None)

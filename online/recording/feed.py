@@ -33,7 +33,7 @@ class Feed(Protocol):
     """Takes shipments; nothing that it was given is lost while the process lives."""
 
     @property
-    def trouble(self) -> str | None:
+    def blocked_reason(self) -> str | None:
         """Why nothing more should be collected now: the store refuses."""
         ...
 
@@ -54,15 +54,15 @@ class Feed(Protocol):
         """Say that nothing more of these episodes will come."""
         ...
 
-    def arrived(self) -> list[ArrivedSteps]:
+    def take_arrived(self) -> list[ArrivedSteps]:
         """Return what can be sampled since the last call."""
         ...
 
-    def settle(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float) -> bool:
         """Wait until all that was added is recorded and arrived; return whether it is, in time."""
         ...
 
-    def taken_timings(self) -> Timings:
+    def take_timings(self) -> Timings:
         """Return what committing and following took since the last call."""
         ...
 
@@ -76,9 +76,9 @@ class DirectFeed:
         self._arrived: list[ArrivedSteps] = []
 
     @property
-    def trouble(self) -> str | None:
+    def blocked_reason(self) -> str | None:
         """Of the recorder."""
-        return None if self._recorder is None else self._recorder.trouble
+        return None if self._recorder is None else self._recorder.blocked_reason
 
     @property
     def is_behind(self) -> bool:
@@ -98,20 +98,20 @@ class DirectFeed:
         if self._recorder is not None:
             self._recorder.abandon(episode_ids)
 
-    def arrived(self) -> list[ArrivedSteps]:
+    def take_arrived(self) -> list[ArrivedSteps]:
         """Return what was added since the last call."""
         arrived, self._arrived = self._arrived, []
         if self._recorder is not None:
-            self._recorder.acknowledged()
+            self._recorder.take_acknowledged()
         return arrived
 
-    def settle(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float) -> bool:
         """Wait for the recorder."""
         return self._recorder is None or self._recorder.flush(timeout_s)
 
-    def taken_timings(self) -> Timings:
+    def take_timings(self) -> Timings:
         """Of the recorder."""
-        return Timings() if self._recorder is None else self._recorder.timings.taken()
+        return Timings() if self._recorder is None else self._recorder.timings.take()
 
 
 class FollowedView(Protocol):
@@ -145,9 +145,9 @@ class LakeFeed:
         self._without: list[ArrivedSteps] = []
 
     @property
-    def trouble(self) -> str | None:
+    def blocked_reason(self) -> str | None:
         """Of the recorder."""
-        return self._recorder.trouble
+        return self._recorder.blocked_reason
 
     @property
     def is_behind(self) -> bool:
@@ -166,9 +166,9 @@ class LakeFeed:
         """See Recorder.abandon."""
         self._recorder.abandon(episode_ids)
 
-    def arrived(self) -> list[ArrivedSteps]:
+    def take_arrived(self) -> list[ArrivedSteps]:
         """Return what the view has of what was committed."""
-        for acknowledged in self._recorder.acknowledged():
+        for acknowledged in self._recorder.take_acknowledged():
             while self._num_committed <= acknowledged.last:
                 self._committed.append((acknowledged.commit.version, self._handed.popleft()))
                 self._num_committed += 1
@@ -181,15 +181,15 @@ class LakeFeed:
             arrived.append(ArrivedSteps(shipment.num_steps, _latency(shipment)))
         return arrived
 
-    def settle(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float) -> bool:
         """Wait for the commits, and for the view to have them."""
         if not self._recorder.flush(timeout_s):
             return False
         return self._view.wait_for(version=self._recorder.last_version, timeout_s=timeout_s)
 
-    def taken_timings(self) -> Timings:
+    def take_timings(self) -> Timings:
         """Of the recorder, and of the view that follows."""
-        timings = self._recorder.timings.taken()
+        timings = self._recorder.timings.take()
         timings.merge(_take_follow_timings(self._view))
         return timings
 

@@ -43,7 +43,7 @@ class CompactionRound:
     shards_before: int = 0
     shards_after: int = 0
     vacuumed: int = 0
-    trouble: str | None = None
+    blocked_reason: str | None = None
 
 
 class BackgroundCompactor:
@@ -116,8 +116,8 @@ class BackgroundCompactor:
         if kept is None:
             return
         self.rounds.append(kept)
-        if kept.trouble is not None:
-            self._on_remark(f"housekeeping of {self._dataset.name!r}: {kept.trouble}")
+        if kept.blocked_reason is not None:
+            self._on_remark(f"housekeeping of {self._dataset.name!r}: {kept.blocked_reason}")
 
 
 def _start_process(lake: str, dataset: str) -> subprocess.Popen[bytes]:
@@ -153,8 +153,8 @@ def _wait_or_terminate(process: subprocess.Popen[bytes], dataset: str) -> Compac
     with suppress(ValueError, TypeError):
         return CompactionRound(**json.loads(said))
     return CompactionRound(
-        trouble=f"its process ended with {process.returncode}, expected it to say what it did. Run "
-        f"`replaylake maintain {dataset}` to see why; nothing is lost meanwhile."
+        blocked_reason=f"its process ended with {process.returncode}, expected a report of it. "
+        f"Run `replaylake maintain {dataset}` to see why; nothing is lost meanwhile."
     )
 
 
@@ -177,7 +177,7 @@ def compact_and_vacuum(lake: str, dataset: str) -> CompactionRound:
         steps, *_ = compact(opened, dataset, target_bytes=target, once=True)
         found = vacuum(opened, [dataset], delete=True)
     except ReplayLakeError as error:
-        return CompactionRound(trouble=f"{type(error).__name__}: {error}")
+        return CompactionRound(blocked_reason=f"{type(error).__name__}: {error}")
     return CompactionRound(steps.shards_before, steps.shards_after, len(found.garbage))
 
 

@@ -55,7 +55,7 @@ class EpisodeCommitter:
         that neither takes a commit nor refuses it counts as hung.
         """
         self.producer = producer
-        self.trouble: str | None = None
+        self.blocked_reason: str | None = None
         self.timings = Timings()
         # Not from 0: a commit with a sequence that is taken would add nothing.
         self._sequence = dataset.next_sequence(producer)
@@ -112,7 +112,7 @@ class EpisodeCommitter:
         with self._news:
             self._lost += episode_ids
 
-    def acknowledged(self) -> list[AcknowledgedCommit]:
+    def take_acknowledged(self) -> list[AcknowledgedCommit]:
         """Return the commits since the last call. Raises: as add, where there was none."""
         with self._news:
             if not self._done:
@@ -176,11 +176,11 @@ class EpisodeCommitter:
                 lost, self._lost = self._lost, []
                 self._is_committing = True
             try:
-                commit = self._committed(parts, lost)
+                commit = self._commit_group(parts, lost)
             except BaseException as error:
                 with self._news:
                     # Whoever waits for the trouble to end is to look, and so to be told.
-                    self._failure, self.trouble = error, None
+                    self._failure, self.blocked_reason = error, None
                     self._num_waiting = 0
                     self._news.notify_all()
                 return
@@ -192,7 +192,7 @@ class EpisodeCommitter:
                     self._done.append(AcknowledgedCommit(commit, self._num_done - 1))
                 self._news.notify_all()
 
-    def _committed(
+    def _commit_group(
         self, parts: list[WrittenEpisodes | Sequence[Episode]], lost: Sequence[str]
     ) -> Commit:
         """Commit a group, however often the store refuses; once where that is closing.
@@ -208,14 +208,14 @@ class EpisodeCommitter:
             self._asked_at = time.monotonic()
             try:
                 if episodes:
-                    written.append(self._written(episodes))
+                    written.append(self._write_episodes(episodes))
                     episodes = []
                 started = time.perf_counter()
                 commit = self._commit(written, info)
                 seconds = time.perf_counter() - started
                 self.timings.add("commit", seconds, 1, commit.num_bytes)
             except TransientStorageError as error:
-                self._asked_at, self.trouble = None, str(error)
+                self._asked_at, self.blocked_reason = None, str(error)
                 with self._news:
                     if self._is_closing:
                         raise
@@ -223,7 +223,7 @@ class EpisodeCommitter:
                 continue
             self._asked_at = None
             self._sequence += 1
-            self.last_version, self.trouble = commit.version, None
+            self.last_version, self.blocked_reason = commit.version, None
             return commit
 
     def _commit(self, written: Sequence[WrittenEpisodes], info: dict[str, Any]) -> Commit:
@@ -232,7 +232,7 @@ class EpisodeCommitter:
             return self._dataset.commit(written, **to)
         return self._dataset.account(left_out=DropCounts(), **to)
 
-    def _written(self, episodes: Sequence[Episode]) -> WrittenEpisodes:
+    def _write_episodes(self, episodes: Sequence[Episode]) -> WrittenEpisodes:
         started = time.perf_counter()
         encoded = self._dataset.encode(episodes)
         at = time.perf_counter()

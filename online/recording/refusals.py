@@ -27,11 +27,11 @@ class StorageRetry:
         self._refused: dict[str, str] = {}
 
     @property
-    def trouble(self) -> str | None:
+    def blocked_reason(self) -> str | None:
         """Why the run waits, if it does."""
         return next(iter(self._refused.values()), None)
 
-    def note(self, who: str, trouble: str | None) -> None:
+    def set_blocked(self, who: str, trouble: str | None) -> None:
         """Take what somebody was refused now; None: nothing any more."""
         was_refused = bool(self._refused)
         if trouble is None:
@@ -43,7 +43,7 @@ class StorageRetry:
         elif was_refused and not self._refused:
             self._on_remark("the store takes what is written again: the run goes on")
 
-    def until_taken(self, who: str, call: Callable[[], _T]) -> _T:
+    def retry(self, who: str, call: Callable[[], _T]) -> _T:
         """Call until the store takes it, and return what that returns.
 
         Raises: TransientStorageError where the run is asked to end before; what else the call
@@ -53,10 +53,10 @@ class StorageRetry:
             try:
                 made = call()
             except TransientStorageError as error:
-                self.note(who, str(error))
+                self.set_blocked(who, str(error))
                 if self._should_end():
                     raise
                 time.sleep(RETRY_S)
                 continue
-            self.note(who, None)
+            self.set_blocked(who, None)
             return made

@@ -68,7 +68,7 @@ def register_packages(
         policies[agent] = f"{name}:{version}"
     if last:
         policies[last] = None
-    done = record.done({**found, "policies": policies})
+    done = record.to_finished({**found, "policies": policies})
     ref = registry.register(
         check_package(packages[last]).body["name"],
         packages[last],

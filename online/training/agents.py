@@ -123,9 +123,9 @@ class AgentLearners:
         return self._first.config
 
     @property
-    def normalisation(self) -> Mapping[str, Any]:
+    def normalization(self) -> Mapping[str, Any]:
         """Of all: an online learner knows none of its data beforehand."""
-        return self._first.normalisation
+        return self._first.normalization
 
     def prepare(self, view: ReplayView) -> None:
         """Let each look."""
@@ -169,7 +169,7 @@ class AgentBatches:
         self._learners = learners
         self._order = deque(supplies)
         first = next(iter(supplies.values()))
-        self.takes_once = first.takes_once
+        self.samples_once = first.samples_once
         self.num_rows = first.num_rows
         self._version = 0
 
@@ -202,13 +202,13 @@ class AgentBatches:
         self._order.rotate(-1)
         return self._supplies[self._learners.turn].sample()
 
-    def give_back(self, batch: Batch, result: Update) -> None:
+    def update_priorities(self, batch: Batch, result: Update) -> None:
         """Set priorities of the last batch."""
-        self._supplies[self._learners.turn].give_back(batch, result)
+        self._supplies[self._learners.turn].update_priorities(batch, result)
 
-    def taken_metrics(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Return each one's, by agent; of the staleness, which is the run's, the mean as well."""
-        told = {agent: supply.taken_metrics() for agent, supply in self._supplies.items()}
+        told = {agent: supply.take_metrics() for agent, supply in self._supplies.items()}
         values = {f"{_AGENT}/{a}/{name}": v for a, each in told.items() for name, v in each.items()}
         staleness = [each["staleness"] for each in told.values() if "staleness" in each]
         return values | ({"staleness": float(np.mean(staleness))} if staleness else {})
@@ -241,9 +241,12 @@ class AgentBehaviorSources:
         """The same for all."""
         return max(one.random_steps for one in self._behaviors.values())
 
-    def acting(self, version: int, num_steps: int) -> Mapping[str, BehaviorPolicy]:
+    def make_behavior_policy(self, version: int, num_steps: int) -> Mapping[str, BehaviorPolicy]:
         """Return who acts for each; versions rise together."""
-        return {agent: one.acting(version, num_steps) for agent, one in self._behaviors.items()}
+        return {
+            agent: one.make_behavior_policy(version, num_steps)
+            for agent, one in self._behaviors.items()
+        }
 
 
 def _sum_timings(each: Sequence[StageTiming]) -> StageTiming:

@@ -25,7 +25,7 @@ class BehaviorSource(Protocol):
         """Uniform actions until so many steps were collected."""
         ...
 
-    def acting(self, version: int, num_steps: int) -> BehaviorPolicies:
+    def make_behavior_policy(self, version: int, num_steps: int) -> BehaviorPolicies:
         """Return who acts as `version`, once `num_steps` steps were collected."""
         ...
 
@@ -59,9 +59,9 @@ class SingleBehaviorSource:
         """As configured."""
         return self._exploring.random_steps
 
-    def acting(self, version: int, num_steps: int) -> BehaviorPolicy:
+    def make_behavior_policy(self, version: int, num_steps: int) -> BehaviorPolicy:
         """Return the policy with what it has learned by now."""
         source: GraphBytes | TorchPolicy = self._policy
         if self._writer is not None:
             source = GraphBytes(self._writer.onnx(), self._policy.spec)
-        return self._exploring.acting(self._name, version, source, num_steps)
+        return self._exploring.make_behavior_policy(self._name, version, source, num_steps)

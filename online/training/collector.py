@@ -70,15 +70,15 @@ class Collector:
     @property
     def can_update(self) -> bool:
         """Whether there is a batch to learn from, and the limiter lets it be sampled."""
-        if self._takes_turns and self._goes_on:
+        if self._takes_turns and self._has_remaining_steps:
             return False
-        num = self._parts.supply.num_rows
-        return self._parts.limiter.can_sample(num) and self._parts.supply.is_ready
+        num = self._parts.batches.num_rows
+        return self._parts.limiter.can_sample(num) and self._parts.batches.is_ready
 
     @property
     def is_done(self) -> bool:
         """Whether all steps were collected, and can be sampled."""
-        return self.num_steps >= self._config.steps and not self._goes_on
+        return self.num_steps >= self._config.steps and not self._has_remaining_steps
 
     @property
     def mean_return(self) -> float | None:
@@ -91,7 +91,7 @@ class Collector:
         """See Broadcaster.staleness."""
         return self._broadcaster.staleness
 
-    def look(self, update: int, *, can_update: bool) -> None:
+    def poll(self, update: int, *, can_update: bool) -> None:
         """Hand out permits and take what came; wait for it only where there is nothing to learn.
 
         update: what the policy is of. can_update: whether the trainer makes an update next.
@@ -102,11 +102,11 @@ class Collector:
             self._moved_at = time.monotonic()
         if can_update and (self._takes_turns or now - self._looked_at < _POLL_S):
             return
-        self._note_arrived()
-        self._hand_out(update)
+        self._record_arrived()
+        self._issue_permits(update)
         came = self._receive(0.0 if can_update else _WAIT_S)
-        self._note_arrived()
-        self._hand_out(update)
+        self._record_arrived()
+        self._issue_permits(update)
         if self._is_local and not (can_update or came):
             # A disk that is full: whoever works in this process waits for nothing else.
             time.sleep(_WAIT_S)
@@ -123,11 +123,11 @@ class Collector:
         # What workers that are at it have collected is not to be lost.
         until = time.monotonic() + 10 * self._config.flush_interval_s + 5
         while self._promised and time.monotonic() < until:
-            self._take(self._parts.pool.receive(_WAIT_S))
+            self._handle_answer(self._parts.pool.receive(_WAIT_S))
         self._promised.clear()
         self._parts.feed.abandon([episode for ids in self._open.values() for episode in ids])
         self.settle(on_wait)
-        self._note_arrived()
+        self._record_arrived()
 
     def settle(self, on_wait: Callable[[], None]) -> None:
         """Wait until all is recorded; not where the run is asked to end and the store refuses.
@@ -135,11 +135,11 @@ class Collector:
         on_wait: called now and then meanwhile. Raises: TrainingError where nothing moves.
         """
         self._moved_at = time.monotonic()
-        while not self._parts.feed.settle(_SETTLE_S):
-            self._note_arrived()
+        while not self._parts.feed.drain(_SETTLE_S):
+            self._record_arrived()
             on_wait()
             self._check_moves()
-            if self._parts.feed.trouble is not None and self._should_end():
+            if self._parts.feed.blocked_reason is not None and self._should_end():
                 self._remark("what was collected last could not be recorded, and is dropped")
                 return
 
@@ -167,7 +167,7 @@ class Collector:
             "limiter": self._parts.limiter.state_dict(),
         }
 
-    def begin_with(self, found: CommittedSteps) -> None:
+    def start_from(self, found: CommittedSteps) -> None:
         """Begin with what the run has recorded; before the first look."""
         self.num_steps, self.num_episodes = found.num_steps, found.num_episodes
         self._broadcaster.begin_at(found.policy_version + 1)
@@ -185,7 +185,7 @@ class Collector:
         self._parts.limiter.load_state_dict({**state["limiter"], "num_inserts": num_inserts})
 
     @property
-    def _goes_on(self) -> bool:
+    def _has_remaining_steps(self) -> bool:
         """Whether there are steps to come that were asked for."""
         return bool(self._promised or self._num_under_way)
 
@@ -195,7 +195,7 @@ class Collector:
         For workers that owe an answer the pool has its own limit.
         """
         now, timeout_s = time.monotonic(), self._config.answer_timeout_s
-        if self._promised or self._refused_until or self._parts.feed.trouble is not None:
+        if self._promised or self._refused_until or self._parts.feed.blocked_reason is not None:
             self._moved_at = now
         if now - self._moved_at > timeout_s:
             limiter = self._parts.limiter
@@ -210,22 +210,22 @@ class Collector:
 
     # Permits.
 
-    def _hand_out(self, update: int) -> None:
+    def _issue_permits(self, update: int) -> None:
         """Let workers that are free collect as much as the limiter, and the run, allow."""
-        if self._parts.feed.trouble is not None or self._parts.feed.is_behind:
+        if self._parts.feed.blocked_reason is not None or self._parts.feed.is_behind:
             return
         if self._takes_turns and (self._promised or self.can_update):
             return
-        for worker in self._free():
-            num = self._permitted()
+        for worker in self._available_workers():
+            num = self._next_permit()
             if num == 0:
                 return
-            self._broadcaster.offer(update, self.num_steps)
-            self._parts.pool.ask(worker, num)
+            self._broadcaster.broadcast_if_due(update, self.num_steps)
+            self._parts.pool.request_steps(worker, num)
             self._promised[worker] = num
-            self._broadcaster.asked(worker)
+            self._broadcaster.record_request(worker)
 
-    def _permitted(self) -> int:
+    def _next_permit(self) -> int:
         """Return how many steps the next worker may collect."""
         promised = sum(self._promised.values())
         pending = promised + self._num_under_way
@@ -238,9 +238,9 @@ class Collector:
         if most <= 0 or pending or self.can_update:
             return 0
         # Neither may go on: sequences that were begun and lost count as if they would come.
-        return most if self._parts.supply.takes_once else least
+        return most if self._parts.batches.samples_once else least
 
-    def _free(self) -> list[int]:
+    def _available_workers(self) -> list[int]:
         """Return the workers that may be asked; where some were refused, those, to try again."""
         now = time.monotonic()
         free = [w for w in range(self._parts.pool.size) if w not in self._promised]
@@ -253,36 +253,36 @@ class Collector:
     def _receive(self, timeout_s: float) -> bool:
         """Take all that has come; wait for the first; return whether there was one."""
         came = False
-        while self._take(self._parts.pool.receive(timeout_s)):
+        while self._handle_answer(self._parts.pool.receive(timeout_s)):
             came, timeout_s = True, 0.0
         return came
 
-    def _take(self, answer: RolloutBatch | WorkerLost | None) -> bool:
+    def _handle_answer(self, answer: RolloutBatch | WorkerLost | None) -> bool:
         if isinstance(answer, WorkerLost):
-            self._note_lost(answer)
+            self._record_lost(answer)
         elif answer is not None:
-            self._note_shipment(answer)
+            self._record_batch(answer)
         return answer is not None
 
-    def _note_shipment(self, shipment: RolloutBatch) -> None:
+    def _record_batch(self, shipment: RolloutBatch) -> None:
         worker, self._moved_at = shipment.worker, time.monotonic()
         self._promised.pop(worker, None)
-        self._parts.refusals.note(f"worker {worker}", shipment.trouble)
-        if shipment.trouble is not None:
+        self._parts.storage_retry.set_blocked(f"worker {worker}", shipment.blocked_reason)
+        if shipment.blocked_reason is not None:
             # What it has it keeps, and hands over the next time.
             self._refused_until[worker] = time.monotonic() + RETRY_S
             return
         self._refused_until.pop(worker, None)
-        self._broadcaster.answered(worker)
+        self._broadcaster.record_answer(worker)
         self._open[worker] = shipment.open_episodes
         self.num_steps += shipment.num_steps
         self._num_under_way += shipment.num_steps
         self.num_episodes += len(shipment.ends)
-        self._note_returns(shipment)
+        self._record_returns(shipment)
         self._parts.timings.merge(shipment.timings)
         self._parts.feed.add(shipment)
 
-    def _note_returns(self, shipment: RolloutBatch) -> None:
+    def _record_returns(self, shipment: RolloutBatch) -> None:
         self.returns.add(shipment.ends)
         if self.returns.is_zero_sum and not self._said_zero_sum:
             self._said_zero_sum = True
@@ -291,22 +291,22 @@ class Collector:
                 "returns, 0, chooses no policy. Unless that changes, the last one is registered"
             )
 
-    def _note_lost(self, lost: WorkerLost) -> None:
+    def _record_lost(self, lost: WorkerLost) -> None:
         for of_worker in (self._promised, self._open, self._refused_until):
             of_worker.pop(lost.worker, None)
-        self._broadcaster.lost(lost.worker)
-        self._parts.refusals.note(f"worker {lost.worker}", None)
+        self._broadcaster.record_lost(lost.worker)
+        self._parts.storage_retry.set_blocked(f"worker {lost.worker}", None)
         self._parts.feed.abandon(lost.open_episodes)
         self._remark(f"worker {lost.worker} was lost and replaced: {lost.reason}")
 
-    def _note_arrived(self) -> None:
-        for arrived in self._parts.feed.arrived():
+    def _record_arrived(self) -> None:
+        for arrived in self._parts.feed.take_arrived():
             self._moved_at = time.monotonic()
             self._num_under_way -= arrived.num_steps
             self._parts.limiter.insert(arrived.num_steps)
             if arrived.latency_s is not None:
                 self._latencies.append(arrived.latency_s)
-        self._parts.refusals.note("commit", self._parts.feed.trouble)
+        self._parts.storage_retry.set_blocked("commit", self._parts.feed.blocked_reason)
 
 
 # A broadcast takes a millisecond or two of the learner's time; what is replayed was collected by
@@ -343,47 +343,47 @@ class Broadcaster:
 
     def begin_at(self, version: int) -> None:
         """Go on with a version that nobody has acted with."""
-        self._version = self._parts.supply.version = version
+        self._version = self._parts.batches.version = version
 
-    def offer(self, update: int, num_steps: int) -> None:
+    def broadcast_if_due(self, update: int, num_steps: int) -> None:
         """Hand the policy as it is now to whoever is asked next, if it is time to."""
         parts, now = self._parts, time.perf_counter()
         if self._update >= 0 and not self._is_due(update, num_steps, now):
             return
         if update > self._update >= 0:
             self._version += 1
-        acting = parts.behavior.acting(self._version, num_steps)
+        acting = parts.behavior.make_behavior_policy(self._version, num_steps)
         parts.pool.broadcast(acting)
         self._at, self._update = now, update
-        parts.supply.version = self._version
+        parts.batches.version = self._version
         seconds = time.perf_counter() - now
         parts.timings.add("broadcast", seconds, 1, num_bytes_sent(acting))
 
-    def asked(self, worker: int) -> None:
+    def record_request(self, worker: int) -> None:
         """Note that a worker collects with the newest version from now on."""
         self._asked_with[worker] = self._version
 
-    def answered(self, worker: int) -> None:
+    def record_answer(self, worker: int) -> None:
         """Note that a worker's steps came."""
         self._staleness.append(self._version - self._asked_with.pop(worker, self._version))
 
-    def lost(self, worker: int) -> None:
+    def record_lost(self, worker: int) -> None:
         """Note that nothing comes of what a worker was asked for."""
         self._asked_with.pop(worker, None)
 
     def _is_due(self, update: int, num_steps: int, now: float) -> bool:
         is_old = update - self._update >= self._config.broadcast_updates
-        is_time = self._parts.supply.takes_once or now - self._at >= _INTERVAL_S
+        is_time = self._parts.batches.samples_once or now - self._at >= _INTERVAL_S
         # One more round, in which the policy takes over.
         random_until = self._parts.behavior.random_steps + self._config.round_steps
         explores_anew = num_steps < random_until
         if not (is_old and (is_time or self._is_local)) and not explores_anew:
             return False
-        return not self._would_be_too_stale(update)
+        return not self._is_too_stale(update)
 
-    def _would_be_too_stale(self, update: int) -> bool:
+    def _is_too_stale(self, update: int) -> bool:
         """Whether a new version would leave a worker that is at it further behind than allowed."""
         most = self._config.max_staleness
-        if most is None or self._parts.supply.takes_once or update == self._update:
+        if most is None or self._parts.batches.samples_once or update == self._update:
             return False
         return any(self._version + 1 - version > most for version in self._asked_with.values())

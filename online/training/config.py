@@ -163,14 +163,14 @@ class OnlineConfig:
         return 1 if self.env_runner == "local" else self.workers
 
     @property
-    def evaluated_every(self) -> int:
+    def evaluate_interval_steps(self) -> int:
         """Steps from one measurement of the policy to the next."""
         return self.evaluate_steps or max(1, self.steps // 10)
 
     @property
-    def saved_every(self) -> int:
+    def save_interval_steps(self) -> int:
         """Steps from one checkpoint to the next."""
-        return self.checkpoint_steps or self.evaluated_every
+        return self.checkpoint_steps or self.evaluate_interval_steps
 
 
 _FROM_ONE: Final = (

@@ -21,7 +21,7 @@ class ExplorationSchedule:
     spec: PolicySpec
     random_steps: int
 
-    def acting(
+    def make_behavior_policy(
         self, name: str, version: int, source: GraphBytes | Policy, num_steps: int
     ) -> BehaviorPolicy:
         """Return who acts once `num_steps` steps were collected."""
@@ -47,7 +47,7 @@ class ExplorationSchedule:
 def make_exploration_schedule(
     config: OnlineConfig, spec: PolicySpec, *, takes_once: bool
 ) -> ExplorationSchedule:
-    """Return how a run explores; takes_once: whether its algorithm corrects for who acted."""
+    """Return how a run explores; samples_once: whether its algorithm corrects for who acted."""
     steps = config.random_steps
     if steps is None:
         is_box = isinstance(spec.action_space, Box)

@@ -67,11 +67,11 @@ class OnlineJob:
         return self.config.batch_size
 
     @property
-    def takes_once(self) -> bool:
+    def samples_once(self) -> bool:
         return self.learner.on_policy is not None
 
     @property
-    def puts(self) -> bool:
+    def writes_to_view(self) -> bool:
         """Whether what is collected is put into the view, and not found in the lake."""
         config = self.config
         return config.agents == "shared" and (config.env_runner == "local" or not config.record)
@@ -244,7 +244,7 @@ def manifest_of(job: OnlineJob, run_id: str, collected: CollectedData) -> dict[s
         "algorithm": job.config.algorithm,
         "seed": job.config.seed,
         "config": {**request.to_json()["config"], "options": dict(job.learner.config)},
-        "normalisation": dict(job.learner.normalisation),
+        "normalisation": dict(job.learner.normalization),
         "env_id": request.env_id,
         "datasets": [own, *map(dict, job.mixed_lineage)],
         "holdout": None,

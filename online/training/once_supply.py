@@ -30,7 +30,7 @@ from replaylake.online.training.supply import draw_batch, move_batch
 class OnPolicyBatches:
     """Sequences taken once, in order."""
 
-    takes_once = True
+    samples_once = True
 
     def __init__(
         self, view: LiveView, learner: Learner, config: OnlineConfig, timings: Timings
@@ -75,14 +75,14 @@ class OnPolicyBatches:
                 return None
         return move_batch(replace(batch, mask=mask), self._device, self._timings)
 
-    def give_back(self, batch: Batch, result: Update) -> None:
+    def update_priorities(self, batch: Batch, result: Update) -> None:
         """Raises: ConfigInvalidError: nothing is drawn by priorities."""
         raise ConfigInvalidError(
             "online: prioritized: found an algorithm that takes each step once, expected one that "
             "replays, such as dqn. Leave prioritized out."
         )
 
-    def taken_metrics(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Return the mean staleness in versions, and how many steps were left out as too old."""
         staleness, self._staleness = self._staleness, []
         said = {"steps_too_old": float(self._num_left_out)}

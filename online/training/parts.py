@@ -23,7 +23,7 @@ class Components:
     """What a trainer is made of; measure: judges a policy, higher is better; None: not at all."""
 
     learner: Learner
-    supply: LearnerBatches
+    batches: LearnerBatches
     pool: WorkerPool
     feed: Feed
     limiter: RateLimiter
@@ -31,5 +31,5 @@ class Components:
     selection: PolicySelection
     observer: Observer
     timings: Timings
-    refusals: StorageRetry
+    storage_retry: StorageRetry
     measure: Callable[[AgentPolicies], float] | None = None

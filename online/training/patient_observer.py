@@ -24,14 +24,14 @@ class RetryingObserver:
         """The update of the newest checkpoint, if there is one."""
         return self._run.last_saved
 
-    def measured(self, update: int, values: Mapping[str, float]) -> None:
+    def record_metrics(self, update: int, values: Mapping[str, float]) -> None:
         """Add to the run's metrics."""
         try:
-            self._run.measured(update, values)
+            self._run.record_metrics(update, values)
         except TransientStorageError:
             # They are kept: only the writing is to be done again, or left to the next time.
             with suppress(TransientStorageError):
-                self._refusals.until_taken("metrics", self._run.flush)
+                self._refusals.retry("metrics", self._run.flush)
 
     def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
         """Save a checkpoint; where a run that is to end cannot, it says what it goes on from.
@@ -43,7 +43,7 @@ class RetryingObserver:
             self._run.save(update, state, best=best)
 
         try:
-            self._refusals.until_taken("checkpoint", save)
+            self._refusals.retry("checkpoint", save)
         except TransientStorageError:
             saved = self._run.last_saved
             kept = "none was saved before" if saved is None else f"that of update {saved:,} stays"

@@ -19,4 +19,4 @@ class OnlineProgress:
     mean_return: float | None
     steps_per_s: float
     updates_per_s: float
-    trouble: str | None
+    blocked_reason: str | None

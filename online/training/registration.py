@@ -57,8 +57,8 @@ def register_policy(
 
     with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
         packages, evaluation = _packages(Path(scratch), job, manifest, closing_evaluation)
-        observer.measured(chosen.update, {EVALUATION: evaluation.mean_return})
-        refusals.until_taken("metrics", run.flush)
+        observer.record_metrics(chosen.update, {EVALUATION: evaluation.mean_return})
+        refusals.retry("metrics", run.flush)
         found = {
             **_outcome(trainer),
             "metrics": manifest["metrics"],
@@ -67,7 +67,7 @@ def register_policy(
             "datasets": manifest["datasets"],
         }
         lease.confirm()
-        ref, done = refusals.until_taken(
+        ref, done = refusals.retry(
             "policy", lambda: register_packages(lake.registry, record, packages, found)
         )
     run.checkpoints.remove()

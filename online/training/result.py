@@ -20,7 +20,7 @@ class OnlineResult:
     num_steps, num_episodes: collected, those of workers that were lost included as far as they were
     handed over. update: of the policy that was registered, of num_updates. converged: whether
     `until_return` was reached. policies: by agent, where each has its own; `policy` is the last one
-    of them then. was_done: the run had ended already, and nothing was done.
+    of them then. already_finished: the run had ended already, and nothing was done.
     """
 
     policy: PolicyRef
@@ -38,7 +38,7 @@ class OnlineResult:
     converged: bool
     wall_s: float
     policies: Mapping[str, PolicyRef] = field(default_factory=dict)
-    was_done: bool = False
+    already_finished: bool = False
 
 
 def load_finished_result(lake: Lake, record: Mapping[str, Any]) -> OnlineResult:

@@ -85,9 +85,9 @@ class RunAttempt:
     record: RunRecord
     lease: RunLease
     callbacks: OnlineCallbacks
-    goes_on: bool = False
+    resumed: bool = False
 
-    def carried_out(self) -> OnlineResult:
+    def execute(self) -> OnlineResult:
         """Train and register. Raises: as train_online."""
         run = LakeObserver(
             self.lake.storage,
@@ -128,10 +128,10 @@ class RunAttempt:
     ) -> OnlineTrainer:
         """Put the run together, where it goes on as it was; `stack` is what ends it."""
         job, callbacks, config = self.job, self.callbacks, self.job.config
-        attempt = len(self.record.body.get("resumed", ())) + 1 if self.goes_on else 0
+        attempt = len(self.record.body.get("resumed", ())) + 1 if self.resumed else 0
         run_id = self.record.run_id
         producer = producer_of(run_id, attempt)
-        checkpoint = run.newest() if self.goes_on else None
+        checkpoint = run.load_latest() if self.resumed else None
         stack.enter_context(torch_threads(config.threads))
         view = open_view(job, producer)
         stack.callback(view.close)
@@ -150,13 +150,13 @@ class RunAttempt:
             should_end=should_end,
         )
         remarks = list(pool.remarks)
-        if self.goes_on:
-            remarks += self._gone_on(trainer, view, feed, checkpoint, should_end)
+        if self.resumed:
+            remarks += self._restore(trainer, view, feed, checkpoint, should_end)
         if callbacks.on_start is not None:
-            callbacks.on_start(RunStart(run_id, trainer.update, self.goes_on, tuple(remarks)))
+            callbacks.on_start(RunStart(run_id, trainer.update, self.resumed, tuple(remarks)))
         return trainer
 
-    def _gone_on(
+    def _restore(
         self,
         trainer: OnlineTrainer,
         view: LiveView | AgentViews,
@@ -175,18 +175,18 @@ class RunAttempt:
         # Until then the limiter would count steps that cannot be sampled.
         _catch_up(view, found.version, job, should_end)
         if checkpoint is None:
-            trainer.begin_with(found)
+            trainer.start_from(found)
         else:
             job.learner.load_state_dict(checkpoint.arrays)
             trainer.load_state_dict(checkpoint.update, checkpoint.state, found)
-        self.record.go_on(trainer.update)
+        self.record.record_resume(trainer.update)
         feed.abandon(found.left_open)
 
     def _train(self, trainer: OnlineTrainer, run: LakeObserver, interruption: Interruption) -> None:
         """Run it to its end. Raises: RunInterrupted where it was asked to end before."""
         name, url = self.job.request.dataset, self.lake.url
         try:
-            with interruption.awaited():
+            with interruption.handle_signals():
                 is_complete = trainer.run()
         except ReplayLakeError as error:
             # Asked anew: this one knows the log that it has read.
@@ -253,7 +253,7 @@ _NUMBERS_PER_ATTEMPT: Final = 1 << 22
 
 def open_view(job: OnlineJob, producer: str) -> LiveView | AgentViews:
     columns = []
-    if job.takes_once:
+    if job.samples_once:
         columns.append(POLICY_VERSION)
         if job.learner.policy().spec.recorded_state_size:
             columns.append(POLICY_STATE)
@@ -265,7 +265,7 @@ def open_view(job: OnlineJob, producer: str) -> LiveView | AgentViews:
             frame_stack=job.config.frame_stack,
             where_steps=where_steps,
             since=job.since,
-            without_producers=[producer] if job.puts else (),
+            without_producers=[producer] if job.writes_to_view else (),
         )
 
     # Half a second, which the first batches would wait for.
@@ -300,7 +300,7 @@ def make_pool(
                 num_envs=config.envs_per_worker,
                 seed=config.seed,
             ),
-            records=not job.puts,
+            records=not job.writes_to_view,
         )
         for worker in range(size)
     ]
@@ -320,7 +320,7 @@ def make_pool(
 
 @contextmanager
 def open_feed(job: OnlineJob, view: LiveView | AgentViews, producer: str) -> Iterator[Feed]:
-    if isinstance(view, AgentViews) or not job.puts:
+    if isinstance(view, AgentViews) or not job.writes_to_view:
         is_local = job.config.env_runner == "local"
         interval_s = _TURN_INTERVAL_S if is_local else GROUP_INTERVAL_S
         with _recorder(job, producer, interval_s) as recorder:
@@ -363,7 +363,7 @@ def make_components(
     timings = Timings()
     return Components(
         learner=learner,
-        supply=_make_batches(job, view, timings),
+        batches=_make_batches(job, view, timings),
         pool=pool,
         feed=feed,
         limiter=_make_limiter(job),
@@ -371,14 +371,14 @@ def make_components(
         selection=PolicySelection("environment", True, config.patience),
         observer=observer,
         timings=timings,
-        refusals=refusals,
+        storage_retry=refusals,
         measure=measure,
     )
 
 
 def _make_batches(job: OnlineJob, view: LiveView | AgentViews, timings: Timings) -> LearnerBatches:
     def supply(view: LiveView, learner: Learner) -> ReplayBatches | OnPolicyBatches:
-        if job.takes_once:
+        if job.samples_once:
             return OnPolicyBatches(view, learner, job.config, timings)
         return ReplayBatches(view, learner, job.config, job.batch_size, job.mixed, timings)
 
@@ -393,7 +393,7 @@ def _make_behavior_source(job: OnlineJob, name: str) -> BehaviorSource:
     """name: whom steps are said to be acted by, with a version that rises as it learns."""
     config = job.config
     explored = make_exploration_schedule(
-        config, job.learner.policy().spec, takes_once=job.takes_once
+        config, job.learner.policy().spec, takes_once=job.samples_once
     )
 
     def behavior(learner: Learner) -> SingleBehaviorSource:

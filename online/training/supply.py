@@ -31,14 +31,14 @@ _REUSE = 2
 class LearnerBatches(Protocol):
     """Where a trainer's batches come from; see Supply for what each of these does.
 
-    takes_once: whether each step is. version: the newest that acts. num_rows: that a batch counts
+    samples_once: whether each step is. version: the newest that acts. num_rows: that a batch counts
     for the rate limiter before it is drawn, num_taken: the last one, after it was.
     """
 
     version: int
 
     @property
-    def takes_once(self) -> bool: ...
+    def samples_once(self) -> bool: ...
     @property
     def num_rows(self) -> int: ...
     @property
@@ -46,8 +46,8 @@ class LearnerBatches(Protocol):
     @property
     def is_ready(self) -> bool: ...
     def sample(self) -> Batch | None: ...
-    def give_back(self, batch: Batch, result: Update) -> None: ...
-    def taken_metrics(self) -> dict[str, float]: ...
+    def update_priorities(self, batch: Batch, result: Update) -> None: ...
+    def take_metrics(self) -> dict[str, float]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -55,7 +55,7 @@ class LearnerBatches(Protocol):
 class ReplayBatches:
     """Replayed transitions."""
 
-    takes_once = False
+    samples_once = False
     version = 0
 
     def __init__(
@@ -95,7 +95,7 @@ class ReplayBatches:
         """Draw a batch of tensors."""
         return move_batch(draw_batch(self._sampler, self._timings), self._device, self._timings)
 
-    def give_back(self, batch: Batch, result: Update) -> None:
+    def update_priorities(self, batch: Batch, result: Update) -> None:
         """Set the priorities of a batch.
 
         Raises: ConfigInvalidError where the learner gives none.
@@ -110,7 +110,7 @@ class ReplayBatches:
             priorities = priorities.detach().cpu().numpy()
         self._sampler.update_priorities(batch.indices, priorities)
 
-    def taken_metrics(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Return what is worth watching since the last call."""
         return {}
 

@@ -48,8 +48,8 @@ class OnlineTrainer:
         # In steps: how often each comes, and when next.
         self._every = {
             "log": config.log_steps,
-            "judge": config.evaluated_every,
-            "save": config.saved_every,
+            "judge": config.evaluate_interval_steps,
+            "save": config.save_interval_steps,
         }
         self._due = dict(self._every)
         self._told_at = -math.inf
@@ -67,11 +67,11 @@ class OnlineTrainer:
         is_ending = False
         while not (is_ending or self._is_over()):
             can_update = self.collector.can_update
-            self.collector.look(self.update, can_update=can_update)
+            self.collector.poll(self.update, can_update=can_update)
             if can_update:
                 self._make_update()
-            self._do_what_is_due()
-            self._tell()
+            self._run_due_tasks()
+            self._report_progress()
             is_ending = self._should_end()
         self._end(is_asked=is_ending)
         return not is_ending
@@ -90,16 +90,16 @@ class OnlineTrainer:
         """Return where the run is, as checkpoints keep it, but for the learner's own state."""
         return {
             **self.collector.state_dict(),
-            "supply": self._parts.supply.state_dict(),
+            "supply": self._parts.batches.state_dict(),
             "selection": self._parts.selection.state_dict(),
             "measured": self._measured.state_dict(),
             "due": dict(self._due),
             "wall_s": self.wall_s,
         }
 
-    def begin_with(self, found: CommittedSteps) -> None:
+    def start_from(self, found: CommittedSteps) -> None:
         """Begin to learn, from what the run has recorded; before it is run."""
-        self.collector.begin_with(found)
+        self.collector.start_from(found)
         self._logged_steps = found.num_steps
 
     def load_state_dict(self, update: int, state: Mapping[str, Any], found: CommittedSteps) -> None:
@@ -109,7 +109,7 @@ class OnlineTrainer:
         """
         self.update = update
         self.collector.load_state_dict(state, found)
-        self._parts.supply.load_state_dict(state["supply"])
+        self._parts.batches.load_state_dict(state["supply"])
         self._parts.selection.load_state_dict(state["selection"])
         self._measured.load_state_dict(state["measured"])
         self._due = dict(state["due"])
@@ -126,15 +126,15 @@ class OnlineTrainer:
 
     def _make_update(self) -> None:
         parts = self._parts
-        batch = parts.supply.sample()
-        parts.limiter.sample(parts.supply.num_taken)
+        batch = parts.batches.sample()
+        parts.limiter.sample(parts.batches.num_taken)
         if batch is None:
             return
         started = time.perf_counter()
         result = parts.learner.update(batch)
         self.update += 1
         if self._config.prioritized:
-            parts.supply.give_back(batch, result)
+            parts.batches.update_priorities(batch, result)
         metrics = {name: float(value) for name, value in result.metrics.items()}
         for sums in (self._logged, self._measured):
             sums.add(metrics)
@@ -156,10 +156,10 @@ class OnlineTrainer:
 
     # What is due.
 
-    def _do_what_is_due(self) -> None:
+    def _run_due_tasks(self) -> None:
         num_steps = self.collector.num_steps
         due = {name for name, at in self._due.items() if num_steps >= at}
-        if self._seems_good_enough():
+        if self._has_reached_return():
             due.add("judge")
         if not due:
             return
@@ -168,13 +168,13 @@ class OnlineTrainer:
                 self._due[name] += self._every[name]
         if self.update == 0:
             return
-        is_best = self._judge() if "judge" in due else False
+        is_best = self._measure_policy() if "judge" in due else False
         if "log" in due or self.has_converged:
             self._log()
         if is_best or "save" in due:
             self._save()
 
-    def _seems_good_enough(self) -> bool:
+    def _has_reached_return(self) -> bool:
         """Whether episodes as they were collected return as much as is asked for."""
         until, num = self._config.until_return, self._config.until_episodes
         sums, num_steps = self.collector.returns.sums, self.collector.num_steps
@@ -188,12 +188,12 @@ class OnlineTrainer:
         self._tried_at_steps = num_steps
         return True
 
-    def _judge(self) -> bool:
+    def _measure_policy(self) -> bool:
         """Measure the policy as it is; return whether it is the best so far."""
         parts, value = self._parts, None
         if parts.measure is not None:
             value = parts.measure(parts.behavior.policies)
-            parts.observer.measured(self.update, {"selection/environment": value})
+            parts.observer.record_metrics(self.update, {"selection/environment": value})
             if value == 0 and self.collector.returns.may_be_zero_sum:
                 # It would keep the first policy, which is as good as any by this number.
                 value = None
@@ -206,12 +206,12 @@ class OnlineTrainer:
 
     def _log(self) -> None:
         parts, wall_s, num_steps = self._parts, self.wall_s, self.collector.num_steps
-        parts.timings.merge(parts.feed.taken_timings())
+        parts.timings.merge(parts.feed.take_timings())
         passed = max(wall_s - self._logged_wall_s, 1e-9)
         values = {
             "staleness": self.collector.staleness,
             **self._logged.means(),
-            **parts.supply.taken_metrics(),
+            **parts.batches.take_metrics(),
             **self.collector.metrics(),
             **parts.timings.to_metrics(),
             "samples_per_insert": parts.limiter.num_samples / max(1, parts.limiter.num_inserts),
@@ -220,14 +220,14 @@ class OnlineTrainer:
             # Not of the last point, which comes right after another.
             values["steps_per_s"] = (num_steps - self._logged_steps) / passed
             values["updates_per_s"] = (self.update - self._logged_update) / passed
-        parts.observer.measured(self.update, values)
+        parts.observer.record_metrics(self.update, values)
         self._logged = MetricSums()
         self._logged_wall_s, self._logged_steps = wall_s, num_steps
         self._logged_update = self.update
 
     def _save(self) -> None:
         # A run that goes on learns from what is recorded: all that was learned from has to be.
-        self.collector.settle(self._tell)
+        self.collector.settle(self._report_progress)
         best = self._parts.selection.best
         self._parts.observer.save(
             self.update, self.state_dict(), best=None if best is None else best.update
@@ -235,17 +235,17 @@ class OnlineTrainer:
 
     def _end(self, *, is_asked: bool) -> None:
         """Take in what is under way, judge, log and save; is_asked: to end before it is over."""
-        self.collector.finish(self._tell)
+        self.collector.finish(self._report_progress)
         if self.update == 0:
             return
         last = self._parts.selection.last
         if not is_asked and (last is None or last.update != self.update):
-            self._judge()
+            self._measure_policy()
         self._log()
         self._save()
-        self._tell(is_last=True)
+        self._report_progress(is_last=True)
 
-    def _tell(self, *, is_last: bool = False) -> None:
+    def _report_progress(self, *, is_last: bool = False) -> None:
         now = time.perf_counter()
         if self._on_progress is None or not (is_last or now - self._told_at > _PROGRESS_INTERVAL_S):
             return
@@ -260,6 +260,6 @@ class OnlineTrainer:
                 mean_return=collector.mean_return,
                 steps_per_s=collector.num_steps / wall_s,
                 updates_per_s=self.update / wall_s,
-                trouble=self._parts.refusals.trouble,
+                blocked_reason=self._parts.storage_retry.blocked_reason,
             )
         )

@@ -98,8 +98,8 @@ def _describe_follower(follower: AliasFollower | None) -> list[dict[str, Any]]:
             "policy": one.name,
             "alias": one.alias,
             "interval_s": follower.interval_s,
-            "last_reload": None if one.moved is None else asdict(one.moved),
-            "refused": None if one.refused is None else asdict(one.refused),
+            "last_reload": None if one.last_change is None else asdict(one.last_change),
+            "refused": None if one.last_refusal is None else asdict(one.last_refusal),
             "unreachable": one.unreachable,
         }
         for one in follower.followed

@@ -39,7 +39,7 @@ class ActEndpoint:
         self._rng: np.random.Generator | None = None
         self._readers: dict[int, ActReader] = {}
         self._paces: dict[str, LatencyEstimate] = {}
-        self._together = MicroBatcher(self._answer_together)
+        self._together = MicroBatcher(self._answer_batch)
 
     async def __call__(self, request: Request) -> Response:
         """Answer one, in a thread if it takes long. Raises: RequestRefusedError, StorageError."""
@@ -51,12 +51,12 @@ class ActEndpoint:
                 self._paces[request.content_type] = pace
         has_company = request.num_behind or not self._together.is_empty
         if has_company and pace.is_within(len(request.body), _QUICK_S):
-            single = self._single(serving, request, pace)
+            single = self._read_single(serving, request, pace)
             if single is not None:
                 return await self._together.answer(serving, single, request.num_behind)
         return await pace.run(len(request.body), lambda: self._answer(serving, request))
 
-    def _single(
+    def _read_single(
         self, serving: ServingState, request: Request, pace: LatencyEstimate
     ) -> PendingRequest | None:
         """Return a request for one plain observation; None if it asks for more, or is refused."""
@@ -76,38 +76,40 @@ class ActEndpoint:
             asked, _observations_to_log(raw, values)[0], values, pace, len(request.body)
         )
 
-    def _answer_together(
+    def _answer_batch(
         self, serving: ServingState, singles: Sequence[PendingRequest]
     ) -> list[Response | Exception]:
         """Answer requests that came together as one batch, each as if it had come alone."""
         if len(singles) > 1:
             began = perf_counter()
             try:
-                return [*self._answers(serving, singles)]
+                return [*self._answer_all(serving, singles)]
             except RequestRefusedError:
                 pass  # by one of them, which only it is to hear of
             finally:
                 share = (perf_counter() - began) / len(singles)
                 for single in singles:
-                    single.pace.learn(single.num_bytes, share)
+                    single.latency.learn(single.num_bytes, share)
         answers: list[Response | Exception] = []
         for single in singles:
             try:
-                answers += self._answers(serving, [single])
+                answers += self._answer_all(serving, [single])
             except Exception as error:
                 answers.append(error)
         return answers
 
-    def _answers(self, serving: ServingState, singles: Sequence[PendingRequest]) -> list[Response]:
+    def _answer_all(
+        self, serving: ServingState, singles: Sequence[PendingRequest]
+    ) -> list[Response]:
         served = serving.router.one
-        asked = join_requests([single.asked for single in singles])
+        asked = join_requests([single.request for single in singles])
         values = np.concatenate([single.values for single in singles])
         raw = [single.raw for single in singles]
-        group = self._act(serving, asked, _Part(served, None, None), raw, values, self._drawn())
+        group = self._act(serving, asked, _Part(served, None, None), raw, values, self._generator())
         self._record(serving, asked, [group])
         return [one_answer(group, row) for row in range(len(singles))]
 
-    def _drawn(self) -> np.random.Generator:
+    def _generator(self) -> np.random.Generator:
         if self._rng is None:
             # Made at the first request: a process that forks before that gives no two workers one.
             self._rng = np.random.default_rng()
@@ -117,7 +119,7 @@ class ActEndpoint:
         asked = self._reader(serving).read(request, serving.limits.batch)
         _check_allowed(serving, asked)
         seed = asked.options.seed
-        rng = self._drawn() if seed is None else np.random.default_rng(seed)
+        rng = self._generator() if seed is None else np.random.default_rng(seed)
         # All versions that are served at once have one observation space and encoding.
         spec = serving.router.one.policy.spec
         raw = encode_observations(spec.encoding, asked.raw, asked.field, asked.is_batch)
@@ -239,7 +241,7 @@ def _assign_parts(serving: ServingState, asked: ActRequest) -> list[_Part]:
 
     A row with a state goes on with the version that made it. Raises: RequestRefusedError.
     """
-    groups = serving.router.for_rows(asked.episode_ids, asked.options.seed)
+    groups = serving.router.assign_rows(asked.episode_ids, asked.options.seed)
     num = len(asked.episode_ids)
     if asked.states is None:
         if len(groups) == 1:
@@ -270,7 +272,7 @@ def _resume_row(serving: ServingState, token: str, place: str) -> _Row:
         raise invalid_value_error(
             place, token, "a state that this server, or one with its key, answered"
         )
-    served = serving.router.by_version(state.policy, state.version)
+    served = serving.router.find_version(state.policy, state.version)
     if served is None:
         found = f"the state of {state.policy}:{state.version}, which is no longer served"
         raise RequestRefusedError(410, place, found, "none: let the episode begin anew")

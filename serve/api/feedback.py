@@ -74,10 +74,10 @@ class FeedbackEndpoint:
             # One at a time: what a repeat is compared with has been written.
             timestamp = self._clock.now()
             decisions = [_decision_of(serving, log, report, timestamp) for report in reports]
-            fresh = self._fresh(reports)
+            fresh = self._find_new(reports)
             if fresh:
-                log.write_rewards([reports[i].record(timestamp) for i in fresh])
-            self._hold(reports)
+                log.write_rewards([reports[i].to_record(timestamp) for i in fresh])
+            self._remember(reports)
         lags = [None if d is None else (timestamp - d.timestamp) / 1e6 for d in decisions]
         status = 202 if None in decisions else 200
         if "feedback" in fields:
@@ -91,7 +91,7 @@ class FeedbackEndpoint:
         }
         return json_response(said), lags
 
-    def _fresh(self, reports: Sequence[FeedbackRequest]) -> list[int]:
+    def _find_new(self, reports: Sequence[FeedbackRequest]) -> list[int]:
         """Return the places of those that are no repeats. Raises: RequestRefusedError (409)."""
         here: dict[bytes, bytes] = {}
         fresh = []
@@ -110,7 +110,7 @@ class FeedbackEndpoint:
                 raise RequestRefusedError(409, report.field("feedback_id"), found, expected)
         return fresh
 
-    def _hold(self, reports: Sequence[FeedbackRequest]) -> None:
+    def _remember(self, reports: Sequence[FeedbackRequest]) -> None:
         for report in reports:
             if (identity := report.identity()) is not None:
                 self._held[identity[0]] = identity[1]
@@ -181,7 +181,7 @@ class FeedbackRequest:
         """Return the place of one of its fields."""
         return self.place + name
 
-    def record(self, timestamp: int) -> dict[str, Any]:
+    def to_record(self, timestamp: int) -> dict[str, Any]:
         """Return it as the journal has it, received at `timestamp` (us)."""
         names = {
             "decision_id": self.decision_id,

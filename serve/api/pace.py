@@ -41,7 +41,7 @@ class LatencyEstimate:
     async def run(self, num_bytes: int, work: Callable[[], _Result]) -> _Result:
         """Do the work of a request of that size, here or in a thread."""
         size = min(num_bytes.bit_length(), _MAX_BITS - 1)
-        if self._expected_s(size) <= _MAX_ON_LOOP_S:
+        if self._estimate_s(size) <= _MAX_ON_LOOP_S:
             began = perf_counter()
             try:
                 return work()
@@ -57,7 +57,7 @@ class LatencyEstimate:
         finally:
             self._learn(size, thread_time() - began)
 
-    def _expected_s(self, size: int) -> float:
+    def _estimate_s(self, size: int) -> float:
         seen = self._seconds[size]
         if seen is not None:
             return seen

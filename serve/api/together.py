@@ -25,10 +25,10 @@ MAX_BATCH: Final = 32
 class PendingRequest:
     """A request of one observation: raw as it came, values [1, *obs]; num_bytes of its body."""
 
-    asked: ActRequest
+    request: ActRequest
     raw: Any
     values: Array
-    pace: LatencyEstimate
+    latency: LatencyEstimate
     num_bytes: int
 
 
@@ -58,20 +58,20 @@ class MicroBatcher:
         Raises: RequestRefusedError, StorageError.
         """
         if serving is not self._serving or len(self._singles) >= MAX_BATCH:
-            self._work_all()
+            self._flush()
             self._serving = serving
         loop = asyncio.get_running_loop()
         if not self._singles:
             # Should those behind turn out to be none of ours. By then all of them have begun.
-            loop.call_soon(self._work_all)
+            loop.call_soon(self._flush)
         future: asyncio.Future[Response] = loop.create_future()
         self._singles.append(single)
         self._futures.append(future)
         if not num_behind:
-            self._work_all()
+            self._flush()
         return await future
 
-    def _work_all(self) -> None:
+    def _flush(self) -> None:
         serving, singles, futures = self._serving, self._singles, self._futures
         self._singles, self._futures = [], []
         if serving is None or not singles:

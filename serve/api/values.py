@@ -74,7 +74,7 @@ def encode_observations(encoding: Encoding | None, raw: Any, field: str, is_batc
             vectors.append(value)
             continue
         place = f"{field}[{i}]" if is_batch else field
-        if (fault := encoding.find_fault(value)) is not None:
+        if (fault := encoding.find_mismatch(value)) is not None:
             name, found, expected = fault
             said = "nothing" if found is None else describe_value(found)
             raise RequestRefusedError(422, shorten(f"{place}.{name}"), said, shorten(expected))

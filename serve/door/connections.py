@@ -37,7 +37,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
     _arrivals: ClassVar[ArrivalCounter] = ArrivalCounter()
-    _guarded: ClassVar[WeakSet[Any]] = WeakSet()  # of uvicorn's ServerState, by which it is called
+    _server_states: ClassVar[WeakSet[Any]] = (
+        WeakSet()
+    )  # of uvicorn's ServerState, by which it is called
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, unless there are too many."""
@@ -47,11 +49,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_since: float | None = None
         self._head_bytes = 0
         self._unread_since: float | None = None
-        if len(self.connections) > self.limits.num and not self._close_an_idle_one():
+        if len(self.connections) > self.limits.num and not self._close_idle_connection():
             self._refuse(503, "connections", f"{len(self.connections) - 1}", "fewer; try again")
-        if self.server_state not in self._guarded:
-            self._guarded.add(self.server_state)
-            self.loop.call_later(_CHECK_INTERVAL_S, self._look_after_all)
+        if self.server_state not in self._server_states:
+            self._server_states.add(self.server_state)
+            self.loop.call_later(_CHECK_INTERVAL_S, self._check_all)
 
     def data_received(self, data: bytes) -> None:
         """Take a packet."""
@@ -75,7 +77,7 @@ class LimitedProtocol(HttpToolsProtocol):
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ARRIVED] = time.perf_counter()
         scope[ARRIVALS] = self._arrivals
-        self._arrivals.come(self.loop)
+        self._arrivals.record_arrival(self.loop)
 
     def on_response_complete(self) -> None:
         """End a request."""
@@ -118,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(head + answer.body)
         self.transport.close()
 
-    def _close_an_idle_one(self) -> bool:
+    def _close_idle_connection(self) -> bool:
         idle = [
             (other._idle_since, id(other), other)
             for other in self.connections
@@ -132,17 +134,17 @@ class LimitedProtocol(HttpToolsProtocol):
         min(idle)[2].transport.close()
         return True
 
-    def _look_after_all(self) -> None:
+    def _check_all(self) -> None:
         now = self.loop.time()
         for connection in tuple(self.connections):
             if isinstance(connection, LimitedProtocol):
-                connection._look_after(now)
+                connection._check_timeouts(now)
         if self.connections:
-            self.loop.call_later(_CHECK_INTERVAL_S, self._look_after_all)
+            self.loop.call_later(_CHECK_INTERVAL_S, self._check_all)
         else:
-            self._guarded.discard(self.server_state)
+            self._server_states.discard(self.server_state)
 
-    def _look_after(self, now: float) -> None:
+    def _check_timeouts(self, now: float) -> None:
         limits = self.limits
         if self._unread_since is not None and now - self._unread_since > limits.unread_timeout_s:
             self.transport.abort()

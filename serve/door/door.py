@@ -72,7 +72,7 @@ class RequestHandler:
         keeper, serving = self._keeper, self._keeper.serving()
         visit = _RequestState(scope, began, _BEFORE_START if serving is None else serving.limits)
         arrivals = scope.get(ARRIVALS)
-        visit.num_behind = 0 if arrivals is None else arrivals.begin()
+        visit.num_behind = 0 if arrivals is None else arrivals.start_next()
         visit.wait = keeper.waits.enter(began + visit.limits.deadline_s)
         try:
             answer = await self._answer(visit, receive, serving)
@@ -110,7 +110,7 @@ class RequestHandler:
         except Exception as error:
             # Whatever we did not foresee is logged here, and the client learns no internals. A
             # refusal that cannot be worded is among it: outside of the app BentoML answers nothing.
-            self._complaints.say("unexpected error", error)
+            self._complaints.log("unexpected error", error)
             return error_response(
                 RequestRefusedError(500, "server", "an internal error", "an answer; see its log")
             )
@@ -146,7 +146,7 @@ class RequestHandler:
                 raise
             return error_response(_timeout_error(visit))
         except StorageError as error:
-            self._complaints.say(f"decision log: {error}")
+            self._complaints.log(f"decision log: {error}")
             keeper.metrics.count_log_failure()
             refused = ("log", "a disk that refuses", "room to log; try again later")
             return error_response(RequestRefusedError(503, *refused, _RETRY_LATER))
@@ -313,7 +313,7 @@ class _RateLimitedLog:
         self._route = route
         self._next, self._num_unsaid = 0.0, 0
 
-    def say(self, text: str, error: Exception | None = None) -> None:
+    def log(self, text: str, error: Exception | None = None) -> None:
         """Log a line, with its traceback for an error, or count it for the next one."""
         now = time.monotonic()
         if now < self._next:

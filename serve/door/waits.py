@@ -26,19 +26,19 @@ class ArrivalCounter:
     def __init__(self) -> None:
         self._num, self._is_armed = 0, False
 
-    def come(self, loop: asyncio.AbstractEventLoop) -> None:
+    def record_arrival(self, loop: asyncio.AbstractEventLoop) -> None:
         """Count a request that has come."""
         self._num += 1
         if not self._is_armed:
             self._is_armed = True
-            loop.call_soon(loop.call_soon, self._forget)
+            loop.call_soon(loop.call_soon, self._reset)
 
-    def begin(self) -> int:
+    def start_next(self) -> int:
         """Count one that begins; return how many are behind it."""
         self._num = max(0, self._num - 1)
         return self._num
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._num, self._is_armed = 0, False
 
 
@@ -75,9 +75,9 @@ class Deadlines:
             wait.task.uncancel()
 
     def _arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_CHECK_INTERVAL_S, self._look)
+        self._timer = asyncio.get_running_loop().call_later(_CHECK_INTERVAL_S, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = time.perf_counter()
         for wait in self._all:
             if wait.due <= now and not wait.is_overdue:

@@ -58,7 +58,7 @@ class SharedCounters:
         self._name = new_ulid()
         memory: bytearray | mmap.mmap = bytearray(NUM_COUNTERS * _BYTES)
         if folder is not None:
-            memory = self._opened(folder)
+            memory = self._create_files(folder)
         self.values = memoryview(memory).cast("d")
         self.array: Array = np.frombuffer(memory, np.float64)  # the same cells
 
@@ -76,7 +76,7 @@ class SharedCounters:
             else:
                 begin, self._end = self._end, self._end + width
             self._blocks[key] = begin, width
-            self._say(begin, width, key)
+            self._write_key(begin, width, key)
             return begin
 
     def release(self, key: Key) -> None:
@@ -86,7 +86,7 @@ class SharedCounters:
             if found is None:
                 return
             begin, width = found
-            self._say(begin, width, None)
+            self._write_key(begin, width, None)
             self.values[begin : begin + width] = memoryview(bytes(width * _BYTES)).cast("d")
             self._free.setdefault(width, []).append(begin)
 
@@ -99,7 +99,7 @@ class SharedCounters:
                 if path.stem != self._name:
                     yield from _read(path)
 
-    def _opened(self, folder: Path) -> mmap.mmap:
+    def _create_files(self, folder: Path) -> mmap.mmap:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{self._name}.cells").open("xb+") as file:
             file.truncate(NUM_COUNTERS * _BYTES)
@@ -109,7 +109,7 @@ class SharedCounters:
         fcntl.flock(self._keys_fd, fcntl.LOCK_EX)
         return memory
 
-    def _say(self, begin: int, width: int, key: Key | None) -> None:
+    def _write_key(self, begin: int, width: int, key: Key | None) -> None:
         if self._keys_fd >= 0:
             os.write(self._keys_fd, json.dumps([begin, width, key]).encode() + b"\n")
 

@@ -60,9 +60,9 @@ def _one(family: MetricFamily, legend: str, *, only: str = "", form: str = "{}")
 
 
 def _stat(family: MetricFamily, form: str = "{}") -> Panel:
-    text = family.text.rstrip(".")
+    text = family.description.rstrip(".")
     title = text if len(text) < 40 else family.name.removeprefix("replaylake_").replace("_", " ")
-    return Panel(title, (_one(family, _AT, form=form),), family.text, family.unit, 4, "stat")
+    return Panel(title, (_one(family, _AT, form=form),), family.description, family.unit, 4, "stat")
 
 
 _ROWS: Final[tuple[Row, ...]] = (
@@ -73,7 +73,7 @@ _ROWS: Final[tuple[Row, ...]] = (
             Panel(
                 "Version served",
                 (_one(POLICY, "{{policy}}:{{version}} ({{reference}}) " + _AT),),
-                POLICY.text,
+                POLICY.description,
                 width=8,
                 kind="stat",
             ),
@@ -115,7 +115,7 @@ _ROWS: Final[tuple[Row, ...]] = (
                         form="sum by (instance, status) (rate({}[$__rate_interval]))",
                     ),
                 ),
-                REFUSED_CONNECTIONS.text,
+                REFUSED_CONNECTIONS.description,
                 "ops",
             ),
             Panel(
@@ -127,10 +127,10 @@ _ROWS: Final[tuple[Row, ...]] = (
                         form="sum by (instance, header) (rate({}[$__rate_interval]))",
                     ),
                 ),
-                REFUSED_HEADERS.text,
+                REFUSED_HEADERS.description,
                 "ops",
             ),
-            Panel("Workers started", (_one(WORKER_STARTS, _AT),), WORKER_STARTS.text),
+            Panel("Workers started", (_one(WORKER_STARTS, _AT),), WORKER_STARTS.description),
         ),
     ),
     (
@@ -149,7 +149,7 @@ _ROWS: Final[tuple[Row, ...]] = (
                 "ops",
                 is_stacked=True,
             ),
-            Panel("Share of episodes", (_one(WEIGHT, _VERSION),), WEIGHT.text, WEIGHT.unit),
+            Panel("Share of episodes", (_one(WEIGHT, _VERSION),), WEIGHT.description, WEIGHT.unit),
             Panel(
                 "Reloads",
                 (
@@ -165,16 +165,27 @@ _ROWS: Final[tuple[Row, ...]] = (
         "How it acts",
         (
             Panel(
-                "Exploration", (_one(EXPLORATION, _VERSION),), EXPLORATION.text, EXPLORATION.unit
+                "Exploration",
+                (_one(EXPLORATION, _VERSION),),
+                EXPLORATION.description,
+                EXPLORATION.unit,
             ),
-            Panel("Mean log-probability", (_one(LOG_PROB, _VERSION),), LOG_PROB.text, "none"),
+            Panel(
+                "Mean log-probability", (_one(LOG_PROB, _VERSION),), LOG_PROB.description, "none"
+            ),
             Panel(
                 "Observations, against those of training",
                 (_one(DRIFT, "{{over}} " + _VERSION),),
-                DRIFT.text,
+                DRIFT.description,
                 "none",
             ),
-            Panel("By element", (_one(SHIFT, "{{element}} " + _VERSION),), SHIFT.text, "none", 16),
+            Panel(
+                "By element",
+                (_one(SHIFT, "{{element}} " + _VERSION),),
+                SHIFT.description,
+                "none",
+                16,
+            ),
             Panel("Of how many decisions", (_one(RECENT_DECISIONS, _VERSION),), "Of the means."),
         ),
     ),
@@ -184,7 +195,7 @@ _ROWS: Final[tuple[Row, ...]] = (
             Panel(
                 "Rewards a second",
                 (_one(FEEDBACK, _AT, form=RATE),),
-                FEEDBACK.text,
+                FEEDBACK.description,
                 "ops",
             ),
             Panel(
@@ -193,18 +204,22 @@ _ROWS: Final[tuple[Row, ...]] = (
                     _one(FEEDBACK_LAG, f"median {_AT}", form=_quantile(0.5)),
                     _one(FEEDBACK_LAG, f"90% {_AT}", form=_quantile(0.9)),
                 ),
-                FEEDBACK_LAG.text,
+                FEEDBACK_LAG.description,
                 "s",
             ),
             Panel(
                 "Joined",
                 (_one(JOINED, f"joined {_AT}"),),
-                JOINED.text,
+                JOINED.description,
                 JOINED.unit,
             ),
-            Panel("Rewards without a decision", (_one(ORPHANED, _AT),), ORPHANED.text),
-            Panel("Set aside", (_one(SET_ASIDE, _AT),), SET_ASIDE.text),
-            Panel("Waiting for their commit", (_one(PENDING, "{{table}} " + _AT),), PENDING.text),
+            Panel("Rewards without a decision", (_one(ORPHANED, _AT),), ORPHANED.description),
+            Panel("Set aside", (_one(SET_ASIDE, _AT),), SET_ASIDE.description),
+            Panel(
+                "Waiting for their commit",
+                (_one(PENDING, "{{table}} " + _AT),),
+                PENDING.description,
+            ),
             Panel(
                 "Not logged",
                 (

@@ -29,7 +29,7 @@ class TrainingMoments:
     mean: Array
     scale: Array
 
-    def standardised(self, observations: Values) -> Array:
+    def standardize(self, observations: Values) -> Array:
         """Return (x - mean) / std of observations [B, *obs] as float64 [B, D]."""
         columns = []
         for name, every in self.leaves:

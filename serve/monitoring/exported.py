@@ -20,11 +20,11 @@ class MetricFamily:
 
     name: str
     kind: Kind
-    text: str
+    description: str
     labels: tuple[str, ...] = ()
     unit: str = "short"
     buckets: tuple[float, ...] = ()
-    joined: MergeMode = "sum"
+    merge_mode: MergeMode = "sum"
 
     @property
     def sample(self) -> str:
@@ -85,7 +85,7 @@ WEIGHT: Final = MetricFamily(
     "Share of the episodes that this version answers.",
     (*_VERSION, "reference"),
     "percentunit",
-    joined="mean",
+    merge_mode="mean",
 )
 RELOADS: Final = MetricFamily(
     "replaylake_reloads",
@@ -98,7 +98,7 @@ REFUSED: Final = MetricFamily(
     "gauge",
     "The version that an alias points at and that did not pass; 0 where it did.",
     ("policy", "alias"),
-    joined="max",
+    merge_mode="max",
 )
 UNREACHABLE: Final = MetricFamily(
     "replaylake_follow_failing",
@@ -156,19 +156,19 @@ JOINED: Final = MetricFamily(
     "Share of all logged decisions that have a reward, as `sessionise` last found it.",
     (),
     "percentunit",
-    joined="max",
+    merge_mode="max",
 )
 ORPHANED: Final = MetricFamily(
     "replaylake_orphaned_rewards",
     "gauge",
     "Rewards without a decision, as `sessionise` last found them.",
-    joined="max",
+    merge_mode="max",
 )
 SET_ASIDE: Final = MetricFamily(
     "replaylake_set_aside_decisions",
     "gauge",
     "Decisions and received steps that cannot be steps as they are, as `sessionise` last found.",
-    joined="max",
+    merge_mode="max",
 )
 LOG_FAILURES: Final = MetricFamily(
     "replaylake_log_failures",

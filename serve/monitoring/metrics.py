@@ -129,10 +129,10 @@ class Metrics:
         """
         recent = self._recents.get((served.name, served.version))
         if recent is None:
-            recent = RecentStatistics(self._opened(), served)
+            recent = RecentStatistics(self._open_counters(), served)
             self._recents[served.name, served.version] = recent
         if recent.add(observations, log_probs, num, is_drawn, epsilon):
-            recent.add_up(time.monotonic())
+            recent.fold(time.monotonic())
 
     def count_feedback(self, lag_s: float | None = None) -> None:
         """Count one accepted reward, of a decision that was taken lag_s before."""
@@ -187,8 +187,8 @@ class Metrics:
             serving.follower.on_look = self._show_following
             for following in serving.follower.followed:
                 self._show_following(following)
-        if serving.sessioniser is not None:
-            serving.sessioniser.on_round = self.set_joined
+        if serving.feedback_join is not None:
+            serving.feedback_join.on_round = self.set_joined
         self._show_served()
         self.refresh()
 
@@ -202,7 +202,7 @@ class Metrics:
         """Bring up to date what is not counted as it happens."""
         now = time.monotonic()
         for recent in list(self._recents.values()):
-            recent.add_up(now)
+            recent.fold(now)
         self._set(WORKERS, (), 1)
         for status, num in list(self._refused.items()):
             self._set(REFUSED_CONNECTIONS, (str(status),), num)
@@ -226,7 +226,7 @@ class Metrics:
             moments = training_moments(served.about, served.policy.spec)
             if moments is not None:
                 elements[served.name, str(served.version)] = moments.labels
-        return exposition(list(self._opened().blocks()), elements, time.monotonic())
+        return exposition(list(self._open_counters().blocks()), elements, time.monotonic())
 
     def _show_served(self) -> None:
         """Report the arms; called in the thread that changed them."""
@@ -246,11 +246,11 @@ class Metrics:
         self._shown = shown
         held = {(served.name, served.version) for served in serving.router.held}
         for known in [key for key in self._recents if key not in held]:
-            self._opened().release(self._recents.pop(known).key)
+            self._open_counters().release(self._recents.pop(known).key)
 
     def _show_following(self, following: FollowedAlias) -> None:
         labels = (following.name, following.alias)
-        refused = following.refused
+        refused = following.last_refusal
         self._set(REFUSED, labels, 0 if refused is None else refused.version)
         self._set(UNREACHABLE, labels, following.unreachable is not None)
         self._set(RELOADS, (*labels, "served"), following.num_moves)
@@ -267,12 +267,12 @@ class Metrics:
     def _begin(self, family: MetricFamily, labels: tuple[str, ...] = (), width: int = 1) -> int:
         begin = self._begins.get((family.name, labels))
         if begin is None:
-            begin = self._opened().block((family.name, labels), width)
+            begin = self._open_counters().block((family.name, labels), width)
             self._begins[family.name, labels] = begin
-            self._values = self._opened().values
+            self._values = self._open_counters().values
         return begin
 
-    def _opened(self) -> SharedCounters:
+    def _open_counters(self) -> SharedCounters:
         if self._cells is None:
             folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
             self._cells = SharedCounters(Path(folder) if folder else None)
@@ -330,14 +330,14 @@ def _families(
 
 
 def _counter(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) -> Metric:
-    metric = CounterMetricFamily(family.name, family.text, labels=family.labels)
+    metric = CounterMetricFamily(family.name, family.description, labels=family.labels)
     for labels, blocks in _with_zero(family, found):
         metric.add_metric(labels, float(sum(block.values[0] for block in blocks)))
     return metric
 
 
 def _histogram(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) -> Metric:
-    metric = HistogramMetricFamily(family.name, family.text, labels=family.labels)
+    metric = HistogramMetricFamily(family.name, family.description, labels=family.labels)
     bounds = [*(f"{bound!r}" for bound in family.buckets), "+Inf"]
     for labels, blocks in _with_zero(family, found):
         total = np.sum([block.values for block in blocks], axis=0) if blocks else np.zeros(0)
@@ -349,7 +349,7 @@ def _histogram(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]
 
 
 def _gauge(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) -> Metric:
-    metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
+    metric = GaugeMetricFamily(family.name, family.description, labels=family.labels)
     for labels, blocks in found.items():
         values = [float(block.values[0]) for block in blocks if block.is_live]
         if family in (POLICY, WEIGHT):
@@ -360,15 +360,15 @@ def _gauge(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) ->
 
 
 def _merge(family: MetricFamily, values: list[float]) -> float:
-    if family.joined == "max":
+    if family.merge_mode == "max":
         return max(values)
-    return sum(values) / (len(values) if family.joined == "mean" else 1)
+    return sum(values) / (len(values) if family.merge_mode == "mean" else 1)
 
 
 def _of_means(
     family: MetricFamily, means: Mapping[_Labels, RecentMeans], elements: Mapping[_Labels, _Labels]
 ) -> Metric:
-    metric = GaugeMetricFamily(family.name, family.text, labels=family.labels)
+    metric = GaugeMetricFamily(family.name, family.description, labels=family.labels)
     for labels, mean in means.items():
         for more, value in _values(family, mean, elements.get(labels, ())):
             metric.add_metric((*labels, *more), value)

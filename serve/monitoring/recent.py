@@ -73,7 +73,7 @@ class RecentStatistics:
         """Remember one request of `num` observations [num, *obs]; return whether to add up now."""
         moments, shifts = self.moments, None
         if moments is not None and not (num == 1 and self._is_narrow):
-            shifts = moments.standardised(_sample_rows(observations))
+            shifts = moments.standardize(_sample_rows(observations))
         # A best action has a probability of at least 1 - epsilon, any other of epsilon / 2.
         tells = is_drawn and (self._has_two or 0 < epsilon <= 0.5)
         with self._lock:
@@ -88,13 +88,13 @@ class RecentStatistics:
             self._num += num
             return self._num >= _MAX_PENDING
 
-    def add_up(self, now_s: float) -> None:
+    def fold(self, now_s: float) -> None:
         """Add what is remembered to the sums; now_s: time.monotonic(), which workers share."""
         with self._lock:
             if self._num:
-                self._add_up(now_s)
+                self._fold(now_s)
 
-    def _add_up(self, now_s: float) -> None:
+    def _fold(self, now_s: float) -> None:
         sums = self._sums
         sums[1:] *= math.exp((sums[_TIME] - now_s) / TIME_CONSTANT_S)
         sums[_TIME] = now_s
@@ -116,7 +116,7 @@ class RecentStatistics:
 
     def _add_shifts(self, moments: TrainingMoments, sums: Array) -> None:
         if self._single:
-            self._shifts.append(moments.standardised(concatenate(self._single)))
+            self._shifts.append(moments.standardize(concatenate(self._single)))
         for shifts in self._shifts:
             sums[_NUM_SEEN] += len(shifts)
             sums[_FIXED:] += shifts.sum(axis=0)

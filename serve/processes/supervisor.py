@@ -108,7 +108,7 @@ class Supervisor:
                 self._start_due()
                 pause = min((when for when, _, _ in self._due), default=None)
                 signals.wait(None if pause is None else max(0.0, pause - time.monotonic()))
-                self._bury()
+                self._reap()
         finally:
             self._stop()
 
@@ -128,7 +128,7 @@ class Supervisor:
             )
             self._workers.append(_WorkerProcess(number, process, now, num_short_lives))
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         """Find the workers that ended, and plan to start them again: the first time at once."""
         now = time.monotonic()
         for worker in list(self._workers):

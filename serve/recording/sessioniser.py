@@ -65,13 +65,13 @@ class FeedbackJoinProcess:
     def _watch(self) -> None:
         while True:
             try:
-                self._look()
+                self._check_process()
             except OSError as error:
                 _logger.error("sessionise: %s; trying again", error)
             if self._stopping.wait(_POLL_S):
                 return
 
-    def _look(self) -> None:
+    def _check_process(self) -> None:
         if self._lock_fd is None and not self._take_lock():
             return
         if self._process is not None and self._process.poll() is not None:
@@ -86,10 +86,12 @@ class FeedbackJoinProcess:
             ]
             # Its stdin ends when this process does, however that ends.
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            reader = threading.Thread(target=self._tell, args=(self._process,), daemon=True)
+            reader = threading.Thread(
+                target=self._report_output, args=(self._process,), daemon=True
+            )
             reader.start()
 
-    def _tell(self, process: subprocess.Popen[bytes]) -> None:
+    def _report_output(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None, "it was started with a pipe"
         with process.stdout as lines:
             for line in lines:
@@ -145,7 +147,7 @@ def main(arguments: list[str]) -> None:
         counts = [receipt.decisions, receipt.joined, receipt.orphaned, set_aside]
         print(json.dumps(counts), flush=True)
         if receipt.has_changed:
-            say(receipt.line())
+            say(receipt.to_line())
 
     threading.Thread(target=wait_for_the_end, name="stdin", daemon=True).start()
     rounds = FeedbackJoiner(open_lake(lake), dataset, window_s=float(window_s))

@@ -58,8 +58,8 @@ class FollowedAlias:
     alias: str
     num_moves: int = 0
     num_refusals: int = 0
-    moved: VersionChange | None = None
-    refused: VersionRefusal | None = None
+    last_change: VersionChange | None = None
+    last_refusal: VersionRefusal | None = None
     unreachable: str | None = None
 
 
@@ -96,12 +96,12 @@ class AliasFollower:
         if self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT_S)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Go where the aliases point now. Raises nothing: what went wrong is kept and logged."""
         for following in self.followed:
             before = (following.num_moves, following.num_refusals, following.unreachable)
             try:
-                self._look_at(following)
+                self._poll_alias(following)
                 following.unreachable = None
             except StorageError as error:
                 # The next look may find it: a lake far away comes and goes.
@@ -118,17 +118,17 @@ class AliasFollower:
 
     def _run(self) -> None:
         while not self._stopping.wait(self.interval_s):
-            self.look()
+            self.poll()
 
-    def _look_at(self, following: FollowedAlias) -> None:
+    def _poll_alias(self, following: FollowedAlias) -> None:
         served = self._router.arms[following.arm].served
         version = self._aliases.alias_version(following.name, following.alias)
         if version is None:
             return  # taken away, or never set: nothing says where to go
         if (served.name, served.version) == (following.name, version):
-            following.refused = None
+            following.last_refusal = None
             return
-        if following.refused is not None and following.refused.version == version:
+        if following.last_refusal is not None and following.last_refusal.version == version:
             return
         began = time.monotonic()
         try:
@@ -144,8 +144,8 @@ class AliasFollower:
             return
         self._router.replace(following.arm, found)
         took_s = time.monotonic() - began
-        following.moved = VersionChange(served.version, version, _now_ms(), took_s)
-        following.refused = None
+        following.last_change = VersionChange(served.version, version, _now_ms(), took_s)
+        following.last_refusal = None
         following.num_moves += 1
         _logger.warning(
             "%s: serving version %d instead of %d, loaded in %.2f s",
@@ -158,7 +158,7 @@ class AliasFollower:
     def _refuse(
         self, following: FollowedAlias, version: int, served: ServedPolicy, reason: str
     ) -> None:
-        following.refused = VersionRefusal(version, _now_ms(), reason)
+        following.last_refusal = VersionRefusal(version, _now_ms(), reason)
         following.num_refusals += 1
         _logger.error(
             "%s: version %d is refused, version %d goes on: %s",

@@ -77,10 +77,10 @@ class Router:
 
     @property
     def held(self) -> tuple[ServedPolicy, ...]:
-        """What `by_version` finds."""
+        """What `find_version` finds."""
         return tuple(self._known.values())
 
-    def for_rows(
+    def assign_rows(
         self, episode_ids: Sequence[str | None], seed: int | None = None
     ) -> list[tuple[ServedPolicy, Sequence[int]]]:
         """Return which policy acts for which rows of a request; a row without an id is drawn.
@@ -101,7 +101,7 @@ class Router:
             rows.setdefault(self._arm_of(episode_id, arms, draw), []).append(row)
         return [(arms[number].served, chosen) for number, chosen in rows.items()]
 
-    def by_version(self, policy: str, version: int) -> ServedPolicy | None:
+    def find_version(self, policy: str, version: int) -> ServedPolicy | None:
         """Return a policy that is still held, or None."""
         return self._known.get((policy, version))
 
@@ -121,7 +121,7 @@ class Router:
     def _arm_of(
         self, episode_id: str | None, arms: tuple[Arm, ...], draw: Callable[[], float]
     ) -> int:
-        place = draw() if episode_id is None else self._place(episode_id)
+        place = draw() if episode_id is None else self._hash_position(episode_id)
         # Canaries from 0 upwards, the main arm above them all: of a canary that is given more
         # weight all its episodes stay its own.
         end = 0.0
@@ -131,7 +131,7 @@ class Router:
                 return number
         return 0
 
-    def _place(self, episode_id: str) -> float:
+    def _hash_position(self, episode_id: str) -> float:
         """Return where in [0, 1) an episode lies: keyed BLAKE2b (RFC 7693) of its id."""
         text = episode_id.encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(text, digest_size=_HASH_BYTES, key=self._key).digest()

@@ -54,7 +54,7 @@ class StateSigner:
         name = policy.encode()
         head = _HEAD.pack(_FORMAT, version, len(name)) + name
         rows: Iterable[Array] = np.asarray(states, _NUMBERS)
-        return [self._signed(head + row.tobytes()) for row in rows]
+        return [self._format_token(head + row.tobytes()) for row in rows]
 
     def read(self, text: str) -> State | None:
         """Return what the token says, or None if it was not signed with our key."""
@@ -66,7 +66,7 @@ class StateSigner:
                 return _parse_state(signed)
         return None
 
-    def _signed(self, raw: bytes) -> str:
+    def _format_token(self, raw: bytes) -> str:
         encoded = binascii.b2a_base64(raw + self._sign(raw), newline=False)
         return _PREFIX + encoded.rstrip(b"=").translate(_TO_URL).decode()
 

@@ -243,7 +243,7 @@ def test_a_run_that_is_done_stays_as_it_is(lake):
     left.save(12, {}, {})
     before = lake.registry.runs()
     again = resume(lake, result.run_id)
-    assert again.was_done
+    assert again.already_finished
     assert (again.policy, again.metrics, again.selection) == (
         result.policy,
         result.metrics,

@@ -39,7 +39,7 @@ def test_the_lake_holds_exactly_what_the_worker_returns(lake, toys):
     receipt = rollout(lake, "toys", "random", config, num_episodes=10)
     worker = RolloutWorker(config, iter(range(10)), BehaviorPolicy(), producer="test")
     worker.advance(10**9, math.inf)
-    episodes = worker.taken(with_open=False)
+    episodes = worker.take_episodes(with_open=False)
     expected = [
         {
             "seed": int(e.extras["seed"][t]),

@@ -183,7 +183,7 @@ def test_an_interrupted_run_goes_on_with_all_that_it_collected(lake):
     left = rows(lake, "select episode_id e from live.episodes where not complete")
     told_lost = [c.get("abandoned_episodes") for c in lake.dataset("live").history()]
     assert sorted(row["e"] for row in left) == sorted(e for told in told_lost if told for e in told)
-    assert resume_online(lake, result.run_id).was_done
+    assert resume_online(lake, result.run_id).already_finished
 
 
 def test_steps_are_taken_once_over_an_interrupt(lake):

@@ -275,11 +275,11 @@ def test_a_worker_that_hangs_is_replaced_and_in_the_end_ends_the_run(lake, toys,
     orders = walk_orders(lake, 1, step_s=600.0)
     with closing(RayPool(orders, interval_s=0.1, answer_timeout_s=2.0)) as pool:
         for _ in range(3):
-            pool.ask(0, 10)
+            pool.request_steps(0, 10)
             lost = receive(pool)
             assert isinstance(lost, WorkerLost)
             assert "no answer in 2 s (answer_timeout_s)" in lost.reason
-        pool.ask(0, 10)
+        pool.request_steps(0, 10)
         with pytest.raises(RolloutError, match=r"worker 0: .* no answer in 2 s"):
             receive(pool)
 
@@ -297,7 +297,7 @@ def test_a_worker_that_finds_no_cpu_ends_the_run_and_a_replacement_shares_one(la
     ray.get(holder.here.remote(), timeout=_PATIENCE_S)
     with closing(RayPool(orders, interval_s=0.1)) as pool:
         for worker in (0, 1):
-            pool.ask(worker, 10)
+            pool.request_steps(worker, 10)
         first = receive(pool)
         # Only now, as this machine may take long to start the first.
         pool._start_timeout_s = 1.0
@@ -305,15 +305,15 @@ def test_a_worker_that_finds_no_cpu_ends_the_run_and_a_replacement_shares_one(la
             receive(pool)
     # As after a node was lost: another takes the CPU while its worker starts again.
     with closing(RayPool(orders[:1], interval_s=0.1)) as pool:
-        pool.ask(0, 10)
+        pool.request_steps(0, 10)
         assert receive(pool).num_steps
         ray.kill(pool._seats[0].actor)
         second = Holder.remote()
         ray.get(second.here.remote(), timeout=_PATIENCE_S)
-        pool.ask(0, 10)
+        pool.request_steps(0, 10)
         assert isinstance(receive(pool), WorkerLost)
         pool._start_timeout_s = 1.0
-        pool.ask(0, 10)
+        pool.request_steps(0, 10)
         until = time.monotonic() + _PATIENCE_S
         while pool._seats[0].num_cpus:
             assert pool.receive(0.2) is None

@@ -37,11 +37,11 @@ class SparseColumn:
     before: Array
     """How many known ones stand before each row, int64 [N]."""
 
-    def one(self, row: int) -> Any:
+    def value_at(self, row: int) -> Any:
         """Return a row's value, or None."""
         return take(self.values, int(self.before[row])) if self.known[row] else None
 
-    def some(self, start: int, end: int) -> Any:
+    def slice_values(self, start: int, end: int) -> Any:
         """Return the values of rows which all have one; None where the first has none."""
         if not self.known[start]:
             return None
@@ -73,7 +73,7 @@ class RowBlock:
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
-    def put_away(self, load: Callable[[], pa.Table]) -> None:
+    def spill(self, load: Callable[[], pa.Table]) -> None:
         """Let the rows go, and what was decoded of them; `load` reads them again."""
         for name in set(vars(self)) - {"_spec"}:
             delattr(self, name)
@@ -95,9 +95,9 @@ class RowBlock:
             first_step=int(self.steps[start]),
             behavior_log_probs=_unless_none(self._log_probs[start:end]),
             policies=_names(self._policies, start, end),
-            policy_versions=self._sparse(schema.POLICY_VERSION).some(start, end),
+            policy_versions=self._sparse(schema.POLICY_VERSION).slice_values(start, end),
             action_masks=self._masks(start, end),
-            timestamps=self._sparse(schema.TIMESTAMP).some(start, end),
+            timestamps=self._sparse(schema.TIMESTAMP).slice_values(start, end),
             env_steps=self._env_steps[start:end],
             source_episode_id=None if source is None else source[start],
             extras=self._extras(start, end),
@@ -132,7 +132,7 @@ class RowBlock:
         return breaks
 
     def _final_observation(self, row: int) -> Any:
-        final = self._sparse(schema.FINAL_OBSERVATION).one(row)
+        final = self._sparse(schema.FINAL_OBSERVATION).value_at(row)
         if final is not None or self.ended[row] or row + 1 == len(self):
             return final
         # Cut short by the selection: what was seen next is the following row's.
@@ -192,15 +192,15 @@ class RowBlock:
     def _masks(self, start: int, end: int) -> Any:
         if self._spec.mask_size is None:
             return None
-        return self._sparse(schema.ACTION_MASK).some(start, end)
+        return self._sparse(schema.ACTION_MASK).slice_values(start, end)
 
     def _sparse(self, name: str) -> SparseColumn:
-        if name not in self._decoded:
-            self._decoded[name] = self._decode_sparse(name)
-        return self._decoded[name]
+        if name not in self._decoded_columns:
+            self._decoded_columns[name] = self._decode_sparse(name)
+        return self._decoded_columns[name]
 
     @cached_property
-    def _decoded(self) -> dict[str, SparseColumn]:
+    def _decoded_columns(self) -> dict[str, SparseColumn]:
         return {}
 
     def _decode_sparse(self, name: str) -> SparseColumn:
@@ -217,11 +217,13 @@ class RowBlock:
         return SparseColumn(known, values, np.cumsum(known) - known)
 
     @cached_property
-    def _further(self) -> dict[str, pa.Array]:
+    def _extra_columns(self) -> dict[str, pa.Array]:
         return {name: self._column(name) for name in self._spec.extras}
 
     def _extras(self, start: int, end: int) -> dict[str, pa.Array]:
-        parts = {name: column.slice(start, end - start) for name, column in self._further.items()}
+        parts = {
+            name: column.slice(start, end - start) for name, column in self._extra_columns.items()
+        }
         return {name: part for name, part in parts.items() if part.null_count < len(part)}
 
 

@@ -147,7 +147,7 @@ class _Export:
             made = beside / "o" / target.name
             made.parent.mkdir()
             written = self._format.write(self._episodes(beside), self._snapshot.spec, made)
-            self._check_some()
+            self._check_not_empty()
             num_bytes = _make_durable(made)
             _publish(made, target, force)
         except OSError as error:
@@ -172,20 +172,22 @@ class _Export:
         )
 
     def _episodes(self, scratch: Path) -> Iterator[Episode]:
-        for episode in iter_stored_episodes(self._snapshot, self._selection, scratch, self._tell):
+        for episode in iter_stored_episodes(
+            self._snapshot, self._selection, scratch, self._report_progress
+        ):
             self._num_pieces += 1
             self._num_steps += len(episode)
             key = (episode.episode_id, episode.agent_id)
             self._num_episodes += key != self._last
             self._last = key
-            name = self._selection.name_of(episode.episode_id, episode.source_episode_id)
+            name = self._selection.export_name(episode.episode_id, episode.source_episode_id)
             yield replace(episode, episode_id=name)
 
-    def _tell(self, num_rows: int) -> None:
+    def _report_progress(self, num_rows: int) -> None:
         if self._on_progress is not None:
             self._on_progress(num_rows, self._snapshot.num_steps)
 
-    def _check_some(self) -> None:
+    def _check_not_empty(self) -> None:
         if not self._num_steps:
             raise EmptyReplayError(
                 f"{self._snapshot.dataset}@{self._snapshot.version}: found no step that the "
@@ -233,7 +235,7 @@ def _is_of_format(folder: Path, known: WritableFormat) -> bool:
     if not any(folder.iterdir()):
         return True
     try:
-        return known.is_folder and known.recognises(find_source([folder]).files)
+        return known.is_folder and known.recognizes(find_source([folder]).files)
     except ReplayLakeError:
         return False
 

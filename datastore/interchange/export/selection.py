@@ -34,7 +34,7 @@ class ExportSelection:
     steps: NDArray[np.bool_] | None
     shared_ids: frozenset[str]
 
-    def episodes_of(self, labels: list[tuple[str, str]]) -> NDArray[np.bool_] | None:
+    def find_episodes(self, labels: list[tuple[str, str]]) -> NDArray[np.bool_] | None:
         """Return which of some (episode, agent) are selected; None where all are."""
         if self.episodes is None:
             return None
@@ -42,11 +42,11 @@ class ExportSelection:
         found: Any = pc.is_in(keys, value_set=self.episodes)
         return np.asarray(found.to_numpy(zero_copy_only=False), bool)
 
-    def steps_at(self, rows: Array) -> NDArray[np.bool_]:
+    def find_steps(self, rows: Array) -> NDArray[np.bool_]:
         """Return which rows of the snapshot are selected."""
         return np.ones(len(rows), bool) if self.steps is None else self.steps[rows]
 
-    def name_of(self, episode_id: str, source_episode_id: str | None) -> str:
+    def export_name(self, episode_id: str, source_episode_id: str | None) -> str:
         """Return the source's own id where it names one episode, else the store's."""
         if not source_episode_id or source_episode_id in self.shared_ids:
             return episode_id

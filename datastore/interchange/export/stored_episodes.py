@@ -75,11 +75,11 @@ def iter_stored_episodes(
         touched = []
         for span in spans:
             key = (span.episode_id, span.agent_id)
-            touched.append(held.of(*key, last_rows.get(key)))
+            touched.append(held.get_or_add(*key, last_rows.get(key)))
             touched[-1].add(StoredPiece(block, span.start, span.end), span.last_row)
         for episode in held.take_whole():
             yield from _assemble(episode, snapshot)
-        held.keep(block, touched)
+        held.copy_pending(block, touched)
         if on_rows is not None:
             on_rows(num_read)
     for episode in held.take_all():
@@ -115,10 +115,10 @@ def _group_rows(
     table: pa.Table, rows: Array, selection: ExportSelection, snapshot: Snapshot
 ) -> tuple[RowBlock, list[_RowSpan]]:
     """Bring the rows of each episode together, in the order of their steps."""
-    chosen = selection.steps_at(rows)
+    chosen = selection.find_steps(rows)
     table = table.append_column(ROW, pa.array(rows)).append_column(SELECTED, pa.array(chosen))
     codes, labels = _codes(table)
-    if (wanted := selection.episodes_of(labels)) is not None:
+    if (wanted := selection.find_episodes(labels)) is not None:
         of_wanted = wanted[codes]
         table, codes = table.filter(pa.array(of_wanted)), codes[of_wanted]
     steps = numbers(combine_chunks(table.column(schema.STEP)))
@@ -159,7 +159,7 @@ def _last_rows(table: TableSnapshot, selection: ExportSelection) -> dict[tuple[s
         end_steps = np.full(num, -1)
         np.maximum.at(end_steps, codes[ended], steps[ended])
         counts = np.bincount(codes, minlength=num)
-        wanted = selection.episodes_of(labels)
+        wanted = selection.find_episodes(labels)
         for code in np.flatnonzero(end_steps + 1 != counts).tolist():
             if wanted is None or wanted[code]:
                 found[labels[code]] = start + int(last_rows[code])
@@ -191,7 +191,7 @@ def _batches(table: TableSnapshot, batch_bytes: int) -> Iterator[pa.Table]:
     fields = pa.schema(
         [f.with_type(schema.NAMES_TYPE) if f.name in _NAMES else f for f in table.schema]
     )
-    for path in table.verified():
+    for path in table.iter_verified():
         metadata = pq.read_metadata(path)
         for group in range(metadata.num_row_groups):
             info = metadata.row_group(group)
@@ -265,13 +265,13 @@ class PendingEpisodes:
     ) -> None:
         self._spec = spec
         self._folder = folder
-        self._kept_bytes = kept_bytes
+        self._memory_bytes = kept_bytes
         self._open: dict[tuple[str, str], PendingEpisode] = {}
         self._in_memory: list[RowBlock] = []
         self._num_bytes = 0
         self.num_spilled_bytes = 0
 
-    def of(self, episode_id: str, agent_id: str, last_row: int | None) -> PendingEpisode:
+    def get_or_add(self, episode_id: str, agent_id: str, last_row: int | None) -> PendingEpisode:
         """Return what is there of an episode, which may be nothing yet."""
         key = (episode_id, agent_id)
         if (found := self._open.get(key)) is None:
@@ -291,7 +291,7 @@ class PendingEpisodes:
         while self._open:
             yield self._open.pop(next(iter(self._open)))
 
-    def keep(self, block: RowBlock, episodes: Iterable[PendingEpisode]) -> None:
+    def copy_pending(self, block: RowBlock, episodes: Iterable[PendingEpisode]) -> None:
         """Copy what these episodes have of a block where they still wait, so that it can go."""
         waiting = [e for e in episodes if (e.episode_id, e.agent_id) in self._open]
         if not waiting:
@@ -305,7 +305,7 @@ class PendingEpisodes:
             start += end - first
         self._in_memory.append(kept)
         self._num_bytes += kept.table.nbytes
-        if self._num_bytes > self._kept_bytes:
+        if self._num_bytes > self._memory_bytes:
             self._make_room()
 
     def _make_room(self) -> None:
@@ -313,7 +313,7 @@ class PendingEpisodes:
         needed = {id(piece.block) for e in self._open.values() for piece in e.pieces}
         self._in_memory = [block for block in self._in_memory if id(block) in needed]
         self._num_bytes = sum(block.table.nbytes for block in self._in_memory)
-        if self._num_bytes <= self._kept_bytes // 2:
+        if self._num_bytes <= self._memory_bytes // 2:
             return
         path = self._folder / new_ulid()
         try:
@@ -338,7 +338,7 @@ class PendingEpisodes:
                     writer.write_table(block.table)
                 data = memoryview(sink.getvalue())
                 file.write(data)
-                block.put_away(partial(handle.read, start, len(data)))
+                block.spill(partial(handle.read, start, len(data)))
                 start += len(data)
             file.flush()
             self.num_spilled_bytes += start

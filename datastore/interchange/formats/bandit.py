@@ -54,7 +54,7 @@ class BanditFormat:
     about = "one decision a row: the Open Bandit Dataset, or any table of that kind by --map"
     is_folder = False
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         return any(_is_open_bandit(_columns(file)) for file in files[:_NUM_PROBED])
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:

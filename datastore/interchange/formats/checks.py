@@ -92,13 +92,13 @@ class RowLocations:
     rows: Array
     locate: Callable[[Array], tuple[list[str], list[int]]]
 
-    def of(self, start: int, end: int) -> tuple[list[str], list[int]]:
+    def locate_rows(self, start: int, end: int) -> tuple[list[str], list[int]]:
         """Return the files and row numbers of the episode's rows start..end."""
         return self.locate(self.rows[start:end])
 
     def text(self, row: int = 0) -> str:
         """Return `FILE row N` of one of its rows."""
-        (name,), (number,) = self.of(row, row + 1)
+        (name,), (number,) = self.locate_rows(row, row + 1)
         return f"{name} row {number}"
 
 

@@ -101,7 +101,7 @@ class D3rlpyFormat:
     is_folder = False
     suffix = ".h5"
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         if not is_hdf5(files[0]):
             return False
         with Hdf5File(files[0]) as opened:
@@ -110,7 +110,7 @@ class D3rlpyFormat:
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         with Hdf5File(files[0]) as opened:
-            is_earlier = opened.holds(_ENDS)
+            is_earlier = opened.has_path(_ENDS)
             found = opened.names()
         if not is_earlier and not {*found} >= _MARKS:
             raise SourceInvalidError(
@@ -263,7 +263,11 @@ def _has_all(num: int, names: set[str]) -> bool:
 
 
 def _info_names(opened: Hdf5File, group: str) -> list[str]:
-    if not group.startswith(f"{INFOS}_") or not opened.holds(group) or not opened.is_group(group):
+    if (
+        not group.startswith(f"{INFOS}_")
+        or not opened.has_path(group)
+        or not opened.is_group(group)
+    ):
         return []
     return opened.names(group)
 

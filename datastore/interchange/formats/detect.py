@@ -42,11 +42,11 @@ def find_format(name: str, files: Sequence[SourceFile]) -> Format:
             )
         return next(known for known in FORMATS if known.name == name)
     for known in FORMATS:
-        if known.is_folder and known.recognises(files):
+        if known.is_folder and known.recognizes(files):
             return known
     _refuse_mixed(files)
     for known in FORMATS:
-        if not known.is_folder and known.recognises(files):
+        if not known.is_folder and known.recognizes(files):
             return known
     raise _unknown_format_error(files[0])
 

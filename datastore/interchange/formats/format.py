@@ -166,7 +166,7 @@ class Format(Protocol):
     def is_folder(self) -> bool:
         """Whether a source is a folder of files of several kinds, and not files of one kind."""
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         """Whether the content (of the first file, or of the folder) is of this format."""
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:

@@ -58,7 +58,7 @@ class CommitJob:
         self.num_quarantined = 0
         self.already_present = (0, 0)
         self.repeated = DropCounts()
-        self._told = DropCounts()
+        self._reported_drops = DropCounts()
         self._skipped: tuple[str, str] | None = None
         self.notes: list[str] = []
 
@@ -77,7 +77,7 @@ class CommitJob:
             return
         if (last := self._catch_up()) is not None:
             self._refuse_mixture(last)
-            self._note_earlier(last)
+            self._note_previous(last)
             # What was deleted from an ingest that ended stays deleted: its rows are not looked at.
             if is_complete(last):
                 self.already_present = (inspection.num_episodes, inspection.num_steps)
@@ -98,7 +98,7 @@ class CommitJob:
     def _take(self, rejected: QuarantineWriter, inspection: Inspection) -> None:
         batch: list[Episode] = []
         num_steps = num_held = 0
-        for found in inspection.found():
+        for found in inspection.iter_found():
             if isinstance(found, RejectedEpisode):
                 rejected.add(found)
                 continue
@@ -156,7 +156,9 @@ class CommitJob:
             left_out = DropCounts(tally.num_episodes, tally.num_steps, *present) + self.repeated
             info = {
                 # The runs of an episode that was split are one.
-                **commit_counts(num_episodes, sum(map(len, batch)), left_out - self._told),
+                **commit_counts(
+                    num_episodes, sum(map(len, batch)), left_out - self._reported_drops
+                ),
                 "source": self._source.content_hash,
                 "read_as": self._options,
                 "num_through": self.num_episodes + present[0] + num_episodes,
@@ -170,7 +172,7 @@ class CommitJob:
                 batch, producer=self._producer, sequence=self._sequence, info=info
             )
             if not commit.already_present:
-                self._told = left_out
+                self._reported_drops = left_out
                 self._count(commit, num_episodes)
                 self._report(commit.version, inspection.num_steps)
                 return
@@ -237,7 +239,7 @@ class CommitJob:
             "it was, or ingest into a new dataset."
         )
 
-    def _note_earlier(self, last: Mapping[str, Any]) -> None:
+    def _note_previous(self, last: Mapping[str, Any]) -> None:
         if is_complete(last):
             self.notes.append("already ingested: the dataset has this content, nothing was added")
         else:

@@ -70,19 +70,19 @@ class SourceValidator:
 
         Raises: EpisodeInvalidError if their action masks are of several widths.
         """
-        episodes = [self.fitted(episode) for episode in batch]
+        episodes = [self.reshape(episode) for episode in batch]
         if not episodes:
             return [], []
         episodes, refused = _partition_storable(episodes)
-        if episodes and self._known is None:
+        if episodes and self._known_spaces is None:
             self._check_masks(episodes)
-            episodes, more = self._learn(episodes)
+            episodes, more = self._learn_spaces(episodes)
             refused += more
-        if episodes and (spaces := self._known or self._learned) is not None:
+        if episodes and (spaces := self._known_spaces or self._learned_spaces) is not None:
             try:
                 self._check_one(concatenate_episodes(episodes), spaces)
             except EpisodeInvalidError:
-                episodes, more = self._sort_out(episodes, spaces)
+                episodes, more = self._partition(episodes, spaces)
                 refused += more
         if episodes:
             self._check_masks(episodes)
@@ -110,11 +110,11 @@ class SourceValidator:
             rewards_optional=self._rewards_optional,
         )
 
-    def fitted(self, episode: Episode) -> Episode:
+    def reshape(self, episode: Episode) -> Episode:
         """Give lone numbers the dim of a space of shape [1], where that is what is known."""
-        if self._known is None:
+        if self._known_spaces is None:
             return episode
-        observation_space, action_space = self._known
+        observation_space, action_space = self._known_spaces
         final = episode.final_observation
         if final is not None:
             final = take(_reshape(observation_space, as_batch(final)), 0)
@@ -125,11 +125,11 @@ class SourceValidator:
             final_observation=final,
         )
 
-    def refusal(self, episode: Episode) -> RejectedEpisode:
+    def explain_rejection(self, episode: Episode) -> RejectedEpisode:
         """Say again why an episode was refused, for whoever reads it once more."""
         _, refused = _partition_storable([episode])
-        if not refused and (spaces := self._known or self._learned) is not None:
-            _, refused = self._sort_out([self.fitted(episode)], spaces)
+        if not refused and (spaces := self._known_spaces or self._learned_spaces) is not None:
+            _, refused = self._partition([self.reshape(episode)], spaces)
         if not refused:
             refused = _reject_spaceless([episode])
         if not refused:
@@ -145,13 +145,13 @@ class SourceValidator:
         return self._spaces is not None
 
     @property
-    def _known(self) -> tuple[Space, Space] | None:
+    def _known_spaces(self) -> tuple[Space, Space] | None:
         if self._spec is not None:
             return self._spec.observation_space, self._spec.action_space
         return self._spaces or self._declared
 
     @property
-    def _learned(self) -> tuple[Space, Space] | None:
+    def _learned_spaces(self) -> tuple[Space, Space] | None:
         found = self._found
         return None if found is None else (found.observation_space, found.action_space)
 
@@ -160,7 +160,7 @@ class SourceValidator:
         if self._spaces is not None:
             check_in_spaces(ready, *self._spaces)
 
-    def _sort_out(
+    def _partition(
         self, episodes: Sequence[Episode], known: tuple[Space, Space]
     ) -> tuple[list[Episode], list[Rejection]]:
         accepted, refused = [], []
@@ -189,7 +189,7 @@ class SourceValidator:
                 "the rest of the dataset. Ingest into a new dataset."
             )
 
-    def _learn(self, episodes: list[Episode]) -> tuple[list[Episode], list[Rejection]]:
+    def _learn_spaces(self, episodes: list[Episode]) -> tuple[list[Episode], list[Rejection]]:
         """Find spaces that hold what most of these steps are, or what those before were.
 
         Refuses the episodes that no space holds; those that do not fit are for the caller to find.
@@ -200,7 +200,7 @@ class SourceValidator:
                 self._form = most_common_form(episodes)
             alike = [episode for episode in episodes if episode_form(episode) == self._form]
             try:
-                found = self._inferred(alike) if alike else None
+                found = self._infer_spec(alike) if alike else None
             except EpisodeInvalidError as error:
                 refused += (more := _reject_spaceless(alike))
                 if not more:
@@ -213,7 +213,7 @@ class SourceValidator:
             break
         return episodes, refused
 
-    def _inferred(self, episodes: Sequence[Episode]) -> DatasetSpec:
+    def _infer_spec(self, episodes: Sequence[Episode]) -> DatasetSpec:
         try:
             # One long pseudo-episode: inferring from each costs more than reading it.
             return infer_spec(episodes if self._mask_size else [concatenate_episodes(episodes)])

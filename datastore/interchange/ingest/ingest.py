@@ -205,7 +205,7 @@ def _count_repeated(
     for reading in readings:
         again = Inspection(reading, door, REJECT, None)
         again.run()
-        inspection.tally.join(again.tally)
+        inspection.tally.merge(again.tally)
         found += DropCounts(0, 0, again.num_episodes, again.num_steps)
     return found
 

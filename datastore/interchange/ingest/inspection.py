@@ -77,7 +77,7 @@ class Inspection:
         on_progress: OnProgress | None,
     ) -> None:
         self._reading = reading
-        self._door = door
+        self._validator = door
         self._aborts = on_invalid == ABORT
         self._on_progress = on_progress
         self._refused: set[_Key] = set()
@@ -100,7 +100,7 @@ class Inspection:
         for found in self._reading:
             if isinstance(found, RejectedEpisode):
                 self._reject(found)
-                self._keep([_copy_rows(found)])
+                self._buffer([_copy_rows(found)])
                 continue
             # Runs of one episode are never parted.
             if num_steps >= _CHECK_STEPS and episode_key(found) != episode_key(batch[-1]):
@@ -116,7 +116,7 @@ class Inspection:
         Raises: SourceInvalidError if no episode was accepted; SchemaMismatchError if no table can
         hold it.
         """
-        spec = self._door.spec(self._reading.num_actions)
+        spec = self._validator.spec(self._reading.num_actions)
         spec = replace(spec, extras={**self._reading.extras, **spec.extras})
         if isinstance(self._reading, EncodingReader):
             spec = replace(spec, encoding=spec.encoding or self._reading.encoding)
@@ -131,7 +131,7 @@ class Inspection:
                 counts.add(check)
         return counts.checks()
 
-    def found(self) -> Iterator[Episode | RejectedEpisode]:
+    def iter_found(self) -> Iterator[Episode | RejectedEpisode]:
         """Return all that was found, with the rows of what was rejected: kept, or read again."""
         if self._kept is not None:
             yield from self._kept
@@ -139,24 +139,26 @@ class Inspection:
         for found in group_runs(self._reading):
             if isinstance(found, RejectedEpisode):
                 yield found
-            elif said := [self._door.refusal(r) for r in found if _key(r) in self._refused]:
+            elif said := [
+                self._validator.explain_rejection(r) for r in found if _key(r) in self._refused
+            ]:
                 yield with_rows(merge_rejections(said, found), found)
             else:
-                yield from map(self._door.fitted, found)
+                yield from map(self._validator.reshape, found)
 
     def _check(self, batch: list[Episode]) -> None:
-        accepted, refused = self._door.check(batch)
+        accepted, refused = self._validator.check(batch)
         self._refused |= {_key(run) for _, run in refused}
         accepted, rejected = reject_whole(accepted, refused)
         for one, runs in rejected:
             self._reject(one)
             if self._kept is not None:
-                self._keep([with_rows(one, runs)])
+                self._buffer([with_rows(one, runs)])
         self.num_episodes += count_whole(accepted, self._last)
         if accepted:
             self._last = episode_key(accepted[-1])
         self.num_steps += sum(map(len, accepted))
-        self._keep(accepted)
+        self._buffer(accepted)
         self._duplicates.add(accepted)
         if self.windows is not None:
             self.windows.add(accepted)
@@ -169,13 +171,13 @@ class Inspection:
         self.tally.add(rejected)
         if self._aborts:
             reasons = "; ".join(finding.message.rstrip(".") for finding in rejected.findings[:3])
-            wrong = "--env or the log" if self._door.has_environment else "the log"
+            wrong = "--env or the log" if self._validator.has_environment else "the log"
             raise EpisodeInvalidError(
                 f"episode {rejected.name}: {reasons}. Nothing was ingested. Correct "
                 f"{wrong}, or leave such episodes out with --on-invalid reject."
             )
 
-    def _keep(self, found: Sequence[Episode | RejectedEpisode]) -> None:
+    def _buffer(self, found: Sequence[Episode | RejectedEpisode]) -> None:
         if self._kept is None:
             return
         self._kept += found

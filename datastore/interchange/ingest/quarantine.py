@@ -72,7 +72,7 @@ class QuarantineWriter:
     def __init__(self, dataset: Dataset, *, producer: str, sequence: int, prefix: str = "") -> None:
         self._table = dataset.rejected
         self._producer, self._sequence, self._prefix = producer, sequence, prefix
-        self._is_done = self._table.committed(producer, sequence) is not None
+        self._is_done = self._table.find_commit(producer, sequence) is not None
         self._now = datetime.now(UTC)
         self._written: list[WrittenRows] = []
         self._held: dict[str, list[Any]] = {name: [] for name in REJECTED_SCHEMA.names}
@@ -83,10 +83,10 @@ class QuarantineWriter:
         if self._is_done:
             return
         if rejected.rows is None:
-            self._hold(rejected, 0, [None])
+            self._buffer(rejected, 0, [None])
             return
         for start in range(0, rejected.rows.num_rows, _ROWS_AT_ONCE):
-            self._hold(rejected, start, _texts(rejected.rows.slice(start, _ROWS_AT_ONCE)))
+            self._buffer(rejected, start, _texts(rejected.rows.slice(start, _ROWS_AT_ONCE)))
 
     def commit(self, checks: Sequence[Check] = ()) -> int:
         """Make what was added readable; return the rows that are new. Raises: StorageError."""
@@ -120,12 +120,12 @@ class QuarantineWriter:
         )
         self._held, self._num_characters = {name: [] for name in self._held}, 0
 
-    def _hold(self, rejected: RejectedEpisode, start: int, texts: Sequence[str | None]) -> None:
+    def _buffer(self, rejected: RejectedEpisode, start: int, texts: Sequence[str | None]) -> None:
         num = len(texts)
         names: Sequence[str | None] = [None] * num
         numbers: Sequence[int | None] = [None] * num
         if rejected.places is not None:
-            names, numbers = rejected.places.of(start, start + num)
+            names, numbers = rejected.places.locate_rows(start, start + num)
         checks = list(dict.fromkeys(finding.check for finding in rejected.findings))
         reasons = [finding.message for finding in rejected.findings]
         source = rejected.source_episode_id

@@ -118,7 +118,7 @@ class RejectionTally:
             num_rows = max(finding.num_rows for finding in found)
             self._counts.add(Check(check, REJECTED, 1, num_rows, example, place=found[0].place))
 
-    def join(self, other: RejectionTally) -> None:
+    def merge(self, other: RejectionTally) -> None:
         """Count what another one collected too."""
         self.num_episodes += other.num_episodes
         self.num_steps += other.num_steps

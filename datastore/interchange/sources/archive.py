@@ -64,7 +64,7 @@ class Archive:
         except UNPACKING_ERRORS as error:
             raise unreadable_error(name, error) from error
 
-    def holds_arrays(self, path: str) -> bool:
+    def has_arrays(self, path: str) -> bool:
         """Whether a member that is a zip is one of arrays; False for any other zip."""
         try:
             with self._zip.open(self._infos[path]) as stream, zipfile.ZipFile(stream) as inner:

@@ -71,7 +71,7 @@ class FileSearch:
         else:
             raise NotFoundError(f"{path}: found no such file or folder. Check the path.")
 
-    def ordered(self) -> Iterator[FoundFile]:
+    def iter_ordered(self) -> Iterator[FoundFile]:
         """Return the files in the natural order of their paths: part-9 before part-10."""
         yield from sorted(self.files.values(), key=lambda found: _natural_key(found.key))
 

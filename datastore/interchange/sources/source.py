@@ -112,7 +112,7 @@ def find_source(given: Sequence[Path | str], on_bytes: OnBytes | None = None) ->
     search = FileSearch()
     for path in given:
         search.add(path)
-    files = list(search.ordered())
+    files = list(search.iter_ordered())
     if not files:
         videos = f" (but {len(search.references)} video files)" if search.references else ""
         raise SourceInvalidError(

@@ -116,7 +116,7 @@ def find_source_bytes(path: Path, name: str) -> dict[str, SourceBytes]:
 def _member(stored: SourceBytes, name: str) -> SourceBytes:
     head = _head(stored, f"{name}/{stored.member}")
     archive, member = stored.archive, stored.member
-    if is_zip(head) and archive is not None and member and not archive.holds_arrays(member):
+    if is_zip(head) and archive is not None and member and not archive.has_arrays(member):
         raise SourceInvalidError(
             f"{name}/{member}: found a zip inside a zip, expected files. Unpack the outer one."
         )

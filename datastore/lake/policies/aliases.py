@@ -142,7 +142,7 @@ class Aliases:
             )
         if expected is not None and expected != current:
             raise _alias_moved_error(name, alias, current, expected)
-        target = self._before(name, alias, current) if to_version is None else to_version
+        target = self._previous_version(name, alias, current) if to_version is None else to_version
         return self.move(name, alias, target, kind="rollback", expected=current, by=by, note=note)
 
     def history(self, name: str | None = None) -> list[Move]:
@@ -165,7 +165,7 @@ class Aliases:
             earlier = list(_earlier_moves(self._log))
         return [move for move in [*earlier, *moves] if name in (None, move.policy)]
 
-    def _before(self, name: str, alias: str, current: int) -> int:
+    def _previous_version(self, name: str, alias: str, current: int) -> int:
         there = find_versions(self._log.newest(), name)
         stack = _stack([move for move in self.history(name) if move.alias == alias])
         for version in reversed(stack[:-1] if stack[-1:] == [current] else stack):

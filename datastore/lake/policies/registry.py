@@ -219,7 +219,7 @@ class Registry:
         if match.group(2):
             version, selected_by = int(match.group(2)), "version"
         elif alias is not None:
-            version, selected_by = self._aliased(state, name, alias), f"alias {alias}"
+            version, selected_by = self._resolve_alias(state, name, alias), f"alias {alias}"
         elif (champion := find_alias(state, name, CHAMPION)) is not None:
             version, selected_by = champion, f"alias {CHAMPION}"
         else:
@@ -338,7 +338,7 @@ class Registry:
                 "it was read. Leave the run to the other; `replaylake runs show` says how it is."
             ) from error
 
-    def _aliased(self, state: LogState, name: str, alias: str) -> int:
+    def _resolve_alias(self, state: LogState, name: str, alias: str) -> int:
         version = find_alias(state, name, alias)
         if version is None:
             raise NotFoundError(

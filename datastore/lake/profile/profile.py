@@ -136,9 +136,9 @@ def compute_profile(
         returns=_episode_histogram(snapshot, '"return"'),
         lengths=_episode_histogram(snapshot, "num_steps"),
         observations=observations.dimensions(),
-        observation_counts=observations.counted(),
+        observation_counts=observations.value_counts(),
         actions=actions.dimensions(),
-        action_counts=actions.counted((encoding and encoding.action_names) or ()),
+        action_counts=actions.value_counts((encoding and encoding.action_names) or ()),
         reward=reward.dimensions()[0],
         propensities=chance if chance.num else None,
         coverage=compute_coverage(sample[:, : observations.width], actions, observations),
@@ -266,7 +266,7 @@ def compute_coverage(
     observed: Array, actions: LeafStatistics, observations: LeafStatistics
 ) -> Coverage:
     """Return the coverage; `observed` float64 [m, D] is a sample of observations' numbers."""
-    counted = actions.counted()
+    counted = actions.value_counts()
     entropy = share = None
     if counted and len(counted) == actions.width:
         shares = [np.mean(np.asarray(one.counts) > 0) for one in counted]
@@ -276,7 +276,7 @@ def compute_coverage(
     elif bins := [_range_share(d.histogram, d.low, d.high) for d in actions.dimensions()]:
         known = [one for one in bins if one is not None]
         share = float(np.mean(known)) if known else None
-    states = [np.mean(np.asarray(one.counts) > 0) for one in observations.counted()]
+    states = [np.mean(np.asarray(one.counts) > 0) for one in observations.value_counts()]
     grid, map_share = _observation_map(observed)
     return Coverage(share, entropy, float(np.mean(states)) if states else None, grid, map_share)
 

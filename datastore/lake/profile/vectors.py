@@ -109,7 +109,7 @@ class LeafStatistics:
         """Return the statistics of every number."""
         return self._columns.dimensions()
 
-    def counted(self, names: Sequence[str] = ()) -> tuple[ValueCounts, ...]:
+    def value_counts(self, names: Sequence[str] = ()) -> tuple[ValueCounts, ...]:
         """Return how often each discrete value occurs; `names` are those of a lone leaf."""
         return tuple(
             ValueCounts(

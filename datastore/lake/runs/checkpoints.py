@@ -102,7 +102,7 @@ class Checkpoints:
                     raise
         raise AssertionError("the loop above returns or raises")
 
-    def keep(self, updates: Collection[int]) -> None:
+    def retain(self, updates: Collection[int]) -> None:
         """Remove the checkpoints of all other updates, and arrays that no checkpoint names."""
         names = self._storage.names(self._folder)
         doomed = [self._path(n) for n in self.updates() if n not in updates]
@@ -112,25 +112,27 @@ class Checkpoints:
         for update in self.updates():
             # One that is damaged names none, and is passed over when it is read.
             with suppress(PackageInvalidError):
-                named.add(self._about(update).get("arrays"))
+                named.add(self._read_body(update).get("arrays"))
         doomed = [name for name in names if name.endswith(".safetensors") and name not in named]
         self._storage.delete(f"{self._folder}/{name}" for name in doomed)
 
     def remove(self) -> None:
         """Remove all of them."""
-        self.keep(())
+        self.retain(())
 
     def _path(self, update: int) -> str:
         return f"{self._folder}/{update:012d}.json"
 
-    def _about(self, update: int) -> dict[str, Any]:
+    def _read_body(self, update: int) -> dict[str, Any]:
         path = self._path(update)
         data = self._storage.get(path)
         try:
             about: dict[str, Any] = json.loads(data or b"")
             number = about["format"]
         except (ValueError, TypeError, KeyError) as error:
-            raise self._damaged(path, f"it does not parse ({type(error).__name__})") from error
+            raise self._damaged_error(
+                path, f"it does not parse ({type(error).__name__})"
+            ) from error
         if number > _FORMAT:
             raise FormatTooNewError(
                 f"{path}: found checkpoint format {number}, expected at most {_FORMAT}. It was "
@@ -139,22 +141,24 @@ class Checkpoints:
         return about
 
     def _read(self, update: int) -> Checkpoint:
-        about = self._about(update)
+        about = self._read_body(update)
         path = f"{self._folder}/{about['arrays']}"
         data = self._storage.get(path)
         if data is None:
-            raise self._damaged(path, "it is not there")
+            raise self._damaged_error(path, "it is not there")
         if (found := hashlib.sha256(data).hexdigest()) != about["sha256"]:
-            raise self._damaged(path, f"its sha256 is {found[:12]}, not {about['sha256'][:12]}")
+            raise self._damaged_error(
+                path, f"its sha256 is {found[:12]}, not {about['sha256'][:12]}"
+            )
         try:
             arrays = safetensors.numpy.load(data)
             state = _restore_arrays(about["state"], arrays)
         except (SafetensorError, KeyError, TypeError) as error:
-            raise self._damaged(path, f"{type(error).__name__}: {error}") from error
+            raise self._damaged_error(path, f"{type(error).__name__}: {error}") from error
         own = {name: a for name, a in arrays.items() if not name.startswith(_IN_STATE)}
         return Checkpoint(update, own, state)
 
-    def _damaged(self, path: str, found: str) -> PackageInvalidError:
+    def _damaged_error(self, path: str, found: str) -> PackageInvalidError:
         return PackageInvalidError(
             f"run {self._run_id}: checkpoint {path}: found that {found}, expected what was saved. "
             "Remove it to continue from the one before."

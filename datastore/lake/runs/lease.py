@@ -71,7 +71,7 @@ class RunLease:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while (fd := _try_lock(lock)) is None:
             if time.monotonic() > deadline:
-                raise self._refused(last_heartbeat(self._storage, self._run_id))
+                raise self._lease_held_error(last_heartbeat(self._storage, self._run_id))
             time.sleep(0.02)
         self._fd = fd
         try:
@@ -79,7 +79,7 @@ class RunLease:
             identity = _identity(fd)
             # With the same file locked, a heartbeat of this machine is that of a dead process.
             if found is not None and found.lock != identity and found.age_s < STALE_AFTER_S:
-                raise self._refused(found)
+                raise self._lease_held_error(found)
             mine = asdict(self._heartbeat) | {"lock": identity}
             self._heartbeat = Heartbeat(**mine)
             self._put()
@@ -136,7 +136,7 @@ class RunLease:
         body = asdict(self._heartbeat) | {"at_ms": round(time.time() * 1000)}
         self._storage.put(self._path, json.dumps(body).encode())
 
-    def _refused(self, by: Heartbeat | None) -> CommitConflictError:
+    def _lease_held_error(self, by: Heartbeat | None) -> CommitConflictError:
         who = "another process of this machine" if by is None else _describe_owner(by)
         heard = "" if by is None else f", last heard of {by.age_s:.0f} s ago"
         return CommitConflictError(

@@ -72,7 +72,7 @@ class Tags:
         def build(state: LogState) -> Intent:
             intent = Intent(producer, 0, "REMOVE TAG", entries={key: None})
             if key not in state.entries and intent.transaction not in state.transactions:
-                raise self._absent(dataset, name)
+                raise self._unknown_tag_error(dataset, name)
             return intent
 
         self._log.commit(build)
@@ -81,7 +81,7 @@ class Tags:
         """Return the version that a tag points at. Raises: NotFoundError, InvalidNameError."""
         text = self._log.newest().entries.get(_key(dataset, name))
         if text is None:
-            raise self._absent(dataset, name)
+            raise self._unknown_tag_error(dataset, name)
         return int(json.loads(text)["version"])
 
     def list(self, dataset: str | None = None) -> list[Tag]:
@@ -95,12 +95,12 @@ class Tags:
                 owner, _, name = rest.partition("/")
                 body = json.loads(text)
                 version = int(body["version"])
-                broken = any(p.dataset == owner and p.broke(version) for p in purges)
+                broken = any(p.dataset == owner and p.has_broken(version) for p in purges)
                 tags.append(Tag(owner, name, version, int(body["created_ms"]), not broken))
         chosen = [tag for tag in tags if dataset in (None, tag.dataset)]
         return sorted(chosen, key=lambda tag: (tag.dataset, tag.name))
 
-    def _absent(self, dataset: str, name: str) -> NotFoundError:
+    def _unknown_tag_error(self, dataset: str, name: str) -> NotFoundError:
         known = [tag.name for tag in self.list(dataset)]
         return NotFoundError(
             f"tag {dataset}@{name}: found none of that name, expected "

@@ -175,7 +175,7 @@ class _Copy:
 
     def run(self) -> CopyReceipt:
         version = self._snapshot.version
-        if self._table.committed(self._producer, version) is not None:
+        if self._table.find_commit(self._producer, version) is not None:
             return self._receipt(None, notes=("already copied: nothing was added",))
         state = self._table.log.newest()
         present = self._table.snapshot()
@@ -187,18 +187,18 @@ class _Copy:
             compared = (*plan.fresh, *plan.mixed)
         total = sum(entry.size_bytes for entry in (*plan.fresh, *plan.mixed))
         mover = ShardCopier(self._snapshot.table, self._table)
-        before = self._copied_before(plan)
+        before = self._previous_copy(plan)
         written: list[WrittenRows] = []
         num_episodes = num_present = moved = 0
         with PresentRows(self._snapshot.table, present, before) as known:
-            doubled = known.among(compared)
+            doubled = known.find_present(compared)
             whole = [e for e in (*plan.fresh, *plan.mixed) if e.path not in doubled]
             for entry in (*plan.fresh, *plan.mixed):
                 if (rows := doubled.get(entry.path)) is None:
-                    written.append(mover.whole(entry))
+                    written.append(mover.copy_whole(entry))
                 else:
                     num_present += len(rows)
-                    if part := mover.without(entry, rows):
+                    if part := mover.copy_missing(entry, rows):
                         num_episodes += part[0]
                         written.append(part[1])
                 moved += entry.size_bytes
@@ -208,9 +208,9 @@ class _Copy:
             num_episodes += known.num_episodes(whole)
         left_out = DropCounts(num_already_present_steps=num_present)
         notes = make_notes(plan, newest if base is not None and plan.mixed and not before else None)
-        return self._committed(written, num_episodes, left_out, state, notes)
+        return self._commit_written(written, num_episodes, left_out, state, notes)
 
-    def _committed(
+    def _commit_written(
         self,
         written: Sequence[WrittenRows],
         num_episodes: int,
@@ -265,7 +265,7 @@ class _Copy:
         own = (f"{self._producer}#", *_ROWLESS)
         return plan.base == newest >= 0 and all(key.startswith(own) for key in state.transactions)
 
-    def _copied_before(self, plan: CopyPlan) -> TableSnapshot | None:
+    def _previous_copy(self, plan: CopyPlan) -> TableSnapshot | None:
         """Return the source as it was copied, if rows have to be compared and it can be read.
 
         Rows that the target has deleted since must not come back with a rewritten shard.
@@ -334,7 +334,7 @@ class PresentRows:
     ) -> None:
         self._stack.close()
 
-    def among(self, entries: Sequence[FileEntry]) -> dict[str, list[int]]:
+    def find_present(self, entries: Sequence[FileEntry]) -> dict[str, list[int]]:
         """Return the rows that are known, for each shard that shares an episode with them.
 
         Raises: ShardCorruptError.

@@ -33,7 +33,7 @@ class ShardCopier:
         self._left: dict[str, StoredFile] | None = None
         self._used = set(target.log.newest().files)
 
-    def whole(self, entry: FileEntry) -> WrittenRows:
+    def copy_whole(self, entry: FileEntry) -> WrittenRows:
         """Put a shard into the target, as it is where its field ids are the target's too."""
         schema = self._source.schema
         if has_other_ids(merge_schemas(self._target.snapshot().schema, schema), schema):
@@ -79,7 +79,9 @@ class ShardCopier:
             return path, file.modified_ms
         return f"{FOLDER}/{new_ulid()}.parquet", None
 
-    def without(self, entry: FileEntry, present: Sequence[int]) -> tuple[int, WrittenRows] | None:
+    def copy_missing(
+        self, entry: FileEntry, present: Sequence[int]
+    ) -> tuple[int, WrittenRows] | None:
         """Write the rows that the target lacks, and count their episodes; None if it has all."""
         kept = np.ones(entry.num_rows, dtype=bool)
         kept[np.asarray(present, dtype=np.int64)] = False

@@ -93,24 +93,24 @@ class DatasetCheck:
             raise NotFoundError(
                 f"dataset {name!r}: not in this lake. `replaylake list` names those that are."
             )
-        plans = [self._planned(table) for table in self._tables(handle)]
+        plans = [self._plan_table(table) for table in self._tables(handle)]
         total = sum(len(plan.live) + len(plan.older) for plan in plans)
         done = 0
         for plan in plans:
             is_steps = plan.table is handle.table
             with RowCheck() as rows:
-                for checked, number in self._checked(plan, _key(plan, handle)):
+                for checked, number in self._check_shards(plan, _key(plan, handle)):
                     done += 1
                     if self._on_progress is not None:
                         self._on_progress(done, total, name)
-                    self._take(plan, checked, rows, number, is_steps)
+                    self._take_shard(plan, checked, rows, number, is_steps)
                 if is_steps:
                     self._find_row_faults(plan, rows)
                 elif plan.table is handle.decisions:
                     self._find_doubled_decisions(plan, rows)
                 orphans = list(self._orphans(plan))
                 if self._repair:
-                    self._mend(plan, rows if is_steps else None, orphans)
+                    self._repair_table(plan, rows if is_steps else None, orphans)
                 if is_steps and (plan.damages or self._repair):
                     self._forget_summaries(plan.table)
         steps = plans[0]
@@ -124,13 +124,13 @@ class DatasetCheck:
             )
         )
 
-    def log_of(self, root: str) -> CheckedLog:
+    def check_lake_log(self, root: str) -> CheckedLog:
         """Check the log of the lake itself; with repair, mend it."""
         self._name = ""
         log = check_log(self._lake.storage, root)
         self._note_log(log)
         if self._repair and log.state is not None:
-            self._mend_log(root, log)
+            self._repair_log(root, log)
         return log
 
     def _tables(self, handle: Dataset) -> Iterator[Table]:
@@ -139,7 +139,7 @@ class DatasetCheck:
             if self._lake.storage.names(f"{table.root}/_delta_log"):
                 yield table
 
-    def _planned(self, table: Table) -> _CheckPlan:
+    def _plan_table(self, table: Table) -> _CheckPlan:
         log = check_log(table.storage, table.root)
         self._note_log(log)
         if log.state is None:
@@ -178,7 +178,9 @@ class DatasetCheck:
             check = "checkpoint" if fault.is_derived else "log"
             self.add(ERROR, check, fault.path, fault.message, fault.version)
 
-    def _checked(self, plan: _CheckPlan, key: str | None) -> Iterator[tuple[CheckedShard, int]]:
+    def _check_shards(
+        self, plan: _CheckPlan, key: str | None
+    ) -> Iterator[tuple[CheckedShard, int]]:
         """Check the shards on two threads, a few ahead of who takes the results."""
         schema = plan.schema
         if schema is None:
@@ -197,7 +199,7 @@ class DatasetCheck:
                 yield future.result(), number
                 ahead += started(1)
 
-    def _take(
+    def _take_shard(
         self, plan: _CheckPlan, checked: CheckedShard, rows: RowCheck, number: int, is_steps: bool
     ) -> None:
         entry, is_live = checked.entry, number < len(plan.live)
@@ -259,17 +261,19 @@ class DatasetCheck:
                 self.add(NOTE, "orphan", file.path, message)
                 yield Orphan(file.path, message)
 
-    def _mend(self, plan: _CheckPlan, rows: RowCheck | None, orphans: Sequence[Orphan]) -> None:
+    def _repair_table(
+        self, plan: _CheckPlan, rows: RowCheck | None, orphans: Sequence[Orphan]
+    ) -> None:
         if plan.log.state is None:
             return
-        self._mend_log(plan.table.root, plan.log)
-        doubled = {} if rows is None else rows.doubled_rows()
+        self._repair_log(plan.table.root, plan.log)
+        doubled = {} if rows is None else rows.find_doubled_rows()
         twice = {plan.live[number].path: numbers for number, numbers in doubled.items()}
         done = quarantine_damage(plan.table, self._name, plan.damages, twice)
         done += quarantine_orphans(plan.table, self._name, orphans)
         self.repairs += done
 
-    def _mend_log(self, root: str, log: CheckedLog) -> None:
+    def _repair_log(self, root: str, log: CheckedLog) -> None:
         for path in repair_log(self._lake.storage, root, log):
             self.repairs.append(Repair("rewritten", self._name, path, "", None, 0, 0))
 
@@ -368,7 +372,7 @@ class RowCheck:
             for row in batch.to_pylist():
                 yield row["id"], row["n"]
 
-    def doubled_rows(self) -> dict[int, list[int]]:
+    def find_doubled_rows(self) -> dict[int, list[int]]:
         """Return by shard the rows whose step an earlier row has too, shards in number order."""
         overlapping = f"SELECT DISTINCT episode, agent FROM ({_PROBLEMS}) WHERE first <= reached"
         query = (

@@ -132,7 +132,7 @@ def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int, *, repair: boo
     Returns how many policies there are.
     """
     storage = lake.storage
-    checked = check.log_of(LAKE_ROOT)
+    checked = check.check_lake_log(LAKE_ROOT)
     for file in storage.files(f"{LAKE_ROOT}/tmp"):
         if file.modified_ms < horizon_ms:
             age = age_text(file.modified_ms)

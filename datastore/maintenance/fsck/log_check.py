@@ -59,8 +59,8 @@ def repair_log(storage: Storage, root: str, checked: CheckedLog) -> list[str]:
         mended.append(folder.checkpoint_path(version))
     if checked.points_wrong:
         versions = folder.listing().checkpoints
-        whole = [version for version in versions if folder.checkpoint(version) is not None]
-        if whole and (newest := folder.checkpoint(whole[-1])) is not None:
+        whole = [version for version in versions if folder.read_checkpoint(version) is not None]
+        if whole and (newest := folder.read_checkpoint(whole[-1])) is not None:
             pointer = {"version": newest.version, "size": newest.num_actions}
             storage.put(folder.pointer_path, json.dumps(pointer).encode())
             mended.append(folder.pointer_path)
@@ -90,7 +90,7 @@ class _LogCheck:
         if oldest == 0:
             return LogState()
         try:
-            state = self._folder.checkpoint(oldest)
+            state = self._folder.read_checkpoint(oldest)
         except (LogCorruptError, FormatTooNewError) as error:
             self._fault(self._folder.checkpoint_path(oldest), oldest, str(error))
             return None
@@ -106,11 +106,11 @@ class _LogCheck:
         for version in range(state.version + 1, listing.newest + 1):
             actions = self._commit(version)
             if actions is None:
-                self._unverified(checkpoints, version)
+                self._verify_remaining(checkpoints, version)
                 return
             batch.append(actions)
             if version in checkpoints or len(batch) == _BATCH or version == listing.newest:
-                applied = self._applied(state, batch)
+                applied = self._apply(state, batch)
                 if applied is None:
                     return
                 state, batch = applied, []
@@ -121,7 +121,7 @@ class _LogCheck:
     def _commit(self, version: int) -> list[dict[str, Any]] | None:
         path = self._folder.commit_path(version)
         try:
-            actions = self._folder.commit(version)
+            actions = self._folder.read_commit(version)
         except LogCorruptError as error:
             self._fault(path, version, str(error))
             return None
@@ -135,9 +135,9 @@ class _LogCheck:
         ):
             self._fault(path, version, "its first line was changed: it has no sha256 any more.")
             return None
-        return actions if self._tracked(actions, path, version) else None
+        return actions if self._track_files(actions, path, version) else None
 
-    def _tracked(self, actions: list[dict[str, Any]], path: str, version: int) -> bool:
+    def _track_files(self, actions: list[dict[str, Any]], path: str, version: int) -> bool:
         """Note the files that a commit adds and removes; False if they contradict the log."""
         try:
             added = [FileEntry.from_action(a["add"], version) for a in actions if "add" in a]
@@ -156,7 +156,7 @@ class _LogCheck:
             self._found.named[entry.path] = (entry, version)
         return True
 
-    def _applied(self, state: LogState, batch: list[list[dict[str, Any]]]) -> LogState | None:
+    def _apply(self, state: LogState, batch: list[list[dict[str, Any]]]) -> LogState | None:
         try:
             return state.apply(batch)
         except (FormatTooNewError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -167,7 +167,7 @@ class _LogCheck:
     def _compare(self, version: int, state: LogState) -> None:
         path = self._folder.checkpoint_path(version)
         try:
-            found = self._folder.checkpoint(version)
+            found = self._folder.read_checkpoint(version)
         except (LogCorruptError, FormatTooNewError) as error:
             message = str(error).partition(", expected")[0].removeprefix(f"{path}: ")
             found = None
@@ -183,11 +183,11 @@ class _LogCheck:
             )
             self._found.repairs[version] = state
 
-    def _unverified(self, checkpoints: set[int], broken: int) -> None:
+    def _verify_remaining(self, checkpoints: set[int], broken: int) -> None:
         """Check on their own the checkpoints behind a commit that cannot be read."""
         for version in sorted(v for v in checkpoints if v >= broken):
             try:
-                self._folder.checkpoint(version)
+                self._folder.read_checkpoint(version)
             except (LogCorruptError, FormatTooNewError) as error:
                 self._fault(self._folder.checkpoint_path(version), version, str(error))
 
@@ -195,11 +195,11 @@ class _LogCheck:
         data = self._folder.storage.get(self._folder.pointer_path)
         if data is None and not listing.checkpoints:
             return
-        version = self._folder.pointer()
+        version = self._folder.read_pointer()
         state = None
         if version in listing.checkpoints:
             try:
-                state = self._folder.checkpoint(version)
+                state = self._folder.read_checkpoint(version)
             except (LogCorruptError, FormatTooNewError):
                 return  # said of the checkpoint itself
         try:

@@ -247,13 +247,13 @@ class _Annotation:
         if self._strict and (self.receipt.unmatched or self.receipt.ambiguous):
             self.receipt = replace(self.receipt, refused=True)
             return RewritePlan({})
-        return self._planned(snapshot, found)
+        return self._plan_changes(snapshot, found)
 
-    def _planned(self, snapshot: TableSnapshot, found: LabelMatch) -> RewritePlan:
+    def _plan_changes(self, snapshot: TableSnapshot, found: LabelMatch) -> RewritePlan:
         changes: dict[FileEntry, ChangeRows] = {}
         num_steps = num_matched = 0
         for index, entry in enumerate(snapshot.files):
-            hits = found.of_file(index)
+            hits = found.hits_in_file(index)
             if not self._added:
                 hits = hits.filter(hits.column("is_target"))
             if hits.num_rows:
@@ -361,7 +361,7 @@ def check_assigned(
         )
     if to not in ("last", "each"):
         raise ConfigInvalidError(f"--to: found {to!r}, expected last or each.")
-    if to == "each" and (not given or key.names_steps):
+    if to == "each" and (not given or key.is_step_key):
         raise ConfigInvalidError(
             "--to each: expected a reward and a key of episodes: other labels go to all steps that "
             "they name. Leave it out."
@@ -433,7 +433,7 @@ class LabelMatch:
     unmatched_keys: tuple[tuple[Any, ...], ...]
     ambiguous_keys: tuple[tuple[Any, ...], ...]
 
-    def of_file(self, index: int) -> pa.Table:
+    def hits_in_file(self, index: int) -> pa.Table:
         """Return the hits in one file, by row."""
         files = self.hits.column("file").to_numpy()
         begin, end = np.searchsorted(files, [index, index + 1])
@@ -467,7 +467,7 @@ def match_labels(
         )
         good = groups.filter(groups.column("is_good"))
         connection.register("good", good)
-        is_target = f"s.{STEP} = good.last" if only_last and not key.names_steps else "true"
+        is_target = f"s.{STEP} = good.last" if only_last and not key.is_step_key else "true"
         hits = query_arrow(
             connection,
             f"SELECT s.file_index::BIGINT AS file, s.file_row_number::BIGINT AS row, l.label, "
@@ -482,7 +482,7 @@ def match_labels(
         num_matched=good.num_rows,
         num_unmatched=len(unmatched),
         num_ambiguous=len(bad),
-        num_open=0 if key.names_steps else good.num_rows - num_ended,
+        num_open=0 if key.is_step_key else good.num_rows - num_ended,
         unmatched_keys=_examples(labels, unmatched),
         ambiguous_keys=_examples(labels, bad),
     )
@@ -490,7 +490,7 @@ def match_labels(
 
 def _is_match_sql(key: LabelKey, only_last: bool) -> str:
     """Return an aggregate that is true where a label names one step, or one episode."""
-    if key.names_steps:
+    if key.is_step_key:
         return "count(*) = 1"
     one = f"min(s.{EPISODE_ID}) = max(s.{EPISODE_ID})"
     return f"{one} AND min(s.{AGENT_ID}) = max(s.{AGENT_ID})" if only_last else one

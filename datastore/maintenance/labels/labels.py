@@ -55,7 +55,7 @@ class LabelKey:
     columns: Mapping[str, str]
 
     @property
-    def names_steps(self) -> bool:
+    def is_step_key(self) -> bool:
         """Whether it names single steps, and not episodes."""
         return STEP in self.columns or any(name in self.columns for name in _OF_STEPS)
 

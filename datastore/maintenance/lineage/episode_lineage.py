@@ -127,7 +127,7 @@ def _changes(dataset: Dataset) -> Iterator[tuple[int, list[FileEntry], list[str]
     yield first, list(log.at(first).files.values()), []
     for start in range(first + 1, newest + 1, FETCH_BATCH):
         versions = range(start, min(start + FETCH_BATCH, newest + 1))
-        for version, actions in zip(versions, log.folder.commits(versions), strict=True):
+        for version, actions in zip(versions, log.folder.read_commits(versions), strict=True):
             changed = actions or []  # none of one that expired in this moment
             added = [FileEntry.from_action(a["add"], version) for a in changed if "add" in a]
             yield version, added, [a["remove"]["path"] for a in changed if "remove" in a]
@@ -193,7 +193,7 @@ def _selects(
     try:
         held = _is_selected_by_query(lake, selection, episode_id)
     except ReplayLakeError:
-        purge = lake.purges.of_version(name, version)
+        purge = lake.purges.find_breaking(name, version)
         by = _UNREADABLE if purge is None else f"purge {purge.id} took shards out of it"
         return "unknown", f"of {name}@{version}, which it was trained on, {by}"
     condition = selection.get("where") or "all episodes"

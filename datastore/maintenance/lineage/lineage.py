@@ -151,7 +151,7 @@ def _selection(
     name = f"{policy['policy']}:{policy['version']}"
     return {
         **{key: selection.get(key) for key in keys},
-        "reproducible": not any(purge.broke(selection["version"]) for purge in purges),
+        "reproducible": not any(purge.has_broken(selection["version"]) for purge in purges),
         "purged": [purge.id for purge in purges if name in purge.policies],
     }
 

@@ -35,13 +35,13 @@ class DatasetFiles:
         self._name = handle.name
         self.tables = handle.tables()
 
-    def doomed(self, wanted: IdSearch) -> list[str]:
+    def find_deletable(self, wanted: IdSearch) -> list[str]:
         """Return the files that hold a row of it and may go: no version needs them any more."""
         live = self._live()
         named = {f"{t.root}/{path}" for t in self.tables for path in list_named_paths(t)}
         return [
             file.path
-            for file, trace in self.traces(wanted)
+            for file, trace in self.find_inside(wanted)
             if file.path not in live
             and (
                 file.path.startswith(f"{self._name}/{QUARANTINE}/")
@@ -58,26 +58,26 @@ class DatasetFiles:
         self._storage.forget(sorted({*doomed, *named} - self._live()))
         # After the shards: who writes one now looks at them again.
         summaries.delete_summaries(self._storage, self._name)
-        ViewCache(self._storage, self._name).forget()
+        ViewCache(self._storage, self._name).clear()
         derived = self._storage.files(f"{self._name}/_derived")
         # What crashes left unfinished may be any shard; nothing reads it.
         leftovers = (file for file in self._storage.files(f"{LAKE_ROOT}/tmp") if _is_old(file))
         self._storage.delete([file.path for file in (*derived, *leftovers)])
 
-    def left(self, wanted: IdSearch) -> tuple[int, list[Trace]]:
+    def find_remaining(self, wanted: IdSearch) -> tuple[int, list[Trace]]:
         """Look into every file of the dataset; return how many, and those with a trace."""
         num_scanned = sum(1 for _ in self._files())
         live = self._live()
         left = [
             replace(trace, kind=LIVE) if file.path in live and trace.kind == "rows" else trace
-            for file, trace in self.traces(wanted)
+            for file, trace in self.find_inside(wanted)
         ]
         for table in self.tables[1:]:
-            held = find_journals(table, wanted.in_text)
+            held = find_journals(table, wanted.is_in_text)
             left += [Trace(str(path), JOURNAL) for path in held]
         return num_scanned, left
 
-    def outside(self, wanted: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
+    def find_outside(self, wanted: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
         """Look into the lake's own files: its log, and the packages of policies."""
         files = (
             file
@@ -88,14 +88,14 @@ class DatasetFiles:
         )
         return find_traces(self._storage, files, wanted)
 
-    def traces(self, wanted: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
+    def find_inside(self, wanted: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
         """Look into the files of the dataset, but for its journals."""
         return find_traces(self._storage, self._files(), wanted)
 
-    def drop_damaged(self, wanted: IdSearch) -> None:
+    def scrub_damaged(self, wanted: IdSearch) -> None:
         """Take ids out of the journals' records that were kept because no row can hold them."""
         for table in self.tables[1:]:
-            drop_damaged(table, wanted.in_text)
+            drop_damaged(table, wanted.is_in_text)
 
     def _files(self) -> Iterator[StoredFile]:
         """Yield the files of the dataset but for its journals, which may lie elsewhere.

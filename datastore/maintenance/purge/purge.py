@@ -116,7 +116,7 @@ class _PurgeWork:
     num_undecided: int = 0
 
     @property
-    def wanted(self) -> IdSearch:
+    def id_search(self) -> IdSearch:
         return IdSearch(self.episodes, self.decisions)
 
 
@@ -148,7 +148,7 @@ def purge(
     run = _DatasetPurge(lake, handle, on_stage or (lambda stage: None))
     if dry_run:
         return run.preview(condition)
-    resumed = tuple(run.unfinished())
+    resumed = tuple(run.iter_unfinished())
     results = [run.finish(work) for work in resumed]
     work = run.begin(condition)
     if work is not None:
@@ -162,14 +162,14 @@ class _DatasetPurge:
     """The purges of one dataset."""
 
     def __init__(self, lake: Lake, handle: Dataset, on_stage: OnStage) -> None:
-        self._lake, self._handle, self._say = lake, handle, on_stage
+        self._lake, self._handle, self._on_stage = lake, handle, on_stage
         self._storage = lake.storage
         self._name = handle.name
         self._files = DatasetFiles(lake, handle)
         self._is_served = handle.decisions.exists() and handle.rewards.exists()
         self.num_undecided = 0
 
-    def unfinished(self) -> Iterator[_PurgeWork]:
+    def iter_unfinished(self) -> Iterator[_PurgeWork]:
         """Read the work lists that were left, oldest first."""
         folder = f"{WORK_LISTS}/{self._name}"
         for name in self._storage.names(folder):
@@ -182,22 +182,24 @@ class _DatasetPurge:
     def begin(self, condition: str) -> _PurgeWork | None:
         """Select, and write down what has to be done; None if it is nothing."""
         self._recover()
-        work = self._selected(condition)
+        work = self._select(condition)
         if work is None:
             return None
-        self._storage.put_new(self._path(work), json.dumps(asdict(work)).encode(), private=True)
+        self._storage.put_if_absent(
+            self._path(work), json.dumps(asdict(work)).encode(), private=True
+        )
         return work
 
     def preview(self, condition: str) -> PurgeReceipt:
         """Say what would be done."""
-        work = self._selected(condition)
+        work = self._select(condition)
         if work is None:
             nothing = _empty_receipt(self._name, dry_run=True)
             return replace(nothing, num_undecided=self.num_undecided)
         # The shards that are live now are those of an old version once they are written again.
         paths = [
             file.path
-            for file, _ in self._files.traces(work.wanted)
+            for file, _ in self._files.find_inside(work.id_search)
             if file.path.endswith(".parquet")
         ]
         versions = find_versions_with(self._handle.table, paths)
@@ -213,29 +215,29 @@ class _DatasetPurge:
         for attempt in range(_TRIES):
             if attempt:
                 time.sleep(_PAUSE_S)
-            self._say("removing from the newest version")
+            self._on_stage("removing from the newest version")
             self._record(work, version, [])
             num_steps += self._remove_live(work)
             version = self._version(work)
-            self._say("deleting old shards")
-            doomed = self._files.doomed(work.wanted)
+            self._on_stage("deleting old shards")
+            doomed = self._files.find_deletable(work.id_search)
             # Before they go: a version is never unreadable without a word of why.
             self._record(work, version, doomed)
             self._files.delete(doomed)
-            self._files.drop_damaged(work.wanted)
-            self._say("scanning for what is left")
-            num_scanned, left = self._files.left(work.wanted)
+            self._files.scrub_damaged(work.id_search)
+            self._on_stage("scanning for what is left")
+            num_scanned, left = self._files.find_remaining(work.id_search)
             if not any(trace.kind in (JOURNAL, LIVE) for trace in left):
                 break
         recorded = self._record(work, version, [], is_done=not left)
         if not left:
             self._storage.delete([self._path(work)])
         done = _make_receipt(recorded, work, num_steps)
-        named_in = tuple(trace.path for _, trace in self._files.outside(work.wanted))
+        named_in = tuple(trace.path for _, trace in self._files.find_outside(work.id_search))
         return replace(done, num_scanned=num_scanned, left=tuple(left), named_in=named_in)
 
-    def _selected(self, condition: str) -> _PurgeWork | None:
-        self._say("selecting episodes in all versions")
+    def _select(self, condition: str) -> _PurgeWork | None:
+        self._on_stage("selecting episodes in all versions")
         episodes = select_in_all_versions(self._handle.table, condition)
         if self._handle.rejected.exists():
             others, undecided = (
@@ -276,7 +278,7 @@ class _DatasetPurge:
     def _version(self, work: _PurgeWork) -> int:
         """Return the version of the purge's commit; where no row was live, make one for it."""
         producer = f"purge/{work.id}"
-        if (version := self._handle.committed(producer, 0)) is not None:
+        if (version := self._handle.find_commit(producer, 0)) is not None:
             return version
         info = {"episodes_removed": len(work.episodes)}
         return self._handle.table.commit(
@@ -318,7 +320,9 @@ class _DatasetPurge:
             tags=(),
             policies=work.policies,
         )
-        tags = (tag.name for tag in self._lake.tags.list(self._name) if purge.broke(tag.version))
+        tags = (
+            tag.name for tag in self._lake.tags.list(self._name) if purge.has_broken(tag.version)
+        )
         return replace(purge, tags=tuple(tags))
 
 

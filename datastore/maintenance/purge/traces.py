@@ -49,17 +49,17 @@ class IdSearch:
         self._ends = np.array(sorted(self._needles), np.uint64)
         self._longest = max((len(n) for found in self._needles.values() for n in found), default=0)
 
-    def in_text(self, data: bytes) -> bool:
+    def is_in_text(self, data: bytes) -> bool:
         """Whether an id stands in the bytes, not as a part of a longer one."""
         if not len(self._ends):
             return False
         for start in range(0, len(data), _BLOCK_BYTES):
             block = data[max(0, start - self._longest - 1) : start + _BLOCK_BYTES + 1]
-            if self._in_block(block):
+            if self._is_in_block(block):
                 return True
         return False
 
-    def in_rows(self, file: pq.ParquetFile, names: Iterable[str]) -> bool:
+    def is_in_rows(self, file: pq.ParquetFile, names: Iterable[str]) -> bool:
         """Whether a row has an id in one of its columns of ids."""
         columns = [name for name in names if len(self.columns[name])]
         for group in range(file.num_row_groups if columns else 0):
@@ -70,7 +70,7 @@ class IdSearch:
                     return True
         return False
 
-    def _in_block(self, block: bytes) -> bool:
+    def _is_in_block(self, block: bytes) -> bool:
         if len(block) < 8:
             return False
         windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(block, np.uint8), 8)
@@ -99,7 +99,7 @@ def _kind(storage: Storage, file: StoredFile, wanted: IdSearch) -> str | None:
         if (data := storage.get(file.path)) is None:
             return None
         if not file.path.endswith(".parquet"):
-            return "text" if wanted.in_text(data) else None
+            return "text" if wanted.is_in_text(data) else None
         source = pa.BufferReader(data)
     else:
         source = storage.local(file.path)
@@ -107,9 +107,9 @@ def _kind(storage: Storage, file: StoredFile, wanted: IdSearch) -> str | None:
         with pq.ParquetFile(source) as parquet:
             names = [name for name in wanted.columns if name in parquet.schema_arrow.names]
             if names:
-                return "rows" if wanted.in_rows(parquet, names) else None
+                return "rows" if wanted.is_in_rows(parquet, names) else None
             text = json.dumps(parquet.read().to_pylist(), default=str, ensure_ascii=False)
-            return "text" if wanted.in_text(text.encode()) else None
+            return "text" if wanted.is_in_text(text.encode()) else None
     except FileNotFoundError:
         return None
     except (pa.ArrowException, OSError):

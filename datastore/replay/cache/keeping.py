@@ -39,7 +39,7 @@ class CacheWriter:
             self._thread, self._failure = None, str(error)
         _running.add(self)
 
-    def folder(self) -> Path | None:
+    def wait_folder(self) -> Path | None:
         """Wait for it, and return the view's folder; None where it could not be kept."""
         self._hurry.set()
         self._join(None)

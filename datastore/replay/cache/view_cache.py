@@ -77,7 +77,7 @@ class ViewCache:
         """Return where a view is, if it is here."""
         return self.home / key
 
-    def spelling_of(self, key: str) -> str:
+    def find_canonical(self, key: str) -> str:
         """Return the key of the canonical query, given that of the query as it was written."""
         with suppress(OSError, UnicodeDecodeError):
             text = (self.home / _SPELLINGS / key).read_text()
@@ -85,7 +85,7 @@ class ViewCache:
                 return text
         return key
 
-    def remember_spelling(self, key: str, canonical: str) -> None:
+    def record_canonical(self, key: str, canonical: str) -> None:
         """Keep which canonical query another spelling stands for, where we may write."""
         if key == canonical:
             return
@@ -135,7 +135,7 @@ class ViewCache:
         self._trim(target)
         return target
 
-    def stale(self, gone: Callable[[str], bool]) -> Iterator[StaleView]:
+    def iter_stale(self, gone: Callable[[str], bool]) -> Iterator[StaleView]:
         """Yield what can be of no use: views of shards that are gone, and what crashes left.
 
         `gone` says it of a shard's path below the dataset.
@@ -153,10 +153,10 @@ class ViewCache:
             _remove(view.folder)
         with suppress(OSError):
             for path in (self.home / _SPELLINGS).iterdir():
-                if not self.folder(self.spelling_of(path.name)).exists():
+                if not self.folder(self.find_canonical(path.name)).exists():
                     path.unlink(missing_ok=True)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Remove all that is here, durably. Raises: StorageError."""
         parent, name = self.home.parent, self.home.name
         try:

@@ -52,7 +52,7 @@ class Episodes:
                 f"{self.max_length}, the longest of {longest} steps, expected none. Leave them out "
                 f"with where='num_steps <= {self.max_length}', or sample Sequences."
             )
-        return packed.allowed(runs.starts[heads])
+        return packed.filter_startable(runs.starts[heads])
 
     def assembler(self, records: Records) -> EpisodeAssembler:
         """Return what copies them."""

@@ -133,12 +133,12 @@ class HindsightAssembler:
         """Return what was achieved later: a goal for each of positions [M]."""
         while True:
             moment = self.records.moment()
-            goals = self.records.take(_ACHIEVED, self._reached(positions, drawn))
+            goals = self.records.take(_ACHIEVED, self._goal_positions(positions, drawn))
             # A run that grew meanwhile has a step where its end was, whose key is no link.
             if self.records.moment() == moment:
                 return goals
 
-    def _reached(
+    def _goal_positions(
         self, positions: NDArray[np.int64], drawn: NDArray[np.float64]
     ) -> NDArray[np.int64]:
         """Return where the observations lie whose achieved goals are to be asked for.

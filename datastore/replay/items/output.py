@@ -37,7 +37,7 @@ class WindowOutput:
             self.weights[:] = selected.weights
         self.indices[:] = selected.numbers
 
-    def shown(
+    def to_batch(
         self,
         steps: NDArray[np.void],
         following: NDArray[np.void],

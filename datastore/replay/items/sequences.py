@@ -76,7 +76,7 @@ class Sequences:
             known = np.where(at == 0, self.burn_in, self.burn_in + self.overlap)
             known[(at == 0) & runs.begin_episodes()[run]] = 0
             positions = positions[totals[run] - at > known]
-        return packed.allowed(positions)
+        return packed.filter_startable(positions)
 
     def assembler(self, records: Records) -> SequenceAssembler:
         """Return what copies them."""
@@ -93,7 +93,7 @@ class SequenceOutput(WindowOutput):
         self.discounts: NDArray[np.float32] = np.empty((num, num_steps), np.float32)
         self.mask: NDArray[np.bool_] = np.empty((num, num_steps), np.bool_)
         observations, following = consecutive_observations(self.layout, self.rows)
-        self.batch = self.shown(
+        self.batch = self.to_batch(
             self.rows[:, self._before : -1],
             self.rows[:, self._before + 1 :],
             observations,

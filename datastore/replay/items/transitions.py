@@ -94,7 +94,7 @@ class TransitionOutput(WindowOutput):
         if item.returns:
             self.returns = np.empty(num, np.float32)
         single = stack == 1
-        self.batch = self.shown(
+        self.batch = self.to_batch(
             self.steps,
             self.rows[:, -1],
             self.layout.observations(self.steps if single else self.rows[:, :stack]),

@@ -42,7 +42,7 @@ class LiveContents:
         # At a time: as many fall out first, and there is always something to sample.
         self._most_steps = min(self.ring.margin - layout.frame_stack, -(-max_steps // 4))
         self._head = self.ring.size
-        self._links = RunLinks(self.ring, self._late)
+        self._links = RunLinks(self.ring, self._add_late_step)
         self._cut_off: list[LiveRun] = []
 
     def add(self, block: PackedBlock) -> None:
@@ -76,13 +76,13 @@ class LiveContents:
             for number, steps in enumerate(block.intervals):
                 again = removed.within(steps)
                 for part in again:
-                    comes += self._changed(block, number, part)
+                    comes += self._change_steps(block, number, part)
                 comes += self._parts(number, steps, subtract(steps, again))
             if comes:
                 self.add(cut_block(block, sorted(comes)))
         self._settle()
 
-    def _changed(self, block: PackedBlock, number: int, steps: StepInterval) -> list[RunPart]:
+    def _change_steps(self, block: PackedBlock, number: int, steps: StepInterval) -> list[RunPart]:
         """Change those of a run's steps that are there; return what has to be added anew."""
         comes: list[RunPart] = []
         for run in self._table.overlapping(steps):
@@ -92,7 +92,7 @@ class LiveContents:
                 comes += self._parts(number, block.intervals[number], [common])
         return comes
 
-    def keep(self, kept: IntervalSet) -> None:
+    def retain(self, kept: IntervalSet) -> None:
         """Remove all steps but those of a set."""
         for run in list(self._runs):
             if run.is_there:
@@ -124,11 +124,11 @@ class LiveContents:
         run.length += steps.length
         run.ended, run.has_final = bool(packed.runs.ended[0]), bool(block.has_final[0])
         self.ring.startable[self.ring.places(packed.steps + (at - local))] = True
-        self.items.came(packed, at - local, [run], are_new=False)
+        self.items.add_runs(packed, at - local, [run], are_new=False)
         self._count(packed)
         return True
 
-    def give_back(self, run: LiveRun) -> None:
+    def release_room(self, run: LiveRun) -> None:
         """Let go of the room that was kept after a run."""
         if run.limit == self._head:
             self._head = run.tail + 1
@@ -183,7 +183,7 @@ class LiveContents:
         starts = packed.runs.starts[first:until]
         begin, end = int(starts[0]) - before, int(starts[-1]) + runs[-1].length + 1
         self._evict(self.num_steps + sum(run.length for run in runs) - self._max_steps)
-        base = self._reserved(end - begin, room)
+        base = self._reserve(end - begin, room)
         shift = base - begin
         self.items.clear(base, end - begin + room)
         self.ring.write(base, packed.records.words[begin:end], room)
@@ -196,7 +196,7 @@ class LiveContents:
         self.ring.startable[self.ring.places(some.steps + shift)] = True
         for run in runs:
             self._links.connect(run, self._table)
-        self.items.came(some, shift, runs)
+        self.items.add_runs(some, shift, runs)
         self._count(some)
 
     def _count(self, packed: Packed) -> None:
@@ -204,14 +204,14 @@ class LiveContents:
         self.num_transitions += len(packed.bootstrappable)
         self.num_steps += packed.num_steps
 
-    def _late(self, run: LiveRun) -> None:
+    def _add_late_step(self, run: LiveRun) -> None:
         """Take the last step of a run that can be bootstrapped now, as what follows it came."""
         position = run.tail - 1
         if position >= self.ring.low and self.ring.startable[self.ring.place(position)]:
-            self.items.late(position)
+            self.items.add_late_step(position)
             self.num_transitions += 1
 
-    def _reserved(self, num: int, room: int) -> int:
+    def _reserve(self, num: int, room: int) -> int:
         """Return the position of the next `num` records and `room` more, in one piece."""
         ring = self.ring
         if ring.place(self._head) + num + room > ring.size:
@@ -240,7 +240,7 @@ class LiveContents:
         if low <= self.ring.low:
             return
         before, self.ring.low = self.ring.low, low
-        self._take_back(before, low)
+        self._retract_starts(before, low)
         while self._runs and self._runs[0].start < low:
             run = self._runs[0]
             if run.is_there:
@@ -267,7 +267,7 @@ class LiveContents:
                 kept = (
                     cut_block(self._block_of(run), parts, with_successors=False) if parts else None
                 )
-                self._kill(run)
+                self._discard_run(run)
                 if kept is not None:
                     self.add(kept)
 
@@ -279,9 +279,9 @@ class LiveContents:
         self._cut_off.clear()
         self.items.forget()
 
-    def _kill(self, run: LiveRun) -> None:
+    def _discard_run(self, run: LiveRun) -> None:
         """Remove a run of which nothing has fallen out."""
-        self._take_back(run.start, run.tail)
+        self._retract_starts(run.start, run.tail)
         self.num_steps -= run.length
         self._table.remove(run)
         run.is_there = False
@@ -290,7 +290,7 @@ class LiveContents:
         self._links.unlink_before(run)
         self._links.unlink_after(run)
 
-    def _take_back(self, first: int, until: int) -> None:
+    def _retract_starts(self, first: int, until: int) -> None:
         """Let no item start from one position up to another any more."""
         until = min(until, first + self.ring.size)
         flags = self.ring.rows[BOOTSTRAPPABLE]

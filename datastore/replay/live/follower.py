@@ -55,7 +55,7 @@ class CommitFollower:
         self._is_remote = is_remote
         # Said one by one; of a thousand that nobody asked for the first ones are enough.
         self._failures: deque[Exception] = deque()
-        self._told = ""
+        self._last_reported = ""
         # Whether what is there has to be compared with the newest version.
         self._is_stale = False
         self._busy_until = 0.0
@@ -113,20 +113,20 @@ class CommitFollower:
         while not self._closing.wait(interval_s):
             try:
                 if self._is_stale:
-                    self._begin_anew()
+                    self._restart()
                 came = self._follow()
                 interval_s = shortest_s if came else min(interval_s * _BACK_OFF, longest_s)
-                self._told = ""
+                self._last_reported = ""
             except LogExpiredError as error:
-                self._tell(error)
+                self._report_error(error)
                 self._is_stale, interval_s = True, 0.0
             except ShardGoneError:
                 self._is_stale, interval_s = True, 0.0
             except _RETRIED_ERRORS as error:
-                self._tell(error)
+                self._report_error(error)
                 interval_s = min(max(interval_s, _REMOTE_INTERVAL_S) * 2, _MAX_INTERVAL_S)
             except Exception as error:
-                self._tell(error)
+                self._report_error(error)
                 return
 
     def _follow(self) -> bool:
@@ -144,13 +144,13 @@ class CommitFollower:
         self._busy_until = 0.0
         return came
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         """Go on with the newest version: keep what it has, and take in the rest."""
         self._reader.begin(None)
         groups = self._reader.newest_rows(self._max_steps)
         kept = self._reader.readable_intervals([e for entries in groups for e in entries])
         with self.lock:
-            self._contents.keep(kept)
+            self._contents.retain(kept)
         for entries in groups:
             change = self._reader.change(entries)
             there = IntervalSet(steps for block in change.added for steps in block.intervals)
@@ -170,17 +170,17 @@ class CommitFollower:
                         self._contents.add(block)
             except Exception as error:
                 # Before anybody sees what was left half done.
-                self._tell(error)
+                self._report_error(error)
                 raise
             self.version = change.version
             self.arrived.notify_all()
             if change.failure is not None:
-                self._tell(change.failure)
+                self._report_error(change.failure)
 
-    def _tell(self, error: Exception) -> None:
+    def _report_error(self, error: Exception) -> None:
         """Keep an error for sample(); the same one again, as it is tried again, is not told."""
-        if str(error) != self._told:
-            self._told = str(error)
+        if str(error) != self._last_reported:
+            self._last_reported = str(error)
             if len(self._failures) < _MAX_FAILURES:
                 self._failures.append(error)
         with self.arrived:

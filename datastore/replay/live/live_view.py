@@ -135,7 +135,7 @@ class LiveView(SampleSource):
         Raises: ConfigInvalidError for a view with `where_steps`, which is asked of committed steps.
         """
         if self._where_steps is not None:
-            raise self._not_committed("stream")
+            raise self._not_committed_error("stream")
         stream = Stream(self._intake, episode_id, agent_id, first_step)
         self._intake.add(stream)
         return stream
@@ -154,7 +154,7 @@ class LiveView(SampleSource):
         committed steps.
         """
         if self._where_steps is not None:
-            raise self._not_committed("put")
+            raise self._not_committed_error("put")
         with self._follower.arrived:
             for block in self._packer.blocks(pieces):
                 self._contents.add(block)
@@ -217,19 +217,19 @@ class LiveView(SampleSource):
         with self._follower.lock:
             return self._contents.items.candidates(item, self._intake.refresh)
 
-    def finished(self, item: Item) -> LiveCandidates:
+    def finished_candidates(self, item: Item) -> LiveCandidates:
         """Return the items to which no step is added any more, in the order in which that is so.
 
         Of sequences those that have all their steps, or whose episode ended before.
         """
         with self._follower.lock:
-            return self._contents.items.finished(item, self._intake.refresh)
+            return self._contents.items.finished_candidates(item, self._intake.refresh)
 
     def assembler(self, item: Item) -> Assembler:
         """Return what copies selected items out of the ring."""
         return item.assembler(self._contents.ring)
 
-    def _not_committed(self, what: str) -> ConfigInvalidError:
+    def _not_committed_error(self, what: str) -> ConfigInvalidError:
         return ConfigInvalidError(
             f"{what}: found a view with where_steps {self._where_steps}, expected one without: "
             "SQL is evaluated on what was committed. Append to the dataset instead."

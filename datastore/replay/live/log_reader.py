@@ -78,10 +78,10 @@ class _Meter:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.items = self.num_bytes = 0
-        self._told = StageTiming()
+        self._last_read = StageTiming()
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Add the time of the block."""
         started = time.perf_counter()
         try:
@@ -89,10 +89,10 @@ class _Meter:
         finally:
             self.seconds += time.perf_counter() - started
 
-    def taken(self) -> StageTiming:
+    def read_since_last(self) -> StageTiming:
         """Return what was added since the last call."""
-        before, now = self._told, StageTiming(self.seconds, self.items, self.num_bytes)
-        self._told = now
+        before, now = self._last_read, StageTiming(self.seconds, self.items, self.num_bytes)
+        self._last_read = now
         return StageTiming(
             now.seconds - before.seconds,
             now.items - before.items,
@@ -148,7 +148,7 @@ class LogReader:
 
     def timings(self) -> FollowTimings:
         """Return what looking at the log and decoding took since the last call of this."""
-        return FollowTimings(self._tail.taken(), self._decode.taken())
+        return FollowTimings(self._tail.read_since_last(), self._decode.read_since_last())
 
     def read(self, entries: Sequence[FileEntry]) -> PackedBlock:
         """Decode some shards, each checked against its sha256.
@@ -157,7 +157,7 @@ class LogReader:
         """
         snapshot = self._snapshot(entries)
         flags = None
-        with self._decode.timed():
+        with self._decode.measure():
             if self._where_steps is not None:
                 flags = select_steps(snapshot, self._where_steps)
             block = make_block(pack(snapshot, self._layout, start_flags=flags))
@@ -188,7 +188,7 @@ class LogReader:
         """
         first = self._state
         try:
-            with self._tail.timed():
+            with self._tail.measure():
                 newest = self._table.log.newest()
             return self._next(newest)
         except BaseException:
@@ -201,7 +201,7 @@ class LogReader:
         self._check_same(newest)
         entries: list[FileEntry] = []
         while self._state.version < newest.version:
-            with self._tail.timed():
+            with self._tail.measure():
                 actions = self._actions(self._state.version + 1)
                 # Without who committed: a run's hundred thousand commits would be kept twice.
                 changes = [action for action in actions if "txn" not in action]
@@ -216,11 +216,11 @@ class LogReader:
             self._state = after
             self._tail.items += 1
             if removed:
-                return self.change(added, self._removed(removed))
+                return self.change(added, self._removed_intervals(removed))
             entries += added
         return self.change(entries) if self.version > first else None
 
-    def _removed(self, entries: Sequence[FileEntry]) -> IntervalSet:
+    def _removed_intervals(self, entries: Sequence[FileEntry]) -> IntervalSet:
         try:
             return self.intervals(entries)
         except ShardCorruptError as error:
@@ -274,7 +274,7 @@ class LogReader:
             table = make_run_table(snapshot, paths, None, 1)
         finally:
             snapshot.storage.release(blobs)
-        found = table.stretches
+        found = table.ranges
         episodes = [digest.tobytes() for digest in table.digests]
         rows = zip(
             found.pairs.tolist(), found.first_steps.tolist(), found.lengths.tolist(), strict=True

@@ -44,7 +44,7 @@ class ItemNumbering:
             self._candidates[item] = made
         return self._candidates[item]
 
-    def finished(self, item: Item, refresh: Callable[[], None]) -> LiveCandidates:
+    def finished_candidates(self, item: Item, refresh: Callable[[], None]) -> LiveCandidates:
         """Return the items to which no step is added any more, kept up to date from now on."""
         if not isinstance(item, Sequences):
             return self.candidates(item, refresh)
@@ -58,7 +58,7 @@ class ItemNumbering:
             )
         return self._finished[item].candidates
 
-    def came(
+    def add_runs(
         self, packed: Packed, shift: int, runs: Sequence[LiveRun], *, are_new: bool = True
     ) -> None:
         """Give numbers to the items that there are now, as these runs came or grew.
@@ -72,9 +72,9 @@ class ItemNumbering:
             else:
                 candidates.add_new(self._starts(item, runs))
         for finished in self._finished.values():
-            finished.came(runs)
+            finished.add_runs(runs)
 
-    def late(self, position: int) -> None:
+    def add_late_step(self, position: int) -> None:
         """Take a step that can be bootstrapped only now, as what follows it came.
 
         Of items other than transitions those runs decide, which come with it.
@@ -115,7 +115,7 @@ class ItemNumbering:
         # One whose beginning is not there looks like the rest of another, if that has its length.
         whole = [run for chain in chains if not chain[0].offset for run in chain]
         found = [
-            item.starts(self._shown(part))
+            item.starts(self._show(part))
             for part in (whole, *(chain for chain in chains if chain[0].offset))
             if part
         ]
@@ -123,7 +123,7 @@ class ItemNumbering:
         # All there is lies less than one round of the ring after `low`.
         return np.sort(self._ring.low + (places - self._ring.low) % self._ring.size)
 
-    def _shown(self, runs: Sequence[LiveRun]) -> Packed:
+    def _show(self, runs: Sequence[LiveRun]) -> Packed:
         startable = self._ring.startable
         places = [(self._ring.place(run.start), run.length) for run in runs]
         steps = [place + np.flatnonzero(startable[place : place + num]) for place, num in places]
@@ -198,19 +198,19 @@ class FinishedSequences:
         # Where runs behind a gap begin, in order of arrival.
         self._gaps: deque[tuple[int, bytes]] = deque()
         episodes = dict.fromkeys(run.episode for run in runs)
-        self._add([at for e in episodes for at in self._found(e, gaps_stay=True)])
+        self._add([at for e in episodes for at in self._find_finished(e, gaps_stay=True)])
 
-    def came(self, runs: Iterable[LiveRun]) -> None:
+    def add_runs(self, runs: Iterable[LiveRun]) -> None:
         """Give numbers to those that are finished now, as these runs came, grew or were linked."""
         starts: list[int] = []
         newest = 0
         for run in runs:
             newest = max(newest, run.tail)
-            starts += self._found(run.episode)
+            starts += self._find_finished(run.episode)
             if run.before is None and run.first_step > self._next.get(run.episode, (0, 0))[0]:
                 self._gaps.append((run.start, run.episode))
         while self._gaps and self._gaps[0][0] + self._patience < newest:
-            starts += self._found(self._gaps.popleft()[1], gaps_stay=True)
+            starts += self._find_finished(self._gaps.popleft()[1], gaps_stay=True)
         self._add(starts)
 
     def forget(self) -> None:
@@ -222,7 +222,7 @@ class FinishedSequences:
         if starts:
             self.candidates.add(np.sort(np.array(starts, np.int64)))
 
-    def _found(self, episode: bytes, *, gaps_stay: bool = False) -> list[int]:
+    def _find_finished(self, episode: bytes, *, gaps_stay: bool = False) -> list[int]:
         """Return where the next sequences of an episode begin that are finished, as positions."""
         step, begin = self._next.get(episode, (0, 0))
         found: list[int] = []

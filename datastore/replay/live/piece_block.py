@@ -71,20 +71,20 @@ class PiecePacker:
         """
         if isinstance(pieces, EpisodeColumns) and self._are_joined:
             if len(pieces):
-                yield self._packed(pieces)
+                yield self._pack(pieces)
             return
         most = max(1, _BYTES_AT_ONCE // self._layout.dtype.itemsize)
         start, num = 0, 0
         for number, piece in enumerate(pieces):
             size = len(piece) + self._before + 1
             if num and num + size > most:
-                yield self._packed(pieces[start:number])
+                yield self._pack(pieces[start:number])
                 start, num = number, 0
             num += size
         if num:
-            yield self._packed(pieces[start:])
+            yield self._pack(pieces[start:])
 
-    def _packed(self, pieces: Sequence[Episode]) -> PackedBlock:
+    def _pack(self, pieces: Sequence[Episode]) -> PackedBlock:
         layout, before = self._layout, self._before
         check_ids(pieces)
         facts = _collect_piece_arrays(pieces)
@@ -184,11 +184,11 @@ class PiecePacker:
                 put(layout, rows, layout.column_field(name), values, name=f"column {name!r}")
                 continue
             # What has to be converted, or is missing somewhere: as it would be when it is stored.
-            table = self._encoded(pieces) if table is None else table
+            table = self._encode(pieces) if table is None else table
             found = table[name] if name in table.column_names else pa.nulls(len(rows), kind)
             put_column(layout, rows, name, pa.chunked_array(found, kind))
 
-    def _encoded(self, pieces: Sequence[Episode]) -> pa.Table:
+    def _encode(self, pieces: Sequence[Episode]) -> pa.Table:
         spec = self._layout.spec
         spaces = (spec.observation_space, spec.action_space)
         ready = validate_all(pieces, *spaces, rewards_optional=spec.rewards_optional)

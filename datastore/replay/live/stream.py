@@ -116,26 +116,26 @@ class Stream:
     def put(self, contents: LiveContents, *, last: bool) -> None:
         """Pack what can be sampled now and put it into the ring. Raises: EpisodeInvalidError."""
         with self._lock:
-            steps, first_step = self._taken(last=last)
+            steps, first_step = self._take_ready(last=last)
         if not len(steps):
             return
         block = pack_steps(contents.ring.layout, steps, self._digest, first_step)
         if self._run is None or not contents.extend(self._run, block):
             if self._run is not None:
-                contents.give_back(self._run)
+                contents.release_room(self._run)
             self._room = min(2 * self._room, _BLOCK_STEPS)
             self._run = contents.append(block, self._room)
         ends = last or steps.has_final or steps.terminated or steps.truncated
         if self._run is not None and ends:
-            contents.give_back(self._run)
+            contents.release_room(self._run)
             self._run = None
 
     @property
-    def has_news(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether some step can be sampled that is not yet in the ring."""
         return len(self._steps) > 1
 
-    def _taken(self, *, last: bool) -> tuple[PendingSteps, int]:
+    def _take_ready(self, *, last: bool) -> tuple[PendingSteps, int]:
         """Take out the steps whose successors are known, with `last` all; and the first's number.
 
         The one without a successor stays.
@@ -211,7 +211,7 @@ class StreamIntake:
             return
         try:
             for stream in list(self._streams):
-                if stream.has_news:
+                if stream.has_pending:
                     stream.put(self.contents, last=False)
         finally:
             self._lock.release()

@@ -49,7 +49,7 @@ class _Segments:
     def num_rows(self) -> int:
         return int(self.before[-1] + self.sizes[-1])
 
-    def each(self, firsts: NDArray[np.int64], step: int = 1) -> NDArray[np.int64]:
+    def spread(self, firsts: NDArray[np.int64], step: int = 1) -> NDArray[np.int64]:
         """Return a value for each row, which rises by `step` from row to row of a segment."""
         values: NDArray[np.int64] = np.repeat(firsts - step * self.before, self.sizes)
         values += np.arange(0, step * self.num_rows, step)
@@ -75,9 +75,9 @@ class RecordFiller:
             *([schema.ACTION_MASK] if layout.spec.mask_size is not None else []),
             *layout.columns,
         ]
-        self._fields = snapshot.selected(list(dict.fromkeys(names)))
+        self._fields = snapshot.select_fields(list(dict.fromkeys(names)))
         with_final = dict.fromkeys([*names, schema.FINAL_OBSERVATION])
-        self._fields_with_final = snapshot.selected(list(with_final))
+        self._fields_with_final = snapshot.select_fields(list(with_final))
         self._layout = layout
         self._table = table
         self._rewards = rewards
@@ -92,11 +92,11 @@ class RecordFiller:
         Raises: ShardCorruptError; SchemaMismatchError, SpaceUnsupportedError for values that a
         record cannot hold.
         """
-        rows = self._table.stretches.rows
+        rows = self._table.ranges.rows
         low, high = np.searchsorted(rows, [group.start, group.start + group.num_rows])
         if low == high:
             return
-        has_final = (self._table.stretches.flags[low:high] & FINAL).any()
+        has_final = (self._table.ranges.flags[low:high] & FINAL).any()
         fields = self._fields_with_final if has_final else self._fields
         block_rows = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // self._layout.dtype.itemsize))
         block = np.zeros(block_rows, self._layout.dtype)
@@ -106,13 +106,15 @@ class RecordFiller:
             segments = self._segments(int(low), int(high), start, batch.num_rows)
             if segments is not None:
                 self._write(
-                    self._chosen(complete_columns(batch, fields), segments, start), segments, block
+                    self._select_rows(complete_columns(batch, fields), segments, start),
+                    segments,
+                    block,
                 )
             start += batch.num_rows
 
     def _segments(self, low: int, high: int, start: int, num_rows: int) -> _Segments | None:
         """Return what lies in rows [start, start + num_rows) of stretches [low, high)."""
-        table, stretches = self._table, self._table.stretches
+        table, stretches = self._table, self._table.ranges
         end = start + num_rows
         first = low + int(np.searchsorted(stretches.rows[low:high], start, "right")) - 1
         first = max(first, low)
@@ -137,13 +139,13 @@ class RecordFiller:
             flags=np.where(ends <= end, stretches.flags[some], 0).astype(np.uint8),
         )
 
-    def _chosen(self, batch: pa.Table, segments: _Segments, start: int) -> pa.Table:
+    def _select_rows(self, batch: pa.Table, segments: _Segments, start: int) -> pa.Table:
         """Return the rows of the segments, with the rewards that replace the logged ones."""
         if self._rewards is not None:
             rewards = self._rewards.slice(start, batch.num_rows)
             batch = batch.append_column(_REPLACED, rewards)
         if segments.num_rows < batch.num_rows:
-            batch = batch.take(row_numbers(segments.each(segments.first_rows)))
+            batch = batch.take(row_numbers(segments.spread(segments.first_rows)))
         return batch
 
     def _write(self, batch: pa.Table, segments: _Segments, block: NDArray[np.void]) -> None:
@@ -154,15 +156,15 @@ class RecordFiller:
         self._put_bookkeeping(target, segments)
         self._put_values(target, batch)
         if not is_contiguous:
-            self._whole[segments.each(segments.positions)] = block[:num].view(self._whole.dtype)
+            self._whole[segments.spread(segments.positions)] = block[:num].view(self._whole.dtype)
         self._write_tails(target, batch, segments)
 
     def _put_bookkeeping(self, target: NDArray[np.void], segments: _Segments) -> None:
         digests = self._table.digests[segments.pairs]
         if len(digests) > 1:
             digests = np.repeat(digests, segments.sizes, axis=0)
-        target[KEY] = keys_of_steps(digests, segments.each(segments.steps))
-        target[STEPS_LEFT] = segments.each(segments.steps_left, step=-1)
+        target[KEY] = keys_of_steps(digests, segments.spread(segments.steps))
+        target[STEPS_LEFT] = segments.spread(segments.steps_left, step=-1)
         lasts = segments.before + segments.sizes - 1
         flags = segments.flags
         target[schema.TERMINATED] = False

@@ -136,7 +136,7 @@ def _make_packed(
 ) -> Packed:
     rows = layout.rows(words)[:, 0]
     linked = _link(table, layout, rows)
-    first_steps = table.stretches.first_steps[table.order[table.first_stretches]]
+    first_steps = table.ranges.first_steps[table.order[table.first_ranges]]
     runs = Runs(
         starts=table.starts,
         lengths=table.lengths,
@@ -161,7 +161,7 @@ def _link(table: RunTable, layout: RecordLayout, rows: NDArray[np.void]) -> NDAr
 
     A link is there only where the following run begins with the tail's own observation.
     """
-    runs = np.flatnonzero(table.goes_on)
+    runs = np.flatnonzero(table.continues)
     tails, heads = (table.starts + table.lengths)[runs], table.starts[runs + 1]
     if layout.spec.mask_size is not None:
         # A piece of an episode ends in a final observation, which is the next piece's first one:
@@ -235,7 +235,7 @@ def _positions(
     table: RunTable, start_flags: NDArray[np.bool_] | None
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Yield the positions of steps, ascending, and which of them has a successor or terminated."""
-    stretches = table.stretches
+    stretches = table.ranges
     lengths = stretches.lengths[table.order].astype(np.int64)
     ends = np.cumsum(lengths)
     firsts = np.searchsorted(ends, np.arange(0, table.num_steps, _POSITIONS_AT_ONCE), "right")

@@ -31,20 +31,20 @@ class RunTable:
     stretches: in the order of their rows. positions int64 [num_stretches]: of each one's first
     step. steps_left int32: from that to the end of its run, itself included. order int64: the
     stretches by position. starts, lengths int64 [num_runs]: position of a run's first step, and its
-    steps. first_stretches int64: each run's first one, in `order`. goes_on bool: whether the
+    steps. first_ranges int64: each run's first one, in `order`. goes_on bool: whether the
     episode goes on in the following run from this one's final observation. digests uint64
     [num_pairs, 2]. groups: the row groups of each file.
     """
 
     groups: list[list[RowGroup]]
-    stretches: RowRanges
+    ranges: RowRanges
     positions: NDArray[np.int64]
     steps_left: NDArray[np.int32]
     order: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    first_stretches: NDArray[np.int64]
-    goes_on: NDArray[np.bool_]
+    first_ranges: NDArray[np.int64]
+    continues: NDArray[np.bool_]
     digests: NDArray[np.uint64]
 
     @property
@@ -63,8 +63,8 @@ class RunTable:
 
     def ends(self) -> NDArray[np.uint8]:
         """Return the flags of the last step of each run."""
-        last = np.append(self.first_stretches[1:], len(self.order)) - 1
-        flags: NDArray[np.uint8] = self.stretches.flags[self.order[last]]
+        last = np.append(self.first_ranges[1:], len(self.order)) - 1
+        flags: NDArray[np.uint8] = self.ranges.flags[self.order[last]]
         return flags
 
 
@@ -82,12 +82,12 @@ def make_run_table(
     """
     reader = RowRangeReader(snapshot)
     groups = for_each_verified_group(snapshot, paths, reader.read)
-    found = reader.stretches()
+    found = reader.row_ranges()
     if found is None:
         return _lay_out(groups, NO_ROW_RANGES, np.zeros((0, 2), np.uint64), frame_stack)
     stretches, names = found
     if selected is not None:
-        stretches = stretches.taken(names.is_selected(stretches.pairs, selected))
+        stretches = stretches.take(names.is_selected(stretches.pairs, selected))
     stretches, pairs = _renumber(stretches)
     return _lay_out(groups, stretches, names.digests(pairs), frame_stack)
 
@@ -105,7 +105,7 @@ def _lay_out(
     frame_stack: int,
 ) -> RunTable:
     order = _order(stretches)
-    ordered = stretches.taken(order)
+    ordered = stretches.take(order)
     lengths = ordered.lengths.astype(np.int64)
     adjoins = np.diff(ordered.pairs) == 0
     adjoins &= ordered.first_steps[1:] == ordered.first_steps[:-1] + ordered.lengths[:-1]
@@ -125,14 +125,14 @@ def _lay_out(
     in_row_order[order] = np.arange(len(order))
     return RunTable(
         groups=groups,
-        stretches=replace(stretches, flags=flags),
+        ranges=replace(stretches, flags=flags),
         positions=positions[in_row_order],
         steps_left=(run_ends[runs] - before).astype(np.int32)[in_row_order],
         order=order,
         starts=positions[firsts],
         lengths=run_ends - before[firsts],
-        first_stretches=firsts,
-        goes_on=goes_on,
+        first_ranges=firsts,
+        continues=goes_on,
         digests=digests,
     )
 

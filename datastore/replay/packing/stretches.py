@@ -56,7 +56,7 @@ class RowRanges:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def taken(self, where: NDArray[np.int64] | NDArray[np.bool_]) -> RowRanges:
+    def take(self, where: NDArray[np.int64] | NDArray[np.bool_]) -> RowRanges:
         """Return some of them, or all in another order."""
         return RowRanges(*(getattr(self, field.name)[where] for field in fields(self)))
 
@@ -109,7 +109,7 @@ class RowRangeReader:
     """Collects the stretches of row groups, which come in any order."""
 
     def __init__(self, snapshot: TableSnapshot) -> None:
-        self._fields = snapshot.selected(_KEYS)
+        self._fields = snapshot.select_fields(_KEYS)
         self._parts: dict[int, list[_PartRanges]] = {}
 
     def read(self, group: RowGroup) -> None:
@@ -136,7 +136,7 @@ class RowRangeReader:
             start += rows.num_rows
         self._parts[group.start] = parts
 
-    def stretches(self) -> tuple[RowRanges, PairNames] | None:
+    def row_ranges(self) -> tuple[RowRanges, PairNames] | None:
         """Return all that were read, and forget them; None where there are no rows."""
         parts = [part for start in sorted(self._parts) for part in self._parts[start]]
         self._parts.clear()

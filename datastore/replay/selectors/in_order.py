@@ -31,7 +31,7 @@ _CHUNK: Final = 1 << 16
 class InOrderSelector:
     """Takes the candidates one after another, from `next` on."""
 
-    looks_ahead = True
+    can_prefetch = True
 
     def __init__(self, next_number: int) -> None:
         self.next = next_number

@@ -69,11 +69,11 @@ class Priorities:
             if not there.all():
                 numbers, priorities = numbers[there], priorities[there]
         if numbers.max(initial=0) >= self._high:
-            raise self._no_candidate(numbers)
+            raise self._no_candidate_error(numbers)
         try:
-            self.tree.set(self.leaves(numbers), self._powered(priorities))
+            self.tree.set(self.leaves(numbers), self._raise_to_alpha(priorities))
         except IndexError as error:
-            raise self._no_candidate(numbers) from error
+            raise self._no_candidate_error(numbers) from error
         self.highest = max(self.highest, highest)
 
     def restore(
@@ -116,16 +116,16 @@ class Priorities:
     def check(self, numbers: NDArray[np.int64]) -> None:
         """Raises: ConfigInvalidError for numbers [M] that are no candidates', nor were."""
         if numbers.min(initial=0) < 0 or numbers.max(initial=0) >= self._high:
-            raise self._no_candidate(numbers)
+            raise self._no_candidate_error(numbers)
 
-    def _no_candidate(self, numbers: NDArray[np.int64]) -> ConfigInvalidError:
+    def _no_candidate_error(self, numbers: NDArray[np.int64]) -> ConfigInvalidError:
         return ConfigInvalidError(
             f"update_priorities: found indices {numbers.min()} to {numbers.max()}, expected less "
             f"than {self._high} and none below 0. Nothing was changed; pass batch.indices of a "
             "batch of this sampler."
         )
 
-    def _powered(self, priorities: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _raise_to_alpha(self, priorities: NDArray[np.float64]) -> NDArray[np.float64]:
         if self.alpha == 1.0:
             return priorities
         if self.alpha == 0.0:

@@ -43,7 +43,7 @@ class PrioritizedSelector:
     samples of the whole.
     """
 
-    looks_ahead = False
+    can_prefetch = False
 
     def __init__(
         self,
@@ -94,36 +94,38 @@ class PrioritizedSelector:
         shares = self._rng.random(num)
         shares += self._strata
         shares /= num
-        numbers = self._drawn(shares, low, high)
+        numbers = self._draw_numbers(shares, low, high)
         if not candidates.is_fixed:
             self._replace_gone(candidates, numbers, low, high)
-        chances = self._chances(numbers, low, high)
+        chances = self._probabilities(numbers, low, high)
         # N and the sum cancel out: the largest weight is that of the row least likely to be drawn.
         weights = (chances.min() / chances) ** self.beta
         return SelectedItems(numbers, weights.astype(np.float32))
 
-    def _drawn(self, shares: NDArray[np.float64], low: int, high: int) -> NDArray[np.int64]:
+    def _draw_numbers(self, shares: NDArray[np.float64], low: int, high: int) -> NDArray[np.int64]:
         """Return the candidates at ascending shares of all probability."""
         total = self.priorities.tree.total
         uniform = self._uniform_fraction if total else 1.0
         if not uniform:
-            return self._found(shares * total, total)
+            return self._find_numbers(shares * total, total)
         # The last share may be 1, as it is rounded, and is then none of the priorities'.
         cut = int(np.searchsorted(shares, uniform)) if uniform < 1.0 else len(shares)
         numbers = np.minimum(shares * ((high - low) / uniform), high - low - 1).astype(np.int64)
         numbers += low
         if cut < len(shares):
             targets = (shares[cut:] - uniform) * (total / (1.0 - uniform))
-            numbers[cut:] = self._found(targets, total)
+            numbers[cut:] = self._find_numbers(targets, total)
         return numbers
 
-    def _found(self, targets: NDArray[np.float64], total: float) -> NDArray[np.int64]:
+    def _find_numbers(self, targets: NDArray[np.float64], total: float) -> NDArray[np.int64]:
         if targets[-1] >= total:
             # The last share was rounded up to 1, and perhaps others with it.
             targets = np.minimum(targets, math.nextafter(total, 0.0))
         return self.priorities.numbers(self.priorities.tree.find(targets))
 
-    def _chances(self, numbers: NDArray[np.int64], low: int, high: int) -> NDArray[np.float64]:
+    def _probabilities(
+        self, numbers: NDArray[np.int64], low: int, high: int
+    ) -> NDArray[np.float64]:
         """Return P of candidates, up to a factor that is the same for all."""
         total = self.priorities.tree.total
         if not total:
@@ -146,7 +148,7 @@ class PrioritizedSelector:
             if not len(gone):
                 return
             self.priorities.remove(numbers[gone])
-            numbers[gone] = self._drawn(np.sort(self._rng.random(len(gone))), low, high)
+            numbers[gone] = self._draw_numbers(np.sort(self._rng.random(len(gone))), low, high)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state and how far beta has come; the sampler has the rest."""
@@ -218,7 +220,7 @@ class PrioritizedSampler(Sampler):
         numbers, keys = self._keys()
         powered = self._priorities.tree.get(self._priorities.leaves(numbers))
         saved = SavedPriorities(keys, powered, self._priorities.alpha, self._priorities.highest)
-        self._place().write(name, saved)
+        self._require_folder().write(name, saved)
 
     def restore_priorities(self, name: str = "last") -> int:
         """Take over what was saved under a name, and return of how many rows it was known.
@@ -226,9 +228,9 @@ class PrioritizedSampler(Sampler):
         All others get the highest priority that was saved. Raises: NotFoundError where nothing was;
         ConfigInvalidError, InvalidNameError, StorageError.
         """
-        saved = self._place().read(name)
+        saved = self._require_folder().read(name)
         numbers, keys = self._keys()
-        powered, known = saved.of(keys, self._priorities.alpha)
+        powered, known = saved.look_up(keys, self._priorities.alpha)
         self._priorities.restore(numbers[known], powered, highest=saved.highest)
         return int(known.sum())
 
@@ -239,7 +241,7 @@ class PrioritizedSampler(Sampler):
         numbers = np.arange(low, high)
         return read_values(self._candidates, self._assembler.records, numbers, KEY)
 
-    def _place(self) -> PriorityFolder:
+    def _require_folder(self) -> PriorityFolder:
         if self._folder is None:
             raise ConfigInvalidError(
                 "priorities: found a view of several datasets, or one that another process made, "

@@ -31,7 +31,7 @@ class RecentSelector:
     """
 
     # Batches drawn ahead would be too old by the time the version rose.
-    looks_ahead = False
+    can_prefetch = False
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class RecentSelector:
         if not candidates.is_fixed:
             self._replace_gone(candidates, numbers, oldest)
         if not len(numbers):
-            raise self._nothing()
+            raise self._empty_error()
         return SelectedItems(numbers)
 
     def consolidate(self, candidates: Candidates) -> None:
@@ -140,11 +140,11 @@ class RecentSelector:
                 self.consolidate(candidates)
             drawn = self._index.draw(self._rng, len(gone), oldest)
             if not len(drawn):
-                raise self._nothing()
+                raise self._empty_error()
             numbers[gone] = drawn
             gone = gone[candidates.positions(drawn) < 0]
 
-    def _nothing(self) -> EmptyReplayError:
+    def _empty_error(self) -> EmptyReplayError:
         newest = self._index.newest()
         found = "no step of a known version" if newest is None else f"version {newest} at most"
         return EmptyReplayError(

@@ -36,7 +36,7 @@ class SavedPriorities:
     alpha: float
     highest: float
 
-    def of(
+    def look_up(
         self, keys: NDArray[np.uint64], alpha: float
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Return the priorities of those of keys [N, 2] that are known, and which are, bool [N].

@@ -45,7 +45,7 @@ class ShuffledSelector:
     view gets meanwhile are in the next epoch, and those that it loses are passed over.
     """
 
-    looks_ahead = True
+    can_prefetch = True
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class ShuffledSelector:
             if self._bounds[0] == self._bounds[1]:
                 self._share, self._bounds = self.share(candidates), candidates.bounds()
             else:
-                self._share = self._restored_share(candidates)
+                self._share = self._restore_share(candidates)
             rng = random_stream(self._seed, _NAME, self.epoch)
             self._order = Permutation(self._bounds[1] - self._bounds[0], rng)
         return self._order, self._share
 
-    def _restored_share(self, candidates: Candidates) -> RankShare:
+    def _restore_share(self, candidates: Candidates) -> RankShare:
         self._check_restored(self._bounds[1], candidates)
         return self._share_of(self._bounds[1] - self._bounds[0])
 
@@ -307,15 +307,15 @@ class Permutation:
         """
         if self._order is not None:
             return self._order[start:stop]
-        found = self._turned(np.arange(start, stop))
+        found = self._permute(np.arange(start, stop))
         outside = np.flatnonzero(found >= self._num)
         while len(outside):
-            turned = self._turned(found[outside])
+            turned = self._permute(found[outside])
             found[outside] = turned
             outside = outside[turned >= self._num]
         return found
 
-    def _turned(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _permute(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         high = numbers >> self._low_bits
         low = numbers & ((1 << self._low_bits) - 1)
         for of_low, of_high in self._rounds:

@@ -16,7 +16,7 @@ from replaylake.datastore.replay.saved_state import restore_generator
 class UniformSelector:
     """Every candidate has the same chance in each draw."""
 
-    looks_ahead = True
+    can_prefetch = True
 
     def __init__(self, *, seed: int) -> None:
         """Take the seed. Raises: ConfigInvalidError for one below 0."""

@@ -33,7 +33,7 @@ class WeightedSelector:
     those of uniform sampling on average, up to that scale (importance sampling).
     """
 
-    looks_ahead = True
+    can_prefetch = True
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ def _evaluate_weights(origin: Origin, keys: NDArray[np.uint64], weight: str) -> 
     # SQL would only say that it cannot open a file, nor compare one with its sha256; and the view
     # may have come from the cache.
     check_shards_present(origin.snapshot)
-    for _ in origin.snapshot.verified():
+    for _ in origin.snapshot.iter_verified():
         pass
     table = evaluate_weights(origin.snapshot, weight, origin.query.canonical().where)
     rows = find_keys(keys, _row_keys(table))

@@ -83,7 +83,7 @@ class CommitLog:
         """
         with self._lock:
             known = self._newest
-            state = self._followed(known) if known.version >= 0 else self._opened()
+            state = self._catch_up(known) if known.version >= 0 else self._load()
             self._newest = state
         if state.version < 0:
             raise NotFoundError(f"{self.folder.path}: found no version 0, expected a table.")
@@ -99,12 +99,12 @@ class CommitLog:
         if version == newest.version:
             return newest
         listing = self.folder.listing()
-        self._check_kept(version, listing)
+        self._check_not_expired(version, listing)
         try:
-            return self._replayed(listing, version)
+            return self._replay(listing, version)
         except LogCorruptError:
             # Damaged, or expired in this moment: a new listing tells.
-            self._check_kept(version, self.folder.listing())
+            self._check_not_expired(version, self.folder.listing())
             raise
 
     def oldest(self) -> int:
@@ -128,9 +128,9 @@ class CommitLog:
             version = state.version + 1
             path = self.folder.commit_path(version)
             data = encode(intent, version, _next_timestamp_ms(state))
-            if not self.folder.storage.put_new(path, data):
+            if not self.folder.storage.put_if_absent(path, data):
                 continue
-            if self._was_too_late(version, intent):
+            if self._is_name_expired(version, intent):
                 self.folder.storage.delete([path])
                 continue
             made = state.apply([decode(data, path)])
@@ -168,10 +168,10 @@ class CommitLog:
 
         Raises: NotFoundError, LogCorruptError.
         """
-        actions = self.folder.commit(version) if version >= 0 else None
+        actions = self.folder.read_commit(version) if version >= 0 else None
         if actions is None:
-            self._check_kept(version, self.folder.listing())
-            raise self._hole(version, self.newest().version)
+            self._check_not_expired(version, self.folder.listing())
+            raise self._missing_version_error(version, self.newest().version)
         return actions
 
     def info(self, version: int) -> dict[str, Any]:
@@ -187,21 +187,21 @@ class CommitLog:
         except NotFoundError:
             return LogState()
 
-    def _opened(self) -> LogState:
+    def _load(self) -> LogState:
         """Read the log from its newest readable checkpoint, and refuse one with a hole.
 
         The listing comes first, so every version in it can be read by now: one that is not reached
         lies behind a missing file, which the next writer would fill with something else.
         """
         # `_last_checkpoint` spares us most of a long listing, and decides nothing.
-        pointed = self.folder.pointer()
+        pointed = self.folder.read_pointer()
         listing = self.folder.listing(since=pointed or 0)
         if pointed is not None and pointed not in listing.checkpoints:
             listing = self.folder.listing()
         while True:
             try:
-                state = self._replayed(listing, listing.newest)
-                return self._applied(state, self._probed(state.version + 1))
+                state = self._replay(listing, listing.newest)
+                return self._apply(state, self._probe(state.version + 1))
             except LogCorruptError:
                 # Files have expired since, or an older checkpoint serves, or it is damage.
                 whole = self.folder.listing()
@@ -209,7 +209,7 @@ class CommitLog:
                     raise
                 listing = whole
 
-    def _followed(self, known: LogState) -> LogState:
+    def _catch_up(self, known: LogState) -> LogState:
         """Return the state after the commits that came since.
 
         While `known`'s own commit stands, none after it has expired: expiry goes upwards, file by
@@ -218,13 +218,13 @@ class CommitLog:
         paths = [self.folder.commit_path(known.version + ahead) for ahead in (1, 0)]
         following, own = self.folder.storage.get_many(paths)
         if own is None:
-            return self._opened()
+            return self._load()
         if following is None:
             return known
         first = decode(following, paths[0])
-        return self._applied(known, [first, *self._probed(known.version + 2)])
+        return self._apply(known, [first, *self._probe(known.version + 2)])
 
-    def _was_too_late(self, version: int, intent: Intent) -> bool:
+    def _is_name_expired(self, version: int, intent: Intent) -> bool:
         """Whether a commit just made took the name of an expired one, where nobody reads it.
 
         Only a writer that slept for the whole retention between its look at the log and this
@@ -235,16 +235,16 @@ class CommitLog:
         if not version and not self.folder.listing().checkpoints:
             return False
         with self._lock:
-            self._newest = self._opened()
+            self._newest = self._load()
         return intent.transaction not in self._newest.transactions
 
-    def _replayed(self, listing: Listing, version: int) -> LogState:
+    def _replay(self, listing: Listing, version: int) -> LogState:
         """Return the state at a version, from its nearest readable checkpoint."""
         failure = None
         base = LogState()
         for at in reversed([v for v in listing.checkpoints if listing.oldest <= v <= version]):
             try:
-                base = self.folder.checkpoint(at) or base
+                base = self.folder.read_checkpoint(at) or base
             except FormatTooNewError as error:
                 raise FormatTooNewError(f"{self.folder.path}: {error}") from error
             except LogCorruptError as error:
@@ -253,7 +253,7 @@ class CommitLog:
             if base.version >= 0:
                 break
         try:
-            return self._applied(base, self._commits(base.version + 1, version))
+            return self._apply(base, self._commits(base.version + 1, version))
         except LogCorruptError as error:
             if failure is not None and base.version < 0:
                 raise failure from error
@@ -264,20 +264,20 @@ class CommitLog:
         found: list[Actions] = []
         while (start := first + len(found)) <= last:
             versions = range(start, min(start + FETCH_BATCH, last + 1))
-            for version, actions in zip(versions, self.folder.commits(versions), strict=True):
+            for version, actions in zip(versions, self.folder.read_commits(versions), strict=True):
                 if actions is None:
-                    raise self._hole(version, last)
+                    raise self._missing_version_error(version, last)
                 found.append(actions)
         return found
 
-    def _probed(self, first: int) -> list[Actions]:
+    def _probe(self, first: int) -> list[Actions]:
         """Return the actions of the commits from `first` on, as many as there are."""
         found: list[Actions] = []
-        while (actions := self.folder.commit(first + len(found))) is not None:
+        while (actions := self.folder.read_commit(first + len(found))) is not None:
             found.append(actions)
         return found
 
-    def _applied(self, state: LogState, commits: Sequence[Actions]) -> LogState:
+    def _apply(self, state: LogState, commits: Sequence[Actions]) -> LogState:
         if not commits:
             return state
         try:
@@ -291,7 +291,7 @@ class CommitLog:
                 "copy of the lake."
             ) from error
 
-    def _check_kept(self, version: int, listing: Listing) -> None:
+    def _check_not_expired(self, version: int, listing: Listing) -> None:
         newest = self.newest().version
         if not listing.oldest <= version <= newest:
             dropped = "" if listing.oldest <= 0 else "; those before were dropped from the log"
@@ -300,7 +300,7 @@ class CommitLog:
                 f"{max(listing.oldest, 0)}..{newest}{dropped}."
             )
 
-    def _hole(self, version: int, newest: int) -> LogCorruptError:
+    def _missing_version_error(self, version: int, newest: int) -> LogCorruptError:
         return LogCorruptError(
             f"{self.folder.commit_path(version)}: missing, expected every version up to {newest}. "
             "Restore the file from a copy of the lake."

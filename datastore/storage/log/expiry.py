@@ -78,7 +78,7 @@ def _record_expiry(log: CommitLog, oldest: int) -> None:
 
 def _is_expiry_record(folder: LogFolder, version: int) -> bool:
     """Whether a commit only remembers others; also where another expiry dropped it meanwhile."""
-    actions = folder.commit(version)
+    actions = folder.read_commit(version)
     return actions is None or extract_commit_info(version, actions).get("operation") == _OPERATION
 
 
@@ -91,13 +91,13 @@ def _ensure_checkpoint(folder: LogFolder, state: LogState) -> None:
                 f"{folder.checkpoint_path(state.version)}: found another state than was written, "
                 "expected the same. Nothing was dropped; check the disk with `replaylake fsck`."
             )
-    pointed = folder.pointer()
+    pointed = folder.read_pointer()
     if pointed is None or pointed < state.version or _read(folder, pointed) is None:
-        folder.point(state.version, state.num_actions)
+        folder.write_pointer(state.version, state.num_actions)
 
 
 def _read(folder: LogFolder, version: int) -> LogState | None:
     try:
-        return folder.checkpoint(version)
+        return folder.read_checkpoint(version)
     except LogCorruptError:
         return None

@@ -69,7 +69,7 @@ class LogFolder:
                 found.append(int(match.group(1)))
         return listing
 
-    def commits(self, versions: Sequence[int]) -> list[Actions | None]:
+    def read_commits(self, versions: Sequence[int]) -> list[Actions | None]:
         """Return the actions of commits, None where there is no such file.
 
         Raises: LogCorruptError.
@@ -81,7 +81,7 @@ class LogFolder:
             for path, data in zip(paths, blobs, strict=True)
         ]
 
-    def commit(self, version: int) -> Actions | None:
+    def read_commit(self, version: int) -> Actions | None:
         """Return the actions of a commit, or None if there is none. Raises: LogCorruptError."""
         data = self.storage.get(self.commit_path(version))
         return None if data is None else decode(data, self.commit_path(version))
@@ -89,7 +89,7 @@ class LogFolder:
     def has_commit(self, version: int) -> bool:
         return self.storage.get(self.commit_path(version)) is not None
 
-    def checkpoint(self, version: int) -> LogState | None:
+    def read_checkpoint(self, version: int) -> LogState | None:
         """Return the state of a checkpoint. Raises: LogCorruptError, FormatTooNewError."""
         path = self.checkpoint_path(version)
         data = self.storage.get(path)
@@ -99,18 +99,18 @@ class LogFolder:
         if state.timestamp_ms == 0:
             # Of another engine: only the commit knows when it was.
             state = replace(
-                state, timestamp_ms=state.apply([self.commit(version) or []]).timestamp_ms
+                state, timestamp_ms=state.apply([self.read_commit(version) or []]).timestamp_ms
             )
         return state
 
     def write_checkpoint(self, state: LogState) -> None:
         """Write a checkpoint, and let `_last_checkpoint` name it unless that names a newer one."""
         self.storage.put(self.checkpoint_path(state.version), write_checkpoint(state))
-        pointed = self.pointer()
+        pointed = self.read_pointer()
         if pointed is None or pointed < state.version:
-            self.point(state.version, state.num_actions)
+            self.write_pointer(state.version, state.num_actions)
 
-    def pointer(self) -> int | None:
+    def read_pointer(self) -> int | None:
         """Return the version that `_last_checkpoint` names; None if it is absent or damaged."""
         try:
             version = json.loads(self.storage.get(self.pointer_path) or b"")["version"]
@@ -118,7 +118,7 @@ class LogFolder:
             return None
         return version if isinstance(version, int) and version >= 0 else None
 
-    def point(self, version: int, num_actions: int) -> None:
+    def write_pointer(self, version: int, num_actions: int) -> None:
         """Let `_last_checkpoint`, by which other engines start, name a checkpoint."""
         pointer = {"version": version, "size": num_actions}
         self.storage.put(self.pointer_path, json.dumps(pointer).encode())

@@ -49,7 +49,7 @@ class Purge:
         """How many files were deleted."""
         return len(self.paths)
 
-    def broke(self, version: int) -> bool:
+    def has_broken(self, version: int) -> bool:
         """Whether a version of the dataset cannot be read any more because of this purge."""
         return any(first <= version <= last for first, last in self.versions)
 
@@ -73,9 +73,9 @@ class Purges:
             return []
         return list_purges(self._log.newest(), dataset)
 
-    def of_version(self, dataset: str, version: int) -> Purge | None:
+    def find_breaking(self, dataset: str, version: int) -> Purge | None:
         """Return the first purge that made a version unreadable; None if none did."""
-        return next((purge for purge in self.list(dataset) if purge.broke(version)), None)
+        return next((purge for purge in self.list(dataset) if purge.has_broken(version)), None)
 
 
 def list_purges(state: LogState, dataset: str | None = None) -> list[Purge]:

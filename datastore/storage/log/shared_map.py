@@ -28,11 +28,11 @@ class PersistentMap(Mapping[str, Value], Generic[Value]):
         self._layers = (dict(base or {}), changes)
 
     @classmethod
-    def of(cls, mapping: Mapping[str, Value]) -> PersistentMap[Value]:
+    def from_mapping(cls, mapping: Mapping[str, Value]) -> PersistentMap[Value]:
         """Return the mapping itself if it is shared already."""
         return mapping if isinstance(mapping, PersistentMap) else cls(mapping)
 
-    def changed(self, changes: Mapping[str, Value | None]) -> PersistentMap[Value]:
+    def with_changes(self, changes: Mapping[str, Value | None]) -> PersistentMap[Value]:
         """Return a copy with further keys set, and those with None gone."""
         if not changes:
             return self
@@ -40,7 +40,7 @@ class PersistentMap(Mapping[str, Value], Generic[Value]):
         copy = PersistentMap[Value]()
         copy._layers = (base, {**earlier, **changes})
         if len(copy._layers[1]) > max(_MIN_CHANGES, math.isqrt(len(base))):
-            copy._merged()
+            copy._merge_layers()
         return copy
 
     def __getitem__(self, key: str) -> Value:
@@ -55,25 +55,25 @@ class PersistentMap(Mapping[str, Value], Generic[Value]):
         return changes[key] is not None if key in changes else key in base  # type: ignore[index]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._merged())
+        return iter(self._merge_layers())
 
     def __len__(self) -> int:
-        return len(self._merged())
+        return len(self._merge_layers())
 
     # Views of the merged dict: those that Mapping builds look every key up again.
     def keys(self) -> KeysView[str]:
-        return self._merged().keys()
+        return self._merge_layers().keys()
 
     def values(self) -> ValuesView[Value]:
-        return self._merged().values()
+        return self._merge_layers().values()
 
     def items(self) -> ItemsView[str, Value]:
-        return self._merged().items()
+        return self._merge_layers().items()
 
     def __repr__(self) -> str:
-        return f"SharedMap({self._merged()!r})"
+        return f"SharedMap({self._merge_layers()!r})"
 
-    def _merged(self) -> dict[str, Value]:
+    def _merge_layers(self) -> dict[str, Value]:
         base, changes = self._layers
         if changes:
             base = dict(base)

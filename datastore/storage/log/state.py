@@ -165,9 +165,9 @@ class LogState:
             version,
             metadata,
             protocol,
-            PersistentMap.of(self.files).changed(files),
-            PersistentMap.of(self.transactions).changed(transactions),
-            PersistentMap.of(self.entries).changed(entries),
+            PersistentMap.from_mapping(self.files).with_changes(files),
+            PersistentMap.from_mapping(self.transactions).with_changes(transactions),
+            PersistentMap.from_mapping(self.entries).with_changes(entries),
             timestamp_ms,
         )
 

@@ -132,16 +132,16 @@ class ObjectStorage:
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Write a blob, in parts where it is large; it is there once the last one is."""
-        with self._reported(path):
+        with self._translate_errors(path):
             _obstore().put(self._store.retrying, _key(path), memoryview(data).cast("B"))
 
-    def put_new(self, path: str, data: bytes, *, private: bool = False) -> bool:
+    def put_if_absent(self, path: str, data: bytes, *, private: bool = False) -> bool:
         """Create a blob with If-None-Match; one that holds our bytes after a lost reply is ours."""
         obstore, key = _obstore(), _key(path)
         deadline, wait_s, lost = time.monotonic() + _RETRY_S, _FIRST_WAIT_S, False
         for attempt in range(_MAX_RETRIES + 1):
             try:
-                with self._reported(path):
+                with self._translate_errors(path):
                     obstore.put(self._store.once, key, data, mode="create")
                 return True
             except _NameTakenError:
@@ -163,7 +163,7 @@ class ObjectStorage:
 
     def get(self, path: str) -> bytes | None:
         """Return the blob, or None if there is none. Raises: StorageError if no bucket is."""
-        with self._reported(path):
+        with self._translate_errors(path):
             try:
                 return bytes(_obstore().get(self._store.retrying, _key(path)).bytes())
             except FileNotFoundError as error:
@@ -181,7 +181,7 @@ class ObjectStorage:
     def names(self, folder: str, *, after: str = "") -> list[str]:
         """List what is directly below a prefix, or what of it sorts after a name."""
         obstore, key = _obstore(), _key(folder)
-        with self._reported(folder):
+        with self._translate_errors(folder):
             if not after:
                 listed = obstore.list_with_delimiter(self._store.retrying, key or None)
                 paths = [*listed["common_prefixes"], *(o["path"] for o in listed["objects"])]
@@ -195,7 +195,7 @@ class ObjectStorage:
 
     def files(self, folder: str) -> Iterator[StoredFile]:
         """List everything below a prefix."""
-        with self._reported(folder):
+        with self._translate_errors(folder):
             stream = _obstore().list(self._store.retrying, _key(folder) or None, chunk_size=1000)
             for chunk in stream:
                 for found in chunk:
@@ -208,7 +208,7 @@ class ObjectStorage:
         if not keys:
             return
         obstore = _obstore()
-        with self._reported(keys[0]):
+        with self._translate_errors(keys[0]):
             try:
                 obstore.delete(self._store.retrying, keys)
             except FileNotFoundError as error:
@@ -247,7 +247,7 @@ class ObjectStorage:
     def _copy(self, blob: Blob, target: Path) -> None:
         """Stream a blob into a new file. Raises: ShardCorruptError, StorageError."""
         digest, num_bytes = hashlib.sha256(), 0
-        with self._reported(blob.path):
+        with self._translate_errors(blob.path):
             try:
                 got = _obstore().get(self._store.retrying, blob.path)
             except FileNotFoundError as error:
@@ -272,14 +272,14 @@ class ObjectStorage:
             )
 
     def _next(self, path: str, stream: Iterator[Any]) -> Any:
-        with self._reported(path):
+        with self._translate_errors(path):
             return next(stream, None)
 
     def _name(self, path: str) -> str:
         return f"{self._url}/{path}"
 
     @contextmanager
-    def _reported(self, path: str) -> Iterator[None]:
+    def _translate_errors(self, path: str) -> Iterator[None]:
         from obstore import exceptions
 
         try:

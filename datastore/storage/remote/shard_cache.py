@@ -273,7 +273,7 @@ class CacheLease:
     """The names that this process may still read, in a file that it holds while it lives."""
 
     def __init__(self, home: Path) -> None:
-        self._home = home
+        self._folder = home
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         path = home / "leases" / new_ulid()
@@ -282,7 +282,7 @@ class CacheLease:
 
     def add(self, paths: Iterable[Path]) -> None:
         with self._lock:
-            names = [str(path.relative_to(self._home)) for path in paths]
+            names = [str(path.relative_to(self._folder)) for path in paths]
             self._write("+", [name for name in dict.fromkeys(names) if not self._counts[name]])
             self._counts.update(names)
 
@@ -290,7 +290,7 @@ class CacheLease:
         with self._lock:
             gone = []
             for path in paths:
-                name = str(path.relative_to(self._home))
+                name = str(path.relative_to(self._folder))
                 if name in self._counts:
                     self._counts[name] -= 1
                     if self._counts[name] <= 0:

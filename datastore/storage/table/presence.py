@@ -35,7 +35,7 @@ def check_shards_present(snapshot: TableSnapshot) -> None:
             "the file from a copy of the lake."
         )
     newest_name = f"Read the newest version, {snapshot.root}@{newest.version}"
-    if (purge := _purges(snapshot).of_version(snapshot.root, snapshot.version)) is not None:
+    if (purge := _purges(snapshot).find_breaking(snapshot.root, snapshot.version)) is not None:
         at = datetime.fromtimestamp(purge.started_ms / 1000, UTC).isoformat(timespec="seconds")
         raise NotFoundError(
             f"{snapshot.root}@{snapshot.version}: purged at {at} by version {purge.version} "

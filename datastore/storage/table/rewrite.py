@@ -50,7 +50,7 @@ def rewrite(
 
     Raises: ShardCorruptError before anything changes, SchemaMismatchError, and what `plan` raises.
     """
-    if (version := table.committed(producer, sequence)) is not None:
+    if (version := table.find_commit(producer, sequence)) is not None:
         return TableCommit(version, True, 0, 0, 0)
     while True:
         snapshot = table.snapshot()

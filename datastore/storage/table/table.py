@@ -139,7 +139,7 @@ class Table:
         the table does not exist, SchemaMismatchError if a column's type differs or a required one
         is absent.
         """
-        if (done := self.committed(producer, sequence)) is not None:
+        if (done := self.find_commit(producer, sequence)) is not None:
             return TableCommit(done, True, 0, 0, 0)
         return self.commit(
             [self.write(data)], producer=producer, sequence=sequence, operation=operation, info=info
@@ -197,7 +197,7 @@ class Table:
             try:
                 return self._commit(parts, producer, sequence, change)
             except _FieldIdTakenError:
-                parts = tuple(map(self._rewritten, parts))
+                parts = tuple(map(self._rewrite_part, parts))
 
     def _commit(
         self,
@@ -221,7 +221,7 @@ class Table:
                     raise _FieldIdTakenError
             metadata = None if merged is current else with_schema(state, merged)
             if transaction_id(producer, sequence) not in state.transactions:
-                self._check_kept(entries)
+                self._check_not_vacuumed(entries)
             return Intent(
                 producer,
                 sequence,
@@ -240,7 +240,7 @@ class Table:
         num_bytes = sum(entry.size_bytes for entry in entries)
         return TableCommit(done.version, False, num_rows, len(entries), num_bytes)
 
-    def _check_kept(self, entries: Sequence[FileEntry]) -> None:
+    def _check_not_vacuumed(self, entries: Sequence[FileEntry]) -> None:
         """Look for shards that were written long before their commit: vacuum may have been here."""
         now_ms = time.time_ns() // 1_000_000
         # Either way: the clock may have been moved between.
@@ -256,7 +256,7 @@ class Table:
                 "vacuumed meanwhile. Write the rows again."
             )
 
-    def _rewritten(self, part: WrittenRows) -> WrittenRows:
+    def _rewrite_part(self, part: WrittenRows) -> WrittenRows:
         """Write rows again from their shards, with the field ids that the table has now."""
         merged = merge_schemas(table_schema(self.log.newest()), part.schema)
         if not has_other_ids(merged, part.schema):
@@ -271,7 +271,7 @@ class Table:
         entries = tuple(entry for rows in again for entry in rows.entries)
         return WrittenRows(again[0].schema if again else merged, entries)
 
-    def committed(self, producer: str, sequence: int) -> int | None:
+    def find_commit(self, producer: str, sequence: int) -> int | None:
         """Return the version that holds a (producer, sequence), or None."""
         if not self.exists():
             return None

@@ -47,11 +47,11 @@ class TableSnapshot:
         While one is decoded and used, the next is hashed. Raises: ShardCorruptError.
         """
         names = list(self.schema.names if columns is None else columns)
-        schema = self.selected(names)
-        for path in self.verified():
+        schema = self.select_fields(names)
+        for path in self.iter_verified():
             yield conform(decode_shard(path, names), schema)
 
-    def verified(self) -> Iterator[Path]:
+    def iter_verified(self) -> Iterator[Path]:
         """Return the shards' paths, each once its sha256 was checked. Raises: ShardCorruptError."""
         if len(self.files) == 1:
             for path, entry in self._copies():
@@ -90,10 +90,10 @@ class TableSnapshot:
         """Read all rows. Raises: ShardCorruptError."""
         names = list(self.schema.names if columns is None else columns)
         tables = list(self.batches(names))
-        schema = self.selected(names)
+        schema = self.select_fields(names)
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
-    def selected(self, names: Sequence[str]) -> pa.Schema:
+    def select_fields(self, names: Sequence[str]) -> pa.Schema:
         """Return the fields of some columns. Raises: NotFoundError naming those that are absent."""
         if missing := [name for name in names if name not in self.schema.names]:
             raise NotFoundError(

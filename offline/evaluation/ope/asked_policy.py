@@ -51,17 +51,17 @@ class EvaluatedPolicy:
     """
 
     target: TargetPolicy | None
-    named: Mapping[str, Any]
+    reference: Mapping[str, Any]
     training: TrainingSet
     notes: tuple[str, ...] = ()
     discount: float | None = None
 
     @property
-    def remembers(self) -> bool:
+    def is_stateful(self) -> bool:
         """Whether what it does depends on earlier observations of the episode, too."""
-        return self.target is not None and self.target.remembers
+        return self.target is not None and self.target.is_stateful
 
-    def translated(self, steps: LoggedSteps) -> LoggedSteps:
+    def cast_observations(self, steps: LoggedSteps) -> LoggedSteps:
         """Return the steps with observations in the dtypes that the policy takes."""
         if self.target is None or steps.observations is None:
             return steps
@@ -73,9 +73,9 @@ class EvaluatedPolicy:
             final_observations=None if final is None else as_dtypes(space, final),
         )
 
-    def seen_by(self, steps: LoggedSteps) -> Values:
+    def get_observations(self, steps: LoggedSteps) -> Values:
         """Return the observations [M, *obs] as the policy takes them."""
-        observations = self.translated(steps).observations
+        observations = self.cast_observations(steps).observations
         assert observations is not None  # they are always read
         return observations
 
@@ -150,7 +150,7 @@ def evaluated_reward(
 
 
 def _name(asked: EvaluatedPolicy) -> str:
-    return f"{asked.named['policy']}:{asked.named['policy_version']}"
+    return f"{asked.reference['policy']}:{asked.reference['policy_version']}"
 
 
 def _check_spaces(name: str, policy: PolicySpec, dataset: DatasetSpec) -> None:

@@ -71,7 +71,7 @@ def drop_without_first_step(chosen: SelectedEpisodes) -> SelectedEpisodes:
         )
     reason = "without the first step, of a policy that remembers"
     left_out = {**chosen.left_out, reason: int(late.sum())}
-    return replace(chosen, steps=steps.only(~late), left_out=left_out)
+    return replace(chosen, steps=steps.select(~late), left_out=left_out)
 
 
 def _read(
@@ -121,4 +121,4 @@ def _drop_unusable(
             "expected at least two with an end and all rewards. --incomplete takes those that were "
             "not seen to end as they are; --reward 'coalesce(reward, 0)' gives rewards."
         )
-    return steps.only(keep), left_out
+    return steps.select(keep), left_out

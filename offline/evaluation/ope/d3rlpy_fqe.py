@@ -77,7 +77,7 @@ def d3rlpy_fqe(
     not take; TrainingError where the model diverges.
     """
     target = TargetPolicy(policy, exploration or Exploration())
-    target.check_forgets()
+    target.check_stateless()
     arrays = from_view(view, discount)
     return fit_by_d3rlpy(
         target, arrays, config or FQEConfig(), discount, seed, device, on_progress, facts
@@ -102,7 +102,7 @@ def fit_by_d3rlpy(
         )
     model = FQEModel(arrays, config, discount, seed, torch.device(device), facts)
     rng = np.random.default_rng([seed, 0])
-    chosen = model.chosen(target, arrays.next_observations, arrays.next_action_masks, rng)
+    chosen = model.query_policy(target, arrays.next_observations, arrays.next_action_masks, rng)
     for update in range(config.updates):
         loss = model.update(arrays, rng.integers(len(arrays), size=config.batch_size), chosen, rng)
         if (update + 1) % _CHECK_UPDATES == 0 or update + 1 == config.updates:

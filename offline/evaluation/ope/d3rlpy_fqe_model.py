@@ -82,8 +82,8 @@ class FQEModel:
         self._answers = _PolicyAdapter()
         self._randomness = IsolatedRandomState(seed, device)
         self._name = f"{device.type}:{device.index or 0}"
-        with self._randomness.lent():
-            self._impl = self._created(config, discount, shape, size)
+        with self._randomness.activate():
+            self._impl = self._create_fqe(config, discount, shape, size)
         apply_optimizations(self._impl)
         self._num_updates = 0
 
@@ -95,27 +95,27 @@ class FQEModel:
         rng: np.random.Generator,
     ) -> float:
         """Take one gradient step on some rows; returns the loss."""
-        self._answers.next_actions = self._drawn(chosen[rows], rng)
+        self._answers.next_actions = self._draw_actions(chosen[rows], rng)
         rewards = self._tensor(arrays.rewards[rows])[:, None] / self._scale
         terminals = self._tensor(arrays.discounts[rows] == 0)[:, None].float()
-        actions = self._encoded(take(arrays.actions, rows))
+        actions = self._encode_actions(take(arrays.actions, rows))
         batch = load_d3rlpy().TorchMiniBatch(
-            observations=self._observed(take(arrays.observations, rows)),
+            observations=self._encode_observations(take(arrays.observations, rows)),
             actions=actions,
             rewards=rewards,
-            next_observations=self._observed(take(arrays.next_observations, rows)),
+            next_observations=self._encode_observations(take(arrays.next_observations, rows)),
             next_actions=torch.zeros_like(actions),
             returns_to_go=torch.zeros_like(rewards),
             terminals=terminals,
             intervals=torch.ones_like(rewards),
             device=self._name,
         )
-        with self._randomness.lent():
+        with self._randomness.activate():
             metrics = self._impl.update(batch, self._num_updates)
         self._num_updates += 1
         return float(metrics["loss"])
 
-    def chosen(
+    def query_policy(
         self,
         target: TargetPolicy,
         observations: Values,
@@ -123,18 +123,18 @@ class FQEModel:
         rng: np.random.Generator,
     ) -> torch.Tensor:
         """Ask what the policy does: probabilities [N, A], or draws of encoded actions [N, K, D]."""
-        if target.is_discrete and not target.is_certain:
+        if target.is_discrete and not target.is_deterministic:
             return self._tensor(target.action_probs(observations, masks))
-        num = 1 if target.is_certain else self._samples
-        drawn = [self._encoded(target.actions(observations, rng, masks)) for _ in range(num)]
+        num = 1 if target.is_deterministic else self._samples
+        drawn = [self._encode_actions(target.actions(observations, rng, masks)) for _ in range(num)]
         return torch.stack(drawn, dim=1)
 
     def q(self, observations: Values, actions: Values) -> NDArray[np.float64]:
         """Return the values float64 [N] of actions."""
 
         def ask(some: slice) -> Array:
-            features = self._observed(take(observations, some))
-            return self._valued(features, self._encoded(take(actions, some)))
+            features = self._encode_observations(take(observations, some))
+            return self._predict_values(features, self._encode_actions(take(actions, some)))
 
         return map_chunks(num_values(observations), ask)
 
@@ -149,14 +149,14 @@ class FQEModel:
 
         def ask(some: slice) -> Array:
             part = take(observations, some)
-            chosen = self.chosen(target, part, None if masks is None else masks[some], rng)
-            features = self._observed(part)
+            chosen = self.query_policy(target, part, None if masks is None else masks[some], rng)
+            features = self._encode_observations(part)
             if chosen.dim() == 3:
-                drawn = [self._valued(features, one) for one in chosen.unbind(1)]
+                drawn = [self._predict_values(features, one) for one in chosen.unbind(1)]
                 mean: Array = np.mean(drawn, axis=0)
                 return mean
             every = [
-                self._valued(features, torch.full((len(features), 1), float(action)))
+                self._predict_values(features, torch.full((len(features), 1), float(action)))
                 for action in range(chosen.shape[1])
             ]
             expected: Array = (chosen.cpu().numpy() * np.stack(every, axis=1)).sum(axis=1)
@@ -164,7 +164,7 @@ class FQEModel:
 
         return map_chunks(num_values(observations), ask)
 
-    def _created(
+    def _create_fqe(
         self, config: FQEConfig, discount: float, shape: tuple[int, ...], size: int
     ) -> Any:
         d3rlpy = load_d3rlpy()
@@ -184,7 +184,7 @@ class FQEModel:
         fqe.create_impl(shape, size)
         return fqe.impl
 
-    def _drawn(self, chosen: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+    def _draw_actions(self, chosen: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
         """Return one action [B, D] for each row of what the policy does."""
         if chosen.dim() == 3:
             return chosen[:, int(rng.integers(chosen.shape[1]))]
@@ -194,7 +194,7 @@ class FQEModel:
         choices = (cumulative > uniforms * cumulative[:, -1:]).float().argmax(dim=1)
         return choices[:, None].float()
 
-    def _valued(self, features: torch.Tensor, actions: torch.Tensor) -> Array:
+    def _predict_values(self, features: torch.Tensor, actions: torch.Tensor) -> Array:
         actions = actions.to(self._device)
         if self._scaling is None:
             actions = actions.long()
@@ -203,15 +203,15 @@ class FQEModel:
         scaled: Array = self._scale * values.cpu().numpy().astype(np.float64)
         return scaled
 
-    def _encoded(self, actions: Values) -> torch.Tensor:
+    def _encode_actions(self, actions: Values) -> torch.Tensor:
         """Return actions [N, *act] as d3rlpy has them, [N, D], or [N, 1] from 0."""
         given = torch.from_numpy(np.ascontiguousarray(np.asarray(actions))).to(self._device)
         if isinstance(self._action_space, Discrete):
             return (given - self._action_space.start)[:, None].float()
         assert self._scaling is not None, "only a Discrete space has no scaling"
-        return self._scaling.normalise(given)
+        return self._scaling.normalize(given)
 
-    def _observed(self, observations: Values) -> torch.Tensor:
+    def _encode_observations(self, observations: Values) -> torch.Tensor:
         with torch.no_grad():
             features: torch.Tensor = self._features(self._tensors(observations))
         return features

@@ -122,7 +122,7 @@ class CandidateDecisions:
     log_probs: Array | None
     logged: Array
 
-    def only(self, rows: Array) -> CandidateDecisions:
+    def select_rows(self, rows: Array) -> CandidateDecisions:
         """Return some of the rows, as numbers or flags."""
         log_probs = None if self.log_probs is None else self.log_probs[rows]
         return CandidateDecisions(
@@ -209,12 +209,12 @@ def replay_decisions(
     question = EvaluationRequest(dataset, policy, exploration=exploration or Exploration())
     asked = load_evaluated_policy(lake, question, reader.spec)
     assert asked.target is not None, "a policy was named"
-    asked.target.check_forgets()
+    asked.target.check_stateless()
     replay = _ReplayTotals(asked.target)
     space = asked.target.policy.spec.observation_space
     seen = 0
     for batch in reader.batches(limit):
-        replay.take(replace(batch, observations=as_dtypes(space, batch.observations)))
+        replay.add_batch(replace(batch, observations=as_dtypes(space, batch.observations)))
         seen += batch.num
         if on_progress is not None:
             on_progress(seen, min(reader.num_rows, limit or reader.num_rows))
@@ -228,7 +228,7 @@ def replay_decisions(
         p50, p99 = np.quantile(replay.latencies, [0.5, 0.99]) * 1e3
         latency = (float(p50), float(p99))
     return DecisionReplay(
-        asked.named,
+        asked.reference,
         dataset,
         reader.name,
         reader.version,
@@ -254,7 +254,7 @@ class _ReplayTotals:
     errors: dict[str, None] = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
 
-    def take(self, batch: LoggedDecisions) -> None:
+    def add_batch(self, batch: LoggedDecisions) -> None:
         """Ask of more decisions: of halves of halves where one row makes the policy refuse all."""
         try:
             asked = _query_candidate(self.target, batch)
@@ -265,8 +265,8 @@ class _ReplayTotals:
                     self.errors[str(error)] = None
                 return
             half = batch.num // 2
-            self.take(batch.part(slice(0, half)))
-            self.take(batch.part(slice(half, batch.num)))
+            self.add_batch(batch.slice_rows(slice(0, half)))
+            self.add_batch(batch.slice_rows(slice(half, batch.num)))
             return
         self.total.add(asked)
         self._time(batch)
@@ -278,7 +278,7 @@ class _ReplayTotals:
         for row, group in enumerate(groups):
             rows.setdefault(group, []).append(row)
         for group, chosen in rows.items():
-            self.groups.setdefault(group, Tally()).add(asked.only(np.asarray(chosen)))
+            self.groups.setdefault(group, Tally()).add(asked.select_rows(np.asarray(chosen)))
         if len(self.groups) > _MAX_GROUPS:
             raise ConfigInvalidError(
                 f"replay: by: found more than {_MAX_GROUPS:,} values, expected a column with few, "
@@ -289,7 +289,7 @@ class _ReplayTotals:
         """Time one decision after another, each once it was asked for already."""
         rng = np.random.default_rng(0)
         for row in range(min(batch.num, _NUM_TIMED - len(self.latencies))):
-            one = batch.part(slice(row, row + 1))
+            one = batch.slice_rows(slice(row, row + 1))
             self.target.actions(one.observations, rng, one.masks)
             before = time.perf_counter()
             self.target.actions(one.observations, rng, one.masks)

@@ -220,7 +220,7 @@ class _RewardModel:
 
         def ask(some: slice) -> NDArray[np.float64]:
             at = rows[some]
-            inputs = values.actions.encoded(take(arrays.actions, at))
+            inputs = values.actions.encode(take(arrays.actions, at))
             return values.q(values.online, take(arrays.observations, at), inputs)
 
         return map_chunks(len(rows), ask)
@@ -234,7 +234,7 @@ class _RewardModel:
             observations = take(arrays.observations, at)
             if isinstance(target, TargetPolicy):
                 masks = None if arrays.action_masks is None else arrays.action_masks[at]
-                chosen = values.chosen(target, observations, masks, rng)
+                chosen = values.query_policy(target, observations, masks, rng)
             else:
                 chosen = values.tensor(target[at].astype(np.float32))
             return values.v(values.online, observations, chosen)

@@ -228,7 +228,7 @@ def _statistics(
 def _unsuitable_log_reason(estimator: Estimator) -> str:
     kinds = ("one-step logs", "episodes of several steps")
     expected, found = kinds if estimator.one_step else kinds[::-1]
-    instead = f": use {estimator.twin!r}" if estimator.twin else ""
+    instead = f": use {estimator.counterpart!r}" if estimator.counterpart else ""
     return f"for {expected}, found {found}{instead}"
 
 

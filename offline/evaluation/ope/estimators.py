@@ -34,7 +34,7 @@ class Estimator:
     """How to estimate one way.
 
     one_step_episodes: for one-step logs (True), for longer episodes (False), for both (None). twin:
-    its name on the other kind of log. is_offered: asked for by name only, where False. model: the
+    its name on the other kind of log. is_default: asked for by name only, where False. model: the
     one that it needs, of `ours` and `d3rlpy`. no_interval: why its value has none; empty where it
     has one. function raises NotEstimableError where it has nothing to say.
     """
@@ -44,9 +44,9 @@ class Estimator:
     one_step: bool | None
     assumptions: str
     paper: str
-    twin: str = ""
+    counterpart: str = ""
     uses_weights: bool = True
-    is_offered: bool = True
+    is_default: bool = True
     model: str = ""
     no_interval: str = ""
 
@@ -63,11 +63,11 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
     estimator.name: estimator
     for estimator in (
         _OneStep("ips", assumptions=_RATIOS, paper="Horvitz & Thompson 1952",
-                 function=importance.importance_sampling, twin="is"),
+                 function=importance.importance_sampling, counterpart="is"),
         _OneStep("snips", assumptions=_SN, paper="Swaminathan & Joachims 2015",
-                 function=importance.weighted_importance_sampling, twin="wis"),
+                 function=importance.weighted_importance_sampling, counterpart="wis"),
         _OneStep("clipped_ips", assumptions=_TRUNCATED, paper="Ionides 2008",
-                 function=importance.clipped_importance_sampling, twin="clipped_is"),
+                 function=importance.clipped_importance_sampling, counterpart="clipped_is"),
         _OneStep("switch_dr", assumptions=f"{_EITHER}; {_MODEL} where weights pass the clip",
                  paper="Wang, Agarwal & Dudik 2017", function=doubly_robust.switch_doubly_robust,
                  model=REPLAYLAKE),
@@ -75,34 +75,34 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
                  paper="Su et al. 2020", function=doubly_robust.optimistic_shrinkage,
                  model=REPLAYLAKE),
         _OneStep("sndr", assumptions=_EITHER, paper="Dudik, Langford & Li 2011, self-normalised",
-                 function=doubly_robust.weighted_doubly_robust, twin="wdr", model=REPLAYLAKE),
+                 function=doubly_robust.weighted_doubly_robust, counterpart="wdr", model=REPLAYLAKE),
         _Longer("is", assumptions=_RATIOS, paper="Precup, Sutton & Singh 2000",
-                function=importance.importance_sampling, twin="ips"),
+                function=importance.importance_sampling, counterpart="ips"),
         _Longer("wis", assumptions=_SN, paper="Precup, Sutton & Singh 2000",
-                function=importance.weighted_importance_sampling, twin="snips"),
+                function=importance.weighted_importance_sampling, counterpart="snips"),
         _Longer("clipped_is", assumptions=_TRUNCATED, paper="Ionides 2008",
-                function=importance.clipped_importance_sampling, twin="clipped_ips"),
+                function=importance.clipped_importance_sampling, counterpart="clipped_ips"),
         _Longer("pdis", assumptions=_RATIOS, paper="Precup, Sutton & Singh 2000",
-                function=importance.per_decision_importance_sampling, twin="ips"),
+                function=importance.per_decision_importance_sampling, counterpart="ips"),
         _Longer("wpdis", assumptions=_SN, paper="Thomas 2015",
-                function=importance.weighted_per_decision_importance_sampling, twin="snips"),
+                function=importance.weighted_per_decision_importance_sampling, counterpart="snips"),
         _Longer("wdr", assumptions=_EITHER, paper="Thomas & Brunskill 2016",
-                function=doubly_robust.weighted_doubly_robust, twin="sndr", model=REPLAYLAKE),
+                function=doubly_robust.weighted_doubly_robust, counterpart="sndr", model=REPLAYLAKE),
         _Both("dr", assumptions=_EITHER, paper="Dudik, Langford & Li 2011; Jiang & Li 2016",
               function=doubly_robust.doubly_robust, model=REPLAYLAKE),
-        _OneStep("dm", assumptions=_MODEL, paper="Dudik, Langford & Li 2011", twin="fqe",
+        _OneStep("dm", assumptions=_MODEL, paper="Dudik, Langford & Li 2011", counterpart="fqe",
                  function=doubly_robust.direct_method, uses_weights=False, model=REPLAYLAKE,
                  no_interval=_MODEL_ALONE),
-        _Longer("fqe", assumptions=_MODEL, paper=_FQE_PAPER, twin="dm",
+        _Longer("fqe", assumptions=_MODEL, paper=_FQE_PAPER, counterpart="dm",
                 function=doubly_robust.direct_method, uses_weights=False, model=REPLAYLAKE,
                 no_interval=_MODEL_ALONE),
-        _Longer("fqe_d3rlpy", assumptions=_MODEL, paper=_FQE_PAPER, twin="dm",
+        _Longer("fqe_d3rlpy", assumptions=_MODEL, paper=_FQE_PAPER, counterpart="dm",
                 function=doubly_robust.direct_method_d3rlpy, uses_weights=False, model=D3RLPY,
-                is_offered=False, no_interval=_MODEL_ALONE),
+                is_default=False, no_interval=_MODEL_ALONE),
     )
 }  # fmt: skip
 
 
 def default_estimators(one_step: bool) -> list[str]:
     """Return the names for one-step logs, or for longer episodes, of those that are offered."""
-    return [e.name for e in ESTIMATORS.values() if e.is_offered and e.one_step in (None, one_step)]
+    return [e.name for e in ESTIMATORS.values() if e.is_default and e.one_step in (None, one_step)]

@@ -89,7 +89,7 @@ class PolicyEvaluation:
     report: PolicyReport
     steps: LoggedSteps
     episodes: LoggedEpisodes
-    doubts: tuple[str, ...]
+    caveats: tuple[str, ...]
 
 
 def evaluate_policy(
@@ -116,7 +116,7 @@ def evaluate_policy(
     holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
     reward = evaluated_reward(asked, question, snapshot)
     chosen = select_episodes(snapshot, question, reward, holdout, listener)
-    if asked.remembers:
+    if asked.is_stateful:
         chosen = drop_without_first_step(chosen)
     return evaluate_on_episodes(lake, asked, question, chosen, listener).report
 
@@ -145,14 +145,14 @@ def evaluate_on_episodes(
         if not question.unseen:
             doubts.append(_unknown_training_note(found.unknown))
     if seen.any() and not is_seen:
-        steps = steps.only(~seen)
+        steps = steps.select(~seen)
         left_out["in the policy's training set"] = int(seen.sum())
         doubts += _selection_bias_notes(asked)
     listener.stage("asking the policy")
     target = target_probabilities(asked, steps)
     steps, target = drop_unknown_target(steps, target, left_out)
     behavior = behavior_probabilities(steps, target, question, listener)
-    if asked.remembers and behavior.is_fitted and steps.num_steps > steps.num_episodes:
+    if asked.is_stateful and behavior.is_fitted and steps.num_steps > steps.num_episodes:
         doubts.append(_FITTED_WITHOUT_MEMORY)
     trained_on = steps.num_episodes if is_seen else 0
     values, model = _values(asked, steps, target, question, listener)
@@ -175,8 +175,8 @@ def evaluate_on_episodes(
     report = PolicyReport(
         dataset=snapshot.dataset,
         version=snapshot.version,
-        policy=asked.named,
-        question=question,
+        policy=asked.reference,
+        request=question,
         reward=chosen.reward,
         training_discount=asked.discount,
         holdout=None if chosen.holdout is None else chosen.holdout.to_json(),
@@ -189,7 +189,7 @@ def evaluate_on_episodes(
         notes=notes,
         estimates=estimates,
         diagnostics=diagnostics,
-        judged=judged,
+        assessment=judged,
         weights=_weights(episodes),
     )
     return PolicyEvaluation(report, steps, episodes, tuple(doubts))
@@ -223,8 +223,8 @@ def _values(
     names = question.estimators
     if names is not None and not _USE_FITTED_VALUES & set(names):
         return None, "none: no estimator that was asked for uses one"
-    policy = target.every if asked.target is None or asked.remembers else asked.target
-    if policy is None and asked.remembers:
+    policy = target.distribution if asked.target is None or asked.is_stateful else asked.target
+    if policy is None and asked.is_stateful:
         return None, f"none: {_STATEFUL}"
     if policy is None:
         return None, "none: of the policy only the probability of the logged action is known"
@@ -234,20 +234,23 @@ def _values(
         if steps.num_steps == steps.num_episodes:
             listener.stage("fitting a model of the reward")
             found = predict_rewards(
-                asked.translated(steps), policy, config=question.reward_model, **given
+                asked.cast_observations(steps), policy, config=question.reward_model, **given
             )
         elif asked.target is None:
             return None, f"none: {_LOGGED_OBSERVATIONS_ONLY}"
-        elif asked.remembers:
+        elif asked.is_stateful:
             return None, f"none: {_STATEFUL}"
         elif _CutOff(steps, question.discount).is_whole and not is_listed:
             return None, f"none: {_NO_BOUND}"
         else:
             listener.stage("fitted Q evaluation")
             found = predict_values(
-                asked.translated(steps), asked.target, question.discount, config=question.fqe,
+                asked.cast_observations(steps),
+                asked.target,
+                question.discount,
+                config=question.fqe,
                 **given,
-            )  # fmt: skip
+            )
     except (SpaceUnsupportedError, TrainingError, EmptyReplayError) as error:
         return None, f"none: {error}"
     return found, found.model
@@ -315,7 +318,7 @@ def _values_by_d3rlpy(
         return None, ""
     if asked.target is None:
         return None, _LOGGED_OBSERVATIONS_ONLY
-    if asked.remembers:
+    if asked.is_stateful:
         return None, _STATEFUL
     cut_off = _CutOff(steps, question.discount)
     if cut_off.is_whole:
@@ -323,7 +326,7 @@ def _values_by_d3rlpy(
     listener.stage("fitted Q evaluation by d3rlpy")
     try:
         found = predict_values_by_d3rlpy(
-            asked.translated(steps), asked.target, question.discount, config=question.fqe,
+            asked.cast_observations(steps), asked.target, question.discount, config=question.fqe,
             seed=question.seed, on_progress=listener.progress,
         )  # fmt: skip
     except (SpaceUnsupportedError, TrainingError, EmptyReplayError) as error:
@@ -350,11 +353,11 @@ def _make_logged_episodes(
         v_target=None if values is None else values.v_target,
         v_d3rlpy=values_by_d3rlpy,
         actions=steps.action_numbers if is_discrete else None,
-        behavior_distribution=behavior.every,
-        target_distribution=target.every,
-        clusters=steps.shared_episodes(),
+        behavior_distribution=behavior.distribution,
+        target_distribution=target.distribution,
+        clusters=steps.number_joint_episodes(),
         behavior_fitted=behavior.is_fitted,
-        no_density=target.why_none,
+        no_density=target.unknown_reason,
     )
 
 

@@ -80,7 +80,7 @@ def fitted_q_evaluation(
     transitions.
     """
     target = TargetPolicy(policy, exploration or Exploration())
-    target.check_forgets()
+    target.check_stateless()
     arrays = from_view(view, discount)
     return fit(target, arrays, config or FQEConfig(), seed, device, on_progress)
 

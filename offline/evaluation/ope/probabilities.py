@@ -27,12 +27,12 @@ _SLACK: Final = 1e-6
 class Probabilities:
     """Of the logged actions float64 [M], and of all Discrete ones [M, A]; None where unknown.
 
-    A logged action's is NaN where it alone is not known. why_none: why none is known.
+    A logged action's is NaN where it alone is not known. unknown_reason: why none is known.
     """
 
     logged: NDArray[np.float64] | None
-    every: NDArray[np.float64] | None = None
-    why_none: str = ""
+    distribution: NDArray[np.float64] | None = None
+    unknown_reason: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +52,16 @@ def target_probabilities(asked: EvaluatedPolicy, steps: LoggedSteps) -> Probabil
     if asked.target is None:
         return _from_sql(steps, TARGET)
     target, masks = asked.target, steps.action_masks
-    observations = asked.seen_by(steps)
+    observations = asked.get_observations(steps)
     if target.is_discrete:
-        if target.remembers:
+        if target.is_stateful:
             every = target.action_probs_along(steps.offsets, observations, masks)
         else:
             every = target.action_probs(observations, masks)
         return Probabilities(_pick_logged(steps, every), every)
     if target.no_density:
         return Probabilities(None, None, target.no_density)
-    if target.remembers:
+    if target.is_stateful:
         along = target.log_probs_along(steps.offsets, observations, steps.actions, masks)
         return Probabilities(np.exp(along))
     return Probabilities(np.exp(target.log_probs(observations, steps.actions, masks)))
@@ -119,8 +119,8 @@ def drop_unknown_target(
         return steps, Probabilities(None, None, why)
     left_out["with an action of unknown target probability"] = int(unknown.sum())
     rows = np.repeat(~unknown, steps.lengths)
-    every = None if target.every is None else target.every[rows]
-    return steps.only(~unknown), Probabilities(target.logged[rows], every)
+    every = None if target.distribution is None else target.distribution[rows]
+    return steps.select(~unknown), Probabilities(target.logged[rows], every)
 
 
 def behavior_probabilities(
@@ -133,7 +133,7 @@ def behavior_probabilities(
     said = "logged"
     if BEHAVIOR in steps.columns:
         given = _from_sql(steps, BEHAVIOR)
-        logged, every, said = given.logged, given.every, "given in SQL"
+        logged, every, said = given.logged, given.distribution, "given in SQL"
         assert logged is not None
     else:
         logged, every = np.exp(steps.behavior_log_probs), None

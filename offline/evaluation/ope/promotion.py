@@ -90,9 +90,9 @@ class GateResult:
         """What the candidate is compared with, in words."""
         return _LOG if self.champion is None else _CHAMPION
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return what a promotion keeps of it, JSON-able: about 1 kB."""
-        report, asked = self.candidate, self.candidate.question
+        report, asked = self.candidate, self.candidate.request
         return {
             "passed": self.passed,
             "reasons": list(self.reasons),
@@ -114,7 +114,7 @@ class GateResult:
     def to_json(self) -> dict[str, Any]:
         """Return the record, and both reports whole, as `ope --json` has them."""
         champion = None if self.champion is None else self.champion.to_json()
-        return {**self.record(), "reports": [self.candidate.to_json(), champion]}
+        return {**self.to_record(), "reports": [self.candidate.to_json(), champion]}
 
 
 @dataclass(frozen=True)
@@ -125,24 +125,24 @@ class GateNotApplicable:
     """
 
     reason: str
-    question: EvaluationRequest
+    request: EvaluationRequest
     alpha: float
     margin: float
     passed: Literal[False] = False
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return what a promotion against it keeps, JSON-able: what was asked, and the reason."""
         return {
             "passed": False,
             "reasons": [self.reason],
-            **_describe_request(self.question, self.alpha, self.margin),
+            **_describe_request(self.request, self.alpha, self.margin),
             "comparisons": [],
             "refused": {},
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return the record: there are no reports."""
-        return {**self.record(), "reports": []}
+        return {**self.to_record(), "reports": []}
 
 
 def _describe_request(question: EvaluationRequest, alpha: float, margin: float) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _evaluate_both(
         )
     chosen = select_episodes(snapshot, question, reward, holdout, listener)
     both = [one for one in (asked, other) if one is not None]
-    if any(one.remembers for one in both):
+    if any(one.is_stateful for one in both):
         chosen = drop_without_first_step(chosen)
     if question.estimators is None:
         question = replace(question, estimators=_default_estimators(chosen, both))
@@ -258,7 +258,7 @@ def _evaluate_both(
     ours = evaluate_on_episodes(lake, asked, question, fewer, listener)
     if ours.steps.num_episodes < theirs.steps.num_episodes:
         fewer = replace(chosen, reward=against, steps=ours.steps, left_out=ours.report.left_out)
-        theirs = evaluate_on_episodes(lake, other, of_champion, fewer, listener, theirs.doubts)
+        theirs = evaluate_on_episodes(lake, other, of_champion, fewer, listener, theirs.caveats)
     return ours, theirs
 
 
@@ -273,7 +273,7 @@ def _default_estimators(
 ) -> tuple[str, ...]:
     is_one_step = chosen.steps.num_steps == chosen.steps.num_episodes
     is_listed = isinstance(chosen.steps.spec.action_space, Discrete)
-    if any(one.remembers for one in both) and not (is_one_step and is_listed):
+    if any(one.is_stateful for one in both) and not (is_one_step and is_listed):
         return _OF_ONE_STEP[:1] if is_one_step else _OF_EPISODES[:1]
     return _OF_ONE_STEP if is_one_step else _OF_EPISODES
 
@@ -286,7 +286,7 @@ def _label_champion_drops(left_out: Mapping[str, int]) -> dict[str, int]:
 def _compare_reports(
     ours: PolicyEvaluation, theirs: PolicyEvaluation | None
 ) -> tuple[tuple[EstimatorComparison, ...], Mapping[str, str]]:
-    estimates, asked = ours.report.estimates, ours.report.question
+    estimates, asked = ours.report.estimates, ours.report.request
     if theirs is None:
         found = [
             EstimatorComparison(
@@ -316,7 +316,7 @@ def _compare_reports(
 def _iter_unsupported(reports: list[PolicyReport]) -> Iterator[str]:
     for who, report in zip(("the candidate", _CHAMPION), reports, strict=False):
         if report.verdict != "supported":
-            yield f"{report.verdict} of {who}, {_report_name(report)}: {report.judged.reason}"
+            yield f"{report.verdict} of {who}, {_report_name(report)}: {report.assessment.reason}"
 
 
 def _iter_not_better(
@@ -372,7 +372,7 @@ def _summarize_report(report: PolicyReport) -> dict[str, Any]:
         "policy": report.policy["policy"],
         "version": report.policy["policy_version"],
         "verdict": report.verdict,
-        "reason": report.judged.reason,
+        "reason": report.assessment.reason,
         "trained_on": report.trained_on,
         "training_reward": report.reward.training,
     }

@@ -138,7 +138,7 @@ class PolicyReport:
     dataset: str
     version: int
     policy: Mapping[str, Any]
-    question: EvaluationRequest
+    request: EvaluationRequest
     reward: EvaluatedReward
     training_discount: float | None
     holdout: Mapping[str, Any] | None
@@ -151,18 +151,18 @@ class PolicyReport:
     notes: tuple[str, ...]
     estimates: Estimates
     diagnostics: Diagnostics
-    judged: Verdict
+    assessment: Verdict
     weights: Array | None = field(default=None, repr=False)
 
     @property
     def verdict(self) -> str:
         """`supported`, `weak` or `not supported`."""
-        return self.judged.verdict.replace("_", " ")
+        return self.assessment.verdict.replace("_", " ")
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         log = self.estimates.log_interval
-        asked = self.question
+        asked = self.request
         return {
             "dataset": self.dataset,
             "version": self.version,
@@ -184,7 +184,7 @@ class PolicyReport:
             "log_mean_low": log.low,
             "log_mean_high": log.high,
             "verdict": self.verdict,
-            "reason": self.judged.reason,
+            "reason": self.assessment.reason,
             "estimates": [_estimate(found) for found in self.estimates.estimates],
             "refused": dict(self.estimates.refused),
             "propensities": dict(self.propensities),

@@ -40,16 +40,16 @@ class TargetPolicy:
     exploration: Exploration = field(default_factory=Exploration)
 
     @property
-    def remembers(self) -> bool:
+    def is_stateful(self) -> bool:
         """Whether what it does depends on earlier observations of the episode, too."""
         return self.policy.initial_state(1) is not None
 
-    def check_forgets(self) -> None:
+    def check_stateless(self) -> None:
         """Refuse a policy that is not the same at each visit of an observation.
 
         Raises: SpaceUnsupportedError.
         """
-        if self.remembers:
+        if self.is_stateful:
             raise SpaceUnsupportedError(
                 f"head {self.policy.spec.head}: found a policy with a state, expected one whose "
                 "action depends on the observation alone. Importance sampling along whole episodes "
@@ -62,7 +62,7 @@ class TargetPolicy:
         return isinstance(self.policy.spec.action_space, Discrete)
 
     @property
-    def is_certain(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether it does the same each time that it sees the same."""
         head = self.policy.spec.head
         return not self.exploration.is_on and head not in ("uniform", "sampled")
@@ -90,7 +90,7 @@ class TargetPolicy:
         self, observations: Values, masks: NDArray[np.bool_] | None = None
     ) -> NDArray[np.float64]:
         """Return the probability of each Discrete action, float64 [N, A], of one that forgets."""
-        self.check_forgets()
+        self.check_stateless()
 
         def ask(some: slice) -> Array:
             return self.policy.action_probs(
@@ -112,7 +112,7 @@ class TargetPolicy:
 
         Of one that forgets, as action_probs.
         """
-        self.check_forgets()
+        self.check_stateless()
 
         def ask(some: slice) -> Array:
             return self.policy.log_probs(
@@ -132,7 +132,7 @@ class TargetPolicy:
         masks: NDArray[np.bool_] | None = None,
     ) -> Any:
         """Return an action for each observation, [N, *act], of one that forgets."""
-        self.check_forgets()
+        self.check_stateless()
 
         def ask(some: slice) -> Any:
             act = self.policy.act(

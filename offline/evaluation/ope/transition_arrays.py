@@ -87,7 +87,7 @@ def from_steps(
 
     Raises: EmptyReplayError where none can be bootstrapped.
     """
-    steps = steps if keep is None else steps.only(keep)
+    steps = steps if keep is None else steps.select(keep)
     # They are read together.
     assert steps.observations is not None
     assert steps.final_observations is not None

@@ -58,12 +58,12 @@ class ValueModel:
         self._target, self._seed = target, seed
         model, rng = self._model, np.random.default_rng([seed, 0])
         masks = arrays.next_action_masks
-        after = model.chosen(target, arrays.next_observations, masks, rng)
+        after = model.query_policy(target, arrays.next_observations, masks, rng)
         rows = TransitionRows(model, arrays, after)
         masks = arrays.initial_action_masks
         watched = slice(0, _NUM_CONVERGENCE_ROWS)
         first = take(arrays.initial_observations, watched)
-        chosen = model.chosen(target, first, None if masks is None else masks[watched], rng)
+        chosen = model.query_policy(target, first, None if masks is None else masks[watched], rng)
 
         def value_now() -> float:
             return float(model.v(model.frozen, first, chosen).mean())
@@ -74,7 +74,7 @@ class ValueModel:
 
     def q(self, observations: Values, actions: Values) -> NDArray[np.float64]:
         """Return values float64 [N] of actions [N, *act] at observations [N, *obs]."""
-        inputs = self._model.actions.encoded(actions)
+        inputs = self._model.actions.encode(actions)
 
         def ask(some: slice) -> Array:
             return self._model.q(self._model.online, take(observations, some), inputs[some])
@@ -90,7 +90,7 @@ class ValueModel:
         def ask(some: slice) -> Array:
             part = take(observations, some)
             masks = None if action_masks is None else action_masks[some]
-            chosen = self._model.chosen(self._target, part, masks, rng)
+            chosen = self._model.query_policy(self._target, part, masks, rng)
             return self._model.v(self._model.online, part, chosen)
 
         return map_chunks(num_values(observations), ask)
@@ -171,7 +171,7 @@ class TransitionRows:
         self._model = model
         self._observations = model.tensors(arrays.observations)
         self._next = model.tensors(arrays.next_observations)
-        self._actions = model.actions.encoded(arrays.actions)
+        self._actions = model.actions.encode(arrays.actions)
         self._chosen = chosen
         shift, scale = model.shift, model.scale
         # In units of the model: q = shift + scale * output.
@@ -246,7 +246,7 @@ class ActionValues:
         sampled = [self.outputs_q(network, observations, one) for one in chosen.unbind(1)]
         return torch.stack(sampled).mean(dim=0)
 
-    def chosen(
+    def query_policy(
         self,
         target: TargetPolicy,
         observations: Values,
@@ -257,10 +257,10 @@ class ActionValues:
 
         Draws are encoded actions [N, samples, D]; one suffices for a policy that does not draw.
         """
-        if self.actions.is_discrete and not target.is_certain:
+        if self.actions.is_discrete and not target.is_deterministic:
             return self.tensor(target.action_probs(observations, masks).astype(np.float32))
-        num = 1 if target.is_certain else self._samples
-        drawn = [self.actions.encoded(target.actions(observations, rng, masks)) for _ in range(num)]
+        num = 1 if target.is_deterministic else self._samples
+        drawn = [self.actions.encode(target.actions(observations, rng, masks)) for _ in range(num)]
         return drawn[0] if self.actions.is_discrete else torch.stack(drawn, dim=1)
 
     def q(self, network: nn.Module, observations: Values, actions: torch.Tensor) -> Array:
@@ -328,7 +328,7 @@ class ActionInputs:
                 "Discrete, MultiDiscrete, MultiBinary or a float Box. Name other estimators."
             )
 
-    def encoded(self, actions: Values) -> torch.Tensor:
+    def encode(self, actions: Values) -> torch.Tensor:
         """Return actions [N, *act] as int64 [N], or float32 [N, size]."""
         given = torch.from_numpy(np.ascontiguousarray(np.asarray(actions))).to(self._device)
         if isinstance(self._space, Discrete):
@@ -338,4 +338,4 @@ class ActionInputs:
             return torch.cat(columns, dim=1).float()
         if self._scaling is None:
             return given.float()
-        return self._scaling.normalise(given)
+        return self._scaling.normalize(given)

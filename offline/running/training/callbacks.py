@@ -20,7 +20,7 @@ class RunStart:
 
     run_id: str
     update: int
-    goes_on: bool
+    resumed: bool
     remarks: tuple[str, ...]
 
 
@@ -39,6 +39,6 @@ class Callbacks:
     should_end: Callable[[], bool] | None = None
 
     @property
-    def is_asked_to_end(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Whether the run is to end."""
         return self.should_end is not None and self.should_end()

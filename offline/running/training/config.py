@@ -98,14 +98,14 @@ class TrainConfig:
         return Holdout(fraction=self.holdout, after=after)
 
     @property
-    def measured_every(self) -> int:
+    def measure_interval_updates(self) -> int:
         """Updates from one measurement of the policy to the next."""
         return self.evaluate_updates or max(1, self.updates // 10)
 
     @property
-    def saved_every(self) -> int:
+    def save_interval_updates(self) -> int:
         """Updates from one checkpoint to the next."""
-        return self.checkpoint_updates or self.measured_every
+        return self.checkpoint_updates or self.measure_interval_updates
 
 
 _FROM_ONE: Final = (
@@ -179,7 +179,7 @@ class TrainRequest:
                 "environment, expected one. Name it with --env, or leave the arguments out."
             )
 
-    def pinned(self, lake: Lake) -> TrainRequest:
+    def pin(self, lake: Lake) -> TrainRequest:
         """Return it with the versions that the names mean now.
 
         Raises: NotFoundError, InvalidNameError.

@@ -28,16 +28,16 @@ class Interruption:
         self.is_requested = False
 
     @contextmanager
-    def awaited(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Take the first signal in the block as a request; the second interrupts at once.
 
         In an update the learner is between two states, of which no checkpoint can be made. Handlers
         that the program set itself are left alone, and so are all outside of the main thread.
         """
-        with _install_handlers(self._take):
+        with _install_handlers(self._on_signal):
             yield
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True

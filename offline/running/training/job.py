@@ -60,7 +60,7 @@ class TrainingJob:
             "algorithm": config.algorithm,
             "seed": config.seed,
             "config": options,
-            "normalisation": dict(self.learner.normalisation),
+            "normalisation": dict(self.learner.normalization),
             "datasets": self.data.lineage(request),
             "holdout": None if split is None else split.to_json(),
             "sampling": self._sampling(),
@@ -75,7 +75,7 @@ class TrainingJob:
         By element of each Box leaf, as `normalisation` says them. Cost: where the learner did not
         scale them, a pass over them, about 40 ns an element.
         """
-        said = self.learner.normalisation.get("observations")
+        said = self.learner.normalization.get("observations")
         if said is None:
             request = self.request
             facts = fit_statistics(

@@ -47,7 +47,7 @@ class LakeObserver:
         """The update of the newest checkpoint, if there is one."""
         return self._last_saved
 
-    def newest(self) -> Checkpoint | None:
+    def load_latest(self) -> Checkpoint | None:
         """Return where the run goes on, and forget metrics of what was done after it."""
         updates = self.checkpoints.updates()
         if not updates:
@@ -56,13 +56,13 @@ class LakeObserver:
         checkpoint = self.checkpoints.load()
         if updates[-1] > checkpoint.update:
             # Damaged: as long as they were there they would count as the newest.
-            self.checkpoints.keep([update for update in updates if update <= checkpoint.update])
+            self.checkpoints.retain([update for update in updates if update <= checkpoint.update])
         self._last_saved = checkpoint.update
         # Killed between the closing evaluation and the end, it comes again.
         self._metrics.truncate_after(checkpoint.update, without=[EVALUATION])
         return checkpoint
 
-    def measured(self, update: int, values: Mapping[str, float]) -> None:
+    def record_metrics(self, update: int, values: Mapping[str, float]) -> None:
         """Add to the run's metrics. Raises: StorageError; they are kept for the next time."""
         if self._on_metrics is not None:
             self._on_metrics(update, values)
@@ -91,7 +91,7 @@ class LakeObserver:
         self.checkpoints.save(update, arrays, state)
         self._last_saved = update
         newest = self.checkpoints.updates()[-self._keep :]
-        self.checkpoints.keep({*newest, *([] if best is None else [best])})
+        self.checkpoints.retain({*newest, *([] if best is None else [best])})
 
     def close(self) -> None:
         """Write what metrics are left."""

@@ -31,12 +31,12 @@ class RunRecord:
         self.body = {key: value for key, value in body.items() if key != "run_id"}
         self._registry = registry
 
-    def begin(self) -> None:
+    def record_start(self) -> None:
         """Write a new run down as running. Raises: StorageError."""
         self.body |= {"kind": self._kind, "status": "running", "started_ms": _now_ms()}
         self._registry.record_run(self.run_id, self.body)
 
-    def go_on(self, update: int) -> None:
+    def record_resume(self, update: int) -> None:
         """Write down that the run goes on from an update.
 
         Raises: CommitConflictError if another process has changed the record since it was read.
@@ -46,15 +46,15 @@ class RunRecord:
         self._replace({**body, "status": "running", "resumed": again})
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def record_errors(self) -> Iterator[None]:
         """Write down how the block ends, if by an exception: interrupted, or failed and why."""
         try:
             yield
         except BaseException as error:
-            self.end_with(error)
+            self.record_error(error)
             raise
 
-    def end_with(self, error: BaseException) -> None:
+    def record_error(self, error: BaseException) -> None:
         """Write down what ended the run, if that can be written and is this process's to say."""
         if isinstance(error, CommitConflictError):
             # Another process has the run now, whether or not it has written so.
@@ -73,11 +73,11 @@ class RunRecord:
         with suppress(ReplayLakeError):
             self._replace({**self.body, **ended})
 
-    def note(self, **found: Any) -> None:
+    def add_fields(self, **found: Any) -> None:
         """Write more down. Raises: StorageError, CommitConflictError."""
         self._replace({**self.body, **found})
 
-    def done(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def to_finished(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of the run's end, to be committed together with its policy."""
         return {**self.body, "status": "done", "ended_ms": _now_ms(), **found}
 

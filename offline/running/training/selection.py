@@ -114,12 +114,12 @@ class FQEValue:
                 "none with a next observation or a termination, expected some. Hold out more, or "
                 "set select to loss or last."
             )
-        self._fitted(policy, FQEConfig(updates=1, table_cells=0))
+        self._fit_value(policy, FQEConfig(updates=1, table_cells=0))
 
     def __call__(self, policy: Policy) -> float:
-        return self._fitted(policy, FQEConfig(updates=self.updates))
+        return self._fit_value(policy, FQEConfig(updates=self.updates))
 
-    def _fitted(self, policy: Policy, config: FQEConfig) -> float:
+    def _fit_value(self, policy: Policy, config: FQEConfig) -> float:
         try:
             fitted = fitted_q_evaluation(
                 policy,

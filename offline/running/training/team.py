@@ -41,11 +41,11 @@ class ProcessGroup(Protocol):
         """How many they are."""
         ...
 
-    def add(self, values: torch.Tensor) -> None:
+    def all_reduce(self, values: torch.Tensor) -> None:
         """Put the sum over all learners in place of each value. Raises: TrainingError."""
         ...
 
-    def told(self, value: float) -> float:
+    def broadcast(self, value: float) -> float:
         """Return the leader's value. Raises: TrainingError."""
         ...
 
@@ -56,10 +56,10 @@ class SingleProcessGroup:
     rank: Final = 0
     size: Final = 1
 
-    def add(self, values: torch.Tensor) -> None:
+    def all_reduce(self, values: torch.Tensor) -> None:
         """Leave them as they are."""
 
-    def told(self, value: float) -> float:
+    def broadcast(self, value: float) -> float:
         """Return it."""
         return value
 
@@ -73,7 +73,7 @@ def make_gradient_average(team: ProcessGroup) -> Callable[[torch.Tensor], None] 
         return None
 
     def average(gradients: torch.Tensor) -> None:
-        team.add(gradients)
+        team.all_reduce(gradients)
         gradients.mul_(1 / team.size)
 
     return average
@@ -125,9 +125,9 @@ class DataParallelLearner:
         return self._learner.config
 
     @property
-    def normalisation(self) -> Mapping[str, Any]:
+    def normalization(self) -> Mapping[str, Any]:
         """What inputs and outputs are scaled by."""
-        return self._learner.normalisation
+        return self._learner.normalization
 
     def prepare(self, view: ReplayView) -> None:
         """Look at all of what batches will be drawn from."""
@@ -156,7 +156,7 @@ class DataParallelLearner:
         shared = shared.to(self._device)
         for i, name in enumerate(names):
             shared[1 + i] = result.metrics[name] / size  # type: ignore[operator]
-        self._team.add(shared)
+        self._team.all_reduce(shared)
         self._num_updates += 1
         if self._num_updates % self._read_updates == 0:
             self._is_ending = bool(shared[0])
@@ -188,7 +188,7 @@ class LeaderMeasure:
     """A measure that the leader takes, and tells the others."""
 
     measure: Measure
-    team: ProcessGroup
+    group: ProcessGroup
 
     @property
     def name(self) -> MeasureName:
@@ -206,7 +206,7 @@ class LeaderMeasure:
 
     def __call__(self, policy: Any) -> float:
         """Return the leader's number, on every learner."""
-        return self.team.told(self.measure(policy) if self.team.rank == 0 else 0.0)
+        return self.group.broadcast(self.measure(policy) if self.group.rank == 0 else 0.0)
 
 
 def batch_part(batch: Batch, rows: slice) -> Batch:

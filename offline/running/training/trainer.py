@@ -31,14 +31,14 @@ _MAX_KEYS_SHOWN: Final = 3
 class TrainProgress:
     """Where a run is: updates done of all, the last update's metrics, updates a second so far.
 
-    left_s: seconds that are left at the pace so far, with what measuring and saving take.
+    remaining_s: seconds that are left at the pace so far, with what measuring and saving take.
     """
 
     update: int
     updates: int
     metrics: Mapping[str, float]
     updates_per_s: float
-    left_s: float
+    remaining_s: float
 
 
 class Observer(Protocol):
@@ -47,7 +47,7 @@ class Observer(Protocol):
     A method that raises ends the run there. None of them changes what is learned.
     """
 
-    def measured(self, update: int, values: Mapping[str, float]) -> None:
+    def record_metrics(self, update: int, values: Mapping[str, float]) -> None:
         """Take means of metrics since the last time, and measurements, by name."""
         ...
 
@@ -116,8 +116,8 @@ class Trainer:
             result = self._learner.update(batch)
             self.update += 1
             if self._config.prioritized:
-                self._give_back(batch, result)
-            metrics = self._added(result.metrics)
+                self._update_priorities(batch, result)
+            metrics = self._add_metrics(result.metrics)
             is_ending = self._should_end()
             is_due = self._is_due(is_ending)
             if is_due or self._unchecked.num == self._check_updates:
@@ -133,7 +133,7 @@ class Trainer:
                 self._on_progress(TrainProgress(self.update, last, _read(metrics), rate, left_s))
             if is_due:
                 self._update_s += now - entered
-                self._do_what_is_due(is_ending)
+                self._run_due_tasks(is_ending)
                 entered = time.perf_counter()
             if is_ending:
                 return self.update == last
@@ -158,7 +158,7 @@ class Trainer:
         self._update_s = state["update_s"]
         self.update = update
 
-    def _added(self, metrics: Mapping[str, SupportsFloat]) -> Mapping[str, SupportsFloat]:
+    def _add_metrics(self, metrics: Mapping[str, SupportsFloat]) -> Mapping[str, SupportsFloat]:
         if self._check_updates == 1:
             metrics = _read(metrics)
         for sums in (self._unchecked, self._logged, self._measured):
@@ -171,39 +171,41 @@ class Trainer:
             is_ending
             or update == config.updates
             or update % config.log_updates == 0
-            or update % config.measured_every == 0
-            or update % config.saved_every == 0
+            or update % config.measure_interval_updates == 0
+            or update % config.save_interval_updates == 0
         )
 
-    def _do_what_is_due(self, is_ending: bool) -> None:
+    def _run_due_tasks(self, is_ending: bool) -> None:
         """Log, measure and save, in this order: a checkpoint is of a moment with nothing due."""
         config, update = self._config, self.update
         is_last = update == config.updates
         is_best = False
-        if is_last or update % config.measured_every == 0:
-            is_best = self._judge()
+        if is_last or update % config.measure_interval_updates == 0:
+            is_best = self._measure_policy()
         is_last = is_last or self.selection.is_exhausted
         if is_last or update % config.log_updates == 0:
-            self._observer.measured(update, self._logged.means())
+            self._observer.record_metrics(update, self._logged.means())
             self._logged = MetricSums()
-        if is_ending or is_last or is_best or update % config.saved_every == 0:
+        if is_ending or is_last or is_best or update % config.save_interval_updates == 0:
             best = self.selection.best
             self._observer.save(
                 update, self.state_dict(), best=None if best is None else best.update
             )
 
-    def _judge(self) -> bool:
+    def _measure_policy(self) -> bool:
         """Measure the policy as it is; return whether it is the best so far."""
         value = None
         if self._measure is not None:
             policy = TorchPolicy(self._learner.policy(), self._config.device)
             value = self._measure(policy)
-            self._observer.measured(self.update, {f"selection/{self.selection.measure}": value})
+            self._observer.record_metrics(
+                self.update, {f"selection/{self.selection.measure}": value}
+            )
         is_best = self.selection.add(self.update, value, self._measured.means())
         self._measured = MetricSums()
         return is_best
 
-    def _give_back(self, batch: Batch, result: Update) -> None:
+    def _update_priorities(self, batch: Batch, result: Update) -> None:
         if result.priorities is None:
             raise ConfigInvalidError(
                 f"algorithm {self._config.algorithm}: found no priorities in what it learns, "
@@ -218,9 +220,9 @@ class Trainer:
         unchecked, self._unchecked = self._unchecked, MetricSums()
         for name, value in unchecked.means().items():
             if not math.isfinite(value):
-                raise self._not_finite(name, value, unchecked.num, batch)
+                raise self._not_finite_error(name, value, unchecked.num, batch)
 
-    def _not_finite(self, name: str, value: float, num: int, batch: Batch) -> NotFiniteError:
+    def _not_finite_error(self, name: str, value: float, num: int, batch: Batch) -> NotFiniteError:
         keys = tuple(bytes(key).hex() for key in batch.keys)
         at, saved = f"update {self.update}", self._observer.last_saved
         if num > 1:

@@ -138,9 +138,9 @@ class Sweep:
         )
         return Sweep(request, options, tune)
 
-    def pinned(self, lake: Lake) -> Sweep:
+    def pin(self, lake: Lake) -> Sweep:
         """Return it with the datasets' versions of now. Raises: NotFoundError, InvalidNameError."""
-        return replace(self, request=self.request.pinned(lake))
+        return replace(self, request=self.request.pin(lake))
 
     def trial_request(self, options: Mapping[str, Any], seed: int) -> TrainRequest:
         """Return what a trial trains. Raises: ConfigInvalidError."""

@@ -25,11 +25,11 @@ Curve = Iterable[tuple[int, float]]
 class TrialCallbacks(Protocol):
     """Who is told of trials, by number, in the process that runs them."""
 
-    def measured(self, number: int, update: int, value: float) -> None:
+    def on_measurement(self, number: int, update: int, value: float) -> None:
         """Take a measurement."""
         ...
 
-    def ended(self, number: int, *, is_stopped: bool, error: str | None) -> None:
+    def on_trial_end(self, number: int, *, is_stopped: bool, error: str | None) -> None:
         """Take the end of a trial: stopped by ASHA, failed of something, or at its end."""
         ...
 
@@ -167,18 +167,18 @@ def _callback(tune: Any, listener: TrialCallbacks, is_stopped: Callable[[int], b
             if result.get("error") is not None:
                 self._errors[number] = result["error"]
             elif "update" in result and not result.get("done"):
-                self._listener.measured(number, result["update"], result["value"])
+                self._listener.on_measurement(number, result["update"], result["value"])
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             number = trial.config["number"]
             error, stopped = self._errors.get(number), self._is_stopped(number)
-            self._listener.ended(number, is_stopped=stopped, error=error)
+            self._listener.on_trial_end(number, is_stopped=stopped, error=error)
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             # The trial's own errors are results: what ends here is its process.
             lines = str(trial.get_error() or "killed, or crashed").strip().splitlines()
             error = f"its process is gone ({lines[-1].strip()}): look at memory"
-            self._listener.ended(trial.config["number"], is_stopped=False, error=error)
+            self._listener.on_trial_end(trial.config["number"], is_stopped=False, error=error)
 
     return Told(listener, is_stopped)
 

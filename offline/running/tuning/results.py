@@ -38,7 +38,7 @@ class TrialResult:
     error: str | None = None
 
     @property
-    def is_left(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether there is something of it to run, or to run again."""
         return self.status in ("waiting", "running", "failed")
 
@@ -62,7 +62,7 @@ class Combination:
     seed: int | None
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it was trained under every seed."""
         return self.num_done == self.num_seeds
 
@@ -88,7 +88,7 @@ class SweepResult:
     def best(self) -> Combination | None:
         """The combination with the best mean of those trained under every seed."""
         first = self.combinations[0]
-        return first if first.is_whole and first.mean is not None else None
+        return first if first.is_complete and first.mean is not None else None
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -137,7 +137,7 @@ def combine_trials(trials: Sequence[TrialResult], mode: Mode) -> tuple[Combinati
 
     def rank(one: Combination) -> tuple[bool, float]:
         return (
-            not one.is_whole or one.mean is None,
+            not one.is_complete or one.mean is None,
             math.inf if one.mean is None else sign * one.mean,
         )
 

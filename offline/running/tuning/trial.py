@@ -79,7 +79,7 @@ class Trial:
     def _run(self) -> None:
         work, request = self._work, self._work.request
         callbacks: dict[str, Any] = {
-            "on_metrics": self._measured,
+            "on_metrics": self._report_measurement,
             "should_end": self._is_stopped.is_set,
         }
         try:
@@ -108,10 +108,10 @@ class Trial:
         else:
             self._told.put(TrialEnd())
 
-    def _measured(self, update: int, values: Mapping[str, float]) -> None:
+    def _report_measurement(self, update: int, values: Mapping[str, float]) -> None:
         config, measure = self._work.request.config, self._work.measure
         # Of metrics that are logged more often than policies are measured, only those count.
-        is_due = update % config.measured_every == 0 or update == config.updates
+        is_due = update % config.measure_interval_updates == 0 or update == config.updates
         if measure not in values or not is_due or self._is_stopped.is_set():
             return
         self._told.put(TrialMeasurement(update, values[measure]))

@@ -16,7 +16,7 @@ def progress(trouble: str | None, mean_return: float | None = 20.125) -> OnlineP
         mean_return=mean_return,
         steps_per_s=1500.4,
         updates_per_s=10.2,
-        trouble=trouble,
+        blocked_reason=trouble,
     )
 
 

@@ -88,7 +88,7 @@ def test_json_is_one_strict_object(capsys: pytest.CaptureFixture[str]) -> None:
         "time": datetime(2026, 1, 31, tzinfo=UTC),
         "tuple": (1, math.inf),
     }
-    CommandOutput(as_json=True).answer(body, ["not this"])
+    CommandOutput(as_json=True).print_result(body, ["not this"])
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {
         "nan": None,
@@ -208,13 +208,13 @@ def test_amounts_and_times() -> None:
 def test_what_a_terminal_would_obey_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "a\x1b[31m\x07\x9b2J\u202eb\ud800"
     report = CommandOutput(as_json=False)
-    report.answer({}, [hostile, "two\nlines, Zoë, 名"])
-    report.say(hostile)
+    report.print_result({}, [hostile, "two\nlines, Zoë, 名"])
+    report.print_message(hostile)
     captured = capsys.readouterr()
     named = "a\\x1b[31m\\x07\\x9b2J\\u202eb\\ud800"
     assert captured.out == f"{named}\ntwo\nlines, Zoë, 名\n"
     assert captured.err == f"{named}\n"
-    CommandOutput(as_json=True).answer({"x": hostile}, [])
+    CommandOutput(as_json=True).print_result({"x": hostile}, [])
     text = capsys.readouterr().out
     assert text.strip().isprintable()
     assert json.loads(text)["x"].replace("\\ud800", "\ud800") == hostile

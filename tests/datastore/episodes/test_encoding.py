@@ -123,7 +123,7 @@ ROW = {"age": 31, "member": True, "device": "ios", "hour": "2026-01-31T15:00:00Z
     ],
 )
 def test_a_field_that_does_not_fit_is_named(changed: dict, field: str, expected: str) -> None:
-    fault = WIDE.find_fault({**ROW, **changed})
+    fault = WIDE.find_mismatch({**ROW, **changed})
     assert fault is not None
     assert fault[0] == field
     assert expected in fault[2]
@@ -148,7 +148,7 @@ def test_numbers_alone_keep_their_dtype() -> None:
     assert encoding.is_plain
     assert encoding.rules is None
     assert encoding.encode_one({"a": 1, "b": 2}).dtype == np.int64
-    assert encoding.find_fault({"a": 1, "b": 2.5}) == ("b", 2.5, "a number that int64 holds")
+    assert encoding.find_mismatch({"a": 1, "b": 2.5}) == ("b", 2.5, "a number that int64 holds")
 
 
 def test_json_there_and_back() -> None:

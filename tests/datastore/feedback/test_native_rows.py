@@ -123,8 +123,8 @@ def test_a_segment_is_committed_either_way(tmp_path):
         path.write_bytes(b"".join(frame_records(map(orjson.dumps, rows))))
         done = commit_segment(dataset.decisions, encode, "w", Segment(sequence, path))
         assert (done.num_rows, done.num_damaged) == (len(rows), 0)
-    assert encode.quickly([orjson.dumps(odd[0])]) is None
+    assert encode.try_parse([orjson.dumps(odd[0])]) is None
     found = dataset.decisions.snapshot().read(["decision_id", "action"]).to_pylist()
     assert sorted(row["decision_id"] for row in found) == ["d0", "d0", "d1", "d2", "d3", "d9"]
-    quick = encode.quickly([orjson.dumps(row) for row in plain])
+    quick = encode.try_parse([orjson.dumps(row) for row in plain])
     assert quick.equals(encode(plain))

@@ -90,7 +90,7 @@ def test_ends_that_become_known_late_change_what_they_have_to(by_step):
             fresh = Timeline(by_step, ends.__contains__, ranks.__getitem__)
             for decision in taken:
                 fresh.take(decision)
-            return fresh.stretches
+            return fresh.episodes
 
         for time_us in range(draw.randint(2, 12)):
             request = draw.choice([None, "a", "b", f"q{time_us}", f"q{time_us}"])
@@ -102,13 +102,13 @@ def test_ends_that_become_known_late_change_what_they_have_to(by_step):
             if draw.random() < 0.4:
                 changed = draw.choice(taken).key
                 ends ^= {changed}
-                timeline.cut_again(changed)
+                timeline.recut(changed)
             if draw.random() < 0.5:
                 name = draw.choice(["a", "b", f"q{draw.randint(0, time_us)}"])
-                assert timeline.asked(name) == asked_of(anew(), name), seed
+                assert timeline.find_request(name) == asked_of(anew(), name), seed
             if draw.random() < 0.2:
-                assert slots_of(timeline.stretches) == slots_of(anew()), seed
-        assert slots_of(timeline.stretches) == slots_of(anew()), seed
+                assert slots_of(timeline.episodes) == slots_of(anew()), seed
+        assert slots_of(timeline.episodes) == slots_of(anew()), seed
 
 
 @pytest.mark.parametrize("by_step", [False, True])
@@ -128,12 +128,12 @@ def test_many_decisions_under_one_id_cost_what_they_are(by_step):
         timeline.take(Decision(f"k{i}", i, f"q{i}", i % 20 if by_step else None))
     began = time.process_time()
     for i in range(num):
-        found = timeline.asked(f"q{i}")
+        found = timeline.find_request(f"q{i}")
         assert found is not None
         if i % 20 == 19:
             ends.add(found.key)
-            timeline.cut_again(found.key)
-    assert len(timeline.stretches) == num // 20
+            timeline.recut(found.key)
+    assert len(timeline.episodes) == num // 20
     assert looks < 5 * num
     # It was a minute where each look went through all of them.
     assert time.process_time() - began < 5.0

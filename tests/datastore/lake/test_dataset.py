@@ -76,7 +76,7 @@ def test_a_dataset_that_is_not_there(dataset: Dataset) -> None:
     for use in (lambda: dataset.spec, dataset.snapshot, lambda: dataset.write([])):
         with pytest.raises(NotFoundError, match="dataset 'd': not in this lake"):
             use()
-    assert dataset.committed("p", 0) is None
+    assert dataset.find_commit("p", 0) is None
 
 
 def test_names_are_refused_by_pattern(lake: Lake) -> None:
@@ -441,7 +441,7 @@ def test_what_only_a_flush_can_refuse_holds_up_nothing(
         SchemaMismatchError, match=r"episode bad: .*Left out 2 of the episodes written"
     ):
         writer.flush()
-    assert [(episode.episode_id, type(error)) for episode, error in writer.refused] == [
+    assert [(episode.episode_id, type(error)) for episode, error in writer.rejected] == [
         ("bad", SchemaMismatchError),
         ("worse", SchemaMismatchError),
     ]

@@ -129,7 +129,7 @@ def test_only_is_reading_less(lake):
     columns = {"target-prob": "value"}
     every = read_logged_steps(snapshot, columns=columns)
     odd = read_logged_steps(snapshot, "num_steps % 2 = 1", columns=columns)
-    found = every.only(every.lengths % 2 == 1)
+    found = every.select(every.lengths % 2 == 1)
     assert found.episode_ids == odd.episode_ids
     for name in (
         "offsets",

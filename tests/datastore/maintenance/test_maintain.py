@@ -142,7 +142,7 @@ def test_a_tag_that_is_set_while_the_log_expires_keeps_its_version(
     two: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maintain(two)
-    secure = LogFolder.pointer
+    secure = LogFolder.read_pointer
 
     def tag_meanwhile(folder: LogFolder) -> int | None:
         if folder.path.startswith("a/"):

@@ -166,7 +166,7 @@ def test_joined_views_are_sent_by_their_parts(pieces: Lake, tmp_path: Path) -> N
     uncached = concatenate([*both(pieces)[:1], pieces.snapshot("b").replay(cache=False)])
     first, *rest = sent(uncached, tmp_path)
     assert [first.partition(" ")[2], *rest] == seen(joined)
-    assert joined.cached_in() is None
+    assert joined.wait_cached() is None
 
 
 def test_a_view_of_a_remote_lake_can_be_sent(make_episode: Make, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_what_no_other_process_can_map_is_not_sent(pieces: Lake) -> None:
 def test_a_view_that_left_the_cache_on_its_way(pieces: Lake) -> None:
     view = pieces.snapshot("a").replay()
     data = pickle.dumps(view)
-    folder = view.cached_in()
+    folder = view.wait_cached()
     assert folder is not None
     os.rename(folder, folder.with_name("elsewhere"))
     with pytest.raises(NotFoundError, match="found it gone from the cache since it was sent here"):

@@ -45,7 +45,7 @@ def home(lake: Lake) -> Path:
 def opened(snapshot: Snapshot, **options: Any) -> ReplayView:
     """Open a view, and wait until it is kept."""
     view = snapshot.replay(**options)
-    view.cached_in()
+    view.wait_cached()
     return view
 
 
@@ -73,7 +73,7 @@ def test_the_second_opening_maps_what_the_first_one_decoded(snapshot: Snapshot) 
     assert is_mapped(second.packed.records.words)
     assert not second.packed.records.words.flags.writeable
     assert_same(first, second)
-    assert first.cached_in() == second.cached_in()
+    assert first.wait_cached() == second.wait_cached()
 
 
 def test_one_array_serves_for_both_where_every_step_can_be_bootstrapped(
@@ -81,7 +81,7 @@ def test_one_array_serves_for_both_where_every_step_can_be_bootstrapped(
 ) -> None:
     lake.dataset("d").append([make_episode("a", 3, terminated=True)])
     first = opened(lake.snapshot("d"))
-    folder = first.cached_in()
+    folder = first.wait_cached()
     assert folder is not None
     assert not (folder / "bootstrappable").exists()
     assert_same(first, lake.snapshot("d").replay())
@@ -107,7 +107,7 @@ def test_a_budget_below_nothing_is_refused(snapshot: Snapshot) -> None:
 def test_without_the_cache_no_trace_is_left(snapshot: Snapshot, home: Path) -> None:
     for budget in (None, 0):
         view = snapshot.replay(cache=False, memory_budget_bytes=budget)
-        assert view.cached_in() is None
+        assert view.wait_cached() is None
         assert is_mapped(view.packed.records.words) == (budget == 0)
         assert view.uniform(8, seed=0).sample().rewards.shape == (8,)
     assert not home.exists()
@@ -131,7 +131,7 @@ def test_each_query_is_a_view_of_its_own(
     snapshot: Snapshot, home: Path, options: dict[str, Any]
 ) -> None:
     plain, other = opened(snapshot), opened(snapshot, **options)
-    assert plain.cached_in() != other.cached_in()
+    assert plain.wait_cached() != other.wait_cached()
     assert_same(other, snapshot.replay(**options))
     assert_same(plain, snapshot.replay())
 
@@ -143,14 +143,14 @@ def test_each_version_is_a_view_of_its_own(
     lake.dataset("d").append([make_episode("c", 2, terminated=True)])
     second = opened(lake.snapshot("d"))
     assert (first.num_steps, second.num_steps) == (8, 10)
-    assert lake.snapshot("d@2").replay().cached_in() == first.cached_in()
+    assert lake.snapshot("d@2").replay().wait_cached() == first.wait_cached()
 
 
 def test_other_spellings_of_a_query_share_a_view(snapshot: Snapshot, home: Path) -> None:
     one = opened(snapshot, where='"return" >  2 AND terminated')
     other = snapshot.replay('("return">2) and (terminated)')
     assert is_mapped(other.packed.records.words)
-    assert one.cached_in() == other.cached_in()
+    assert one.wait_cached() == other.wait_cached()
     # Known by its spelling from now on, without asking DuckDB; lineage names DuckDB's own.
     again = snapshot.replay('("return">2) and (terminated)')
     assert again.selections == one.selections
@@ -165,7 +165,7 @@ def test_a_cached_view_of_another_size_is_made_again(
     snapshot: Snapshot, name: str, change: str
 ) -> None:
     first = opened(snapshot)
-    folder = first.cached_in()
+    folder = first.wait_cached()
     assert folder is not None
     path = folder / name
     data = path.read_bytes()
@@ -175,7 +175,7 @@ def test_a_cached_view_of_another_size_is_made_again(
     second = opened(snapshot)
     assert not is_mapped(second.packed.records.words)
     assert_same(first, second)
-    assert second.cached_in() == folder
+    assert second.wait_cached() == folder
     assert is_mapped(snapshot.replay().packed.records.words), "it is whole again"
 
 
@@ -191,7 +191,7 @@ def test_a_lake_that_cannot_be_written_to_works_from_memory(snapshot: Snapshot, 
     home.parent.mkdir()
     home.write_text("in the way")
     view = snapshot.replay()
-    assert view.cached_in() is None
+    assert view.wait_cached() is None
     assert "File exists" in view.cache_failure or "Not a directory" in view.cache_failure
     assert view.uniform(8, seed=0).sample().rewards.shape == (8,)
     mapped = snapshot.replay(memory_budget_bytes=0)
@@ -265,7 +265,7 @@ import os, signal, sys
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.cache import draft
 draft.write_metadata = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
-open_lake(sys.argv[1]).snapshot("d").replay(**eval(sys.argv[2])).cached_in()
+open_lake(sys.argv[1]).snapshot("d").replay(**eval(sys.argv[2])).wait_cached()
 """
 
 
@@ -295,7 +295,7 @@ snapshot = open_lake(sys.argv[1]).snapshot("d")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 view = snapshot.replay()
-print(view.cached_in(), "|", view.cache_failure, "|", len(view.uniform(8, seed=0).sample()))
+print(view.wait_cached(), "|", view.cache_failure, "|", len(view.uniform(8, seed=0).sample()))
 try:
     snapshot.replay(memory_budget_bytes=0)
 except StorageError as error:

@@ -72,11 +72,11 @@ def test_windows_longer_than_what_is_left(pack_pieces: Pack, length: int) -> Non
 def test_the_allowed_of_some_steps(pack_pieces: Pack) -> None:
     log = pack_pieces([(0, 0, 3, "open"), (1, 0, 2, "open")])
     packed = log.packed
-    assert packed.allowed(np.array([0, 4])).tolist() == [0, 4]
+    assert packed.filter_startable(np.array([0, 4])).tolist() == [0, 4]
     fewer = type(packed)(packed.records, packed.runs, np.array([1, 2]), packed.steps, 5, 2)
-    assert fewer.allowed(np.array([0, 1, 2, 5])).tolist() == [1, 2]
+    assert fewer.filter_startable(np.array([0, 1, 2, 5])).tolist() == [1, 2]
     none = type(packed)(packed.records, packed.runs, np.array([], np.int64), packed.steps, 5, 2)
-    assert none.allowed(np.array([0, 1])).tolist() == []
+    assert none.filter_startable(np.array([0, 1])).tolist() == []
 
 
 def test_where_episodes_begin(pack_pieces: Pack) -> None:

@@ -175,7 +175,7 @@ def main(lake: str, states: str) -> None:
 
 def test_another_process_goes_on_from_the_middle_of_a_block(made: Lake, tmp_path: Path) -> None:
     view = view_of(made)
-    assert view.cached_in() is not None
+    assert view.wait_cached() is not None
     states, expected = {}, {}
     for name, make in ALL.items():
         sampler = make(view, 5)

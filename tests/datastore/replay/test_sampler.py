@@ -113,13 +113,13 @@ def test_blocks_hold_what_samples_would(view: ReplayView) -> None:
         assert len(parts) == sampler.num_ahead > 1
         for part in parts[:-1]:
             assert same(part, alone.sample())
-            sampler.taken()
+            sampler.mark_consumed()
         # The last one was not handed on: a saved position still holds it.
         restored = view.uniform(7, seed=2)
         restored.load_state_dict(sampler.state_dict())
         assert same(restored.sample(), parts[-1])
         assert same(parts[-1], alone.sample())
-        sampler.taken()
+        sampler.mark_consumed()
 
 
 def test_rows_are_drawn_whatever_the_batch_size_is(view: ReplayView) -> None:

@@ -77,5 +77,5 @@ def test_masks_are_looked_at_where_samples_start(
     for options, expected in (({}, True), ({"where_steps": "step < 4"}, False)):
         view = snapshot.replay(**options)
         assert view.has_masked_actions == expected
-        view.cached_in()
+        view.wait_cached()
         assert snapshot.replay(**options).has_masked_actions == expected

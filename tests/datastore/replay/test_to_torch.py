@@ -270,7 +270,7 @@ class MovingSampler(TorchSampler):
     def _shares_memory(self) -> bool:
         return False
 
-    def _staged(self, stretch: torch.Tensor) -> torch.Tensor:
+    def _stage(self, stretch: torch.Tensor) -> torch.Tensor:
         return stretch.clone()
 
 

@@ -17,8 +17,8 @@ def test_put_replaces_and_put_new_does_not(storage: LocalStorage) -> None:
     storage.put("a/b", b"one")
     storage.put("a/b", b"two")
     assert storage.get("a/b") == b"two"
-    assert storage.put_new("a/b", b"three") is False
-    assert storage.put_new("a/c", b"three") is True
+    assert storage.put_if_absent("a/b", b"three") is False
+    assert storage.put_if_absent("a/c", b"three") is True
     assert storage.get("a/b") == b"two"
     assert storage.names("a") == ["b", "c"]
 
@@ -54,13 +54,13 @@ def test_the_names_of_all_new_folders_are_durable(
 
 def test_no_temporary_file_is_left(storage: LocalStorage) -> None:
     storage.put("a", b"1")
-    storage.put_new("b", b"2")
-    storage.put_new("b", b"3")
+    storage.put_if_absent("b", b"2")
+    storage.put_if_absent("b", b"3")
     assert storage.names("_lake/tmp") == []
 
 
 def test_private_files_are_for_their_owner_alone(storage: LocalStorage) -> None:
-    storage.put_new("key", b"secret", private=True)
+    storage.put_if_absent("key", b"secret", private=True)
     assert stat.S_IMODE(storage.local("key").stat().st_mode) == 0o600
 
 
@@ -124,15 +124,15 @@ def test_a_failing_call_leaves_no_name_and_no_temporary(
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing)
         with pytest.raises(StorageError, match=r"blob: No space left on device.*Make room"):
-            storage.put_new("folder/blob", b"bytes")
+            storage.put_if_absent("folder/blob", b"bytes")
     assert storage.get("folder/blob") is None
     assert storage.names("_lake/tmp") == []
-    assert storage.put_new("folder/blob", b"bytes") is True
+    assert storage.put_if_absent("folder/blob", b"bytes") is True
 
 
 def _killed_before(call: str, root: Path) -> None:
     setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    LocalStorage(root).put_new("folder/blob", b"bytes")
+    LocalStorage(root).put_if_absent("folder/blob", b"bytes")
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "link"])
@@ -145,7 +145,7 @@ def test_killed_before_the_name_nothing_is_visible(storage: LocalStorage, call: 
     assert process.exitcode == -signal.SIGKILL
     assert storage.names("folder") == ["other"]
     assert storage.names("") == ["_lake", "folder"]
-    assert storage.put_new("folder/blob", b"again") is True
+    assert storage.put_if_absent("folder/blob", b"again") is True
     assert storage.get("folder/blob") == b"again"
 
 
@@ -158,7 +158,7 @@ def test_a_link_out_of_the_lake_is_refused(storage: LocalStorage, tmp_path: Path
     for attempt in (
         lambda: storage.get("linked/secret"),
         lambda: storage.put("linked/new", b""),
-        lambda: storage.put_new("linked/new", b""),
+        lambda: storage.put_if_absent("linked/new", b""),
         lambda: storage.names("linked/"),
         lambda: storage.local("linked/secret"),
         lambda: storage.local("../outside/secret"),

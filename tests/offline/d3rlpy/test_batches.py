@@ -61,7 +61,7 @@ def test_a_gamma_of_zero_learns_the_reward_alone(row_of, make, batch):
 
 def test_a_step_is_terminal_where_its_discount_is_zero(row_of, make, batch):
     discounts = np.array([0.99, 0, 0.99], np.float32)
-    made = make(row_of(*DQN))._batches.converted(batch(size=3, discounts=discounts))
+    made = make(row_of(*DQN))._batches.convert(batch(size=3, discounts=discounts))
     assert made.terminals.tolist() == [[0.0], [1.0], [0.0]]
     assert made.rewards.shape == made.intervals.shape == (3, 1)
 
@@ -69,7 +69,7 @@ def test_a_step_is_terminal_where_its_discount_is_zero(row_of, make, batch):
 def test_actions_are_given_to_d3rlpy_from_minus_one_to_one(row_of, make, batch):
     actions = np.array([[-2.0, 0.0], [2.0, 10.0], [0.0, 5.0]], np.float32)
     learner = make(row_of("rebrac", "continuous"))
-    made = learner._batches.converted(
+    made = learner._batches.convert(
         batch("box", size=3, actions=actions, next_actions=actions[::-1].copy())
     )
     assert made.actions.tolist() == [[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]
@@ -78,7 +78,7 @@ def test_actions_are_given_to_d3rlpy_from_minus_one_to_one(row_of, make, batch):
 
 def test_discrete_actions_are_given_from_zero(row_of, make, batch):
     learner = make(row_of(*DQN), space=Discrete(3, start=7))
-    made = learner._batches.converted(batch(size=3, actions=np.array([7, 8, 9])))
+    made = learner._batches.convert(batch(size=3, actions=np.array([7, 8, 9])))
     assert made.actions.tolist() == [[0.0], [1.0], [2.0]]
     assert learner.policy().spec.action_space == Discrete(3, start=7)
 
@@ -87,12 +87,12 @@ def test_rewards_and_returns_are_scaled_before_a_batch_is_built(row_of, make, ba
     scaled = DatasetStatistics(rewards=RewardScaling(scale=4.0))
     values = np.array([2.0, -4.0, 8.0], np.float32)
     learner = make(row_of("cal_ql", "continuous"), facts=scaled)
-    made = learner._batches.converted(batch("box", size=3, rewards=values, returns=2 * values))
+    made = learner._batches.convert(batch("box", size=3, rewards=values, returns=2 * values))
     assert made.rewards.tolist() == [[0.5], [-1.0], [2.0]]
     assert made.returns_to_go.tolist() == [[1.0], [-2.0], [4.0]]
     assert learner.normalisation["rewards"] == {"shift": 0.0, "scale": 4.0}
     shifted = DatasetStatistics(rewards=RewardScaling(shift=2.0, scale=4.0))
-    made = make(row_of(*DQN), facts=shifted)._batches.converted(batch(size=3, rewards=values))
+    made = make(row_of(*DQN), facts=shifted)._batches.convert(batch(size=3, rewards=values))
     assert made.rewards.tolist() == [[0.0], [-1.5], [1.5]]
     with pytest.raises(ConfigInvalidError, match=r"cal_ql: found rewards shifted by 2"):
         make(row_of("cal_ql", "continuous"), facts=shifted)
@@ -114,6 +114,6 @@ def test_a_compiled_update_gets_memory_of_its_own(row_of, make, batch):
             device=torch.device("cpu"),
             is_compiled=is_compiled,
         )
-        theirs[is_compiled] = batches.converted(ours).observations.data_ptr()
+        theirs[is_compiled] = batches.convert(ours).observations.data_ptr()
     assert theirs[False] == ours.observations.data_ptr()
     assert theirs[True] != ours.observations.data_ptr()

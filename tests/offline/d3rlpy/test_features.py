@@ -90,7 +90,7 @@ def test_observations_are_normalised_in_training_and_in_the_graph(name, row_of, 
     learner = make(row, facts=DatasetStatistics(observations={"": moments}))
     plain = make(row)
     batch = batch_for(row)
-    made, raw = (one._batches.converted(batch) for one in (learner, plain))
+    made, raw = (one._batches.convert(batch) for one in (learner, plain))
     for which in ("observations", "next_observations"):
         expected = (getattr(raw, which).numpy() - moments.mean) / moments.std
         np.testing.assert_allclose(getattr(made, which).numpy(), expected, rtol=1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ def test_bounds_map_to_minus_one_and_one():
     scaling = action_scaling(Box((2,), "float32", [-2.0, 0.0], [2.0, 10.0]), None)
     actions = torch.tensor([[-2.0, 0.0], [0.0, 5.0], [2.0, 10.0]])
     normalised = torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]])
-    torch.testing.assert_close(scaling.normalise(actions), normalised)
+    torch.testing.assert_close(scaling.normalize(actions), normalised)
     scaled = ActionUnscaler(scaling)
     torch.testing.assert_close(scaled(normalised), actions)
     # A standard deviation of 1 becomes the half range.
@@ -29,13 +29,13 @@ def test_an_open_bound_is_taken_from_the_log_element_by_element():
     np.testing.assert_allclose(scaling.center, [-1, 5])
     np.testing.assert_allclose(scaling.scale, [2, 5])
     assert scaling.source == ("dataset", "space")
-    assert scaling.bounded(space).low == (-3.0, 0.0)
+    assert scaling.bound_space(space).low == (-3.0, 0.0)
 
 
 def test_actions_of_any_shape_are_flattened():
     scaling = action_scaling(Box((2, 2), "float64", -4, 4), None)
     actions = torch.full((3, 2, 2), 2.0, dtype=torch.float64)
-    normalised = scaling.normalise(actions)
+    normalised = scaling.normalize(actions)
     assert normalised.shape == (3, 4)
     assert normalised.dtype == torch.float32
     torch.testing.assert_close(normalised, torch.full((3, 4), 0.5))
@@ -43,7 +43,7 @@ def test_actions_of_any_shape_are_flattened():
 
 def test_an_action_that_never_varies_is_only_centred():
     scaling = action_scaling(Box((1,)), (np.array([3.0]), np.array([3.0])))
-    torch.testing.assert_close(scaling.normalise(torch.tensor([[3.0]])), torch.zeros(1, 1))
+    torch.testing.assert_close(scaling.normalize(torch.tensor([[3.0]])), torch.zeros(1, 1))
 
 
 def test_an_open_box_without_a_log_is_refused():

@@ -229,7 +229,7 @@ def test_rewards_arrive_scaled_and_returns_by_the_same_unit(batch):
     learner.update(replace(given, returns=given.rewards * 2))
     np.testing.assert_allclose(seen[0][0], given.rewards / 4)
     np.testing.assert_allclose(seen[0][1], given.rewards / 2)
-    assert learner.normalisation["rewards"] == {"shift": 0.0, "scale": 4.0}
+    assert learner.normalization["rewards"] == {"shift": 0.0, "scale": 4.0}
 
 
 @pytest.mark.parametrize("sums", [{"needs_returns": True}, {"n_step": 3}])

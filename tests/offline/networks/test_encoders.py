@@ -136,7 +136,7 @@ def test_frozen_critics_move_actions_alone() -> None:
     critics = Critics(space, 2, (8,))
     observations = torch.randint(0, 256, (4, 12, 12), dtype=torch.uint8)
     actions = torch.randn(4, 2, requires_grad=True)
-    frozen = critics.frozen(observations, actions)
+    frozen = critics.forward_frozen(observations, actions)
     torch.testing.assert_close(frozen, critics(observations, actions))
     frozen.sum().backward()
     assert actions.grad is not None

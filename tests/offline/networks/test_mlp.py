@@ -54,12 +54,12 @@ def test_values_and_gradients_are_those_of_autograd(sizes, kind, rows):
     assert smooth.float().mean() > 0.9
     found = network(features)
     if kind == "one":
-        expected = by_autograd(features, network.sunk())
+        expected = by_autograd(features, network.sink_parameters())
     else:
         expected = ensemble_by_autograd(features, network)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     weight = torch.randn_like(found) * smooth[:, None]
-    wanted = [features, *network.sunk()]
+    wanted = [features, *network.sink_parameters()]
     found = torch.autograd.grad((found * weight).sum(), wanted)
     expected = torch.autograd.grad((expected * weight).sum(), wanted)
     for ours, theirs in zip(found, expected, strict=True):
@@ -112,12 +112,12 @@ def test_gradients_of_all_members_at_once_take_nothing_from_what_was_there():
     torch.manual_seed(0)
     network = EnsembleMLP(3, [5, 16, 2])
     features = torch.randn(8, 5)
-    views = network.sink.views = [torch.full_like(p, torch.nan) for p in network.sunk()]
+    views = network.sink.views = [torch.full_like(p, torch.nan) for p in network.sink_parameters()]
     network.sink.open()
-    outputs = mlp._BatchedMLP.apply(network.sink, features, *network.sunk())
+    outputs = mlp._BatchedMLP.apply(network.sink, features, *network.sink_parameters())
     outputs.sum().backward()
     assert network.sink.close()
-    expected = torch.autograd.grad(network(features).sum(), network.sunk())
+    expected = torch.autograd.grad(network(features).sum(), network.sink_parameters())
     torch.testing.assert_close(views, list(expected))
 
 
@@ -126,9 +126,9 @@ def test_products_of_all_members_at_once_are_those_of_each():
     torch.manual_seed(0)
     network = EnsembleMLP(3, [5, 16, 2])
     features = torch.randn(8, 5, requires_grad=True)
-    wanted = [features, *network.sunk()]
+    wanted = [features, *network.sink_parameters()]
     one_by_one = network(features)
-    together = mlp._BatchedMLP.apply(network.sink, features, *network.sunk())
+    together = mlp._BatchedMLP.apply(network.sink, features, *network.sink_parameters())
     torch.testing.assert_close(together, one_by_one)
     weight = torch.randn_like(together)
     for found, expected in zip(

@@ -44,7 +44,7 @@ def test_leaves_of_a_dict_are_joined_in_order():
     }
     assert features(observations).tolist() == [[1, 2, 0, 1, 9]]
     leaves = [observations["a"], observations["b"]["_0"], observations["b"]["_1"]]
-    assert features(features.nested(leaves)).tolist() == [[1, 2, 0, 1, 9]]
+    assert features(features.nest(leaves)).tolist() == [[1, 2, 0, 1, 9]]
 
 
 @pytest.mark.parametrize(("space", "name"), [(Text(), "n"), (Dict({"t": Text()}), "n.t")])

@@ -85,7 +85,7 @@ def trial_runs(lake):
 
 
 def work(lake, given, number=0, run_id=None):
-    sweep = Sweep.from_options(given).pinned(lake)
+    sweep = Sweep.from_options(given).pin(lake)
     options = sweep.tune.combinations()[0]
     label = {"id": "s", "trial": number, "options": options}
     return TrialSpec(

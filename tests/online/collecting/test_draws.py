@@ -40,7 +40,7 @@ def test_rows_that_stay_go_on():
     draws = EpisodeRandom()
     draws.restart([5, 6, 7])
     first = draws.random((3, 1)), draws.standard_normal(3)
-    draws.keep([0, 2])
+    draws.select_rows([0, 2])
     second = draws.random((2, 3)), draws.standard_normal(2)
     for i, row in enumerate((0, 2)):
         uniforms, normals = stream(5 + row, 1).random(4), stream(5 + row, 2).standard_normal(2)

@@ -82,7 +82,7 @@ def test_a_reward_is_kept_with_the_agents_previous_action(games):
     assert ann.policy_versions.tolist() == [3, 3, 3]
     assert ann.extras["worker"].tolist() == [2, 2, 2]
     assert bob.extras["seed"].tolist() == [5, 5]
-    assert [tuple(end) for end in worker.ends_taken()] == [
+    assert [tuple(end) for end in worker.take_ends()] == [
         (0, 5, 12.0, 3, "ann"),
         (0, 5, 21.0, 2, "bob"),
     ]
@@ -151,7 +151,7 @@ def test_policies_by_agent_are_refused_where_one_acts():
     worker = made("CartPole-v1", BehaviorPolicy())
     assert isinstance(worker, RolloutWorker)
     with pytest.raises(ConfigInvalidError, match="policies for ann"):
-        worker.set_acting({"ann": BehaviorPolicy()})
+        worker.set_behavior_policy({"ann": BehaviorPolicy()})
     worker.close()
 
 
@@ -174,7 +174,7 @@ def test_games_do_not_depend_on_how_many_are_played_side_by_side(games):
         return sorted(
             (int(e.extras["seed"][0]), e.agent_id, e.actions.tolist(), e.rewards.tolist())
             for e in found.values()
-        ), sorted(worker.ends_taken())
+        ), sorted(worker.take_ends())
 
     assert numbers(1) == numbers(5)
 
@@ -219,7 +219,7 @@ def test_open_games_are_taken_as_pieces_that_go_on(games):
             first = np.asarray(after.observations)[0]
             assert before.final_observation.tolist() == first.tolist()
         assert parts[-1].terminated
-    assert [end.ret for end in worker.ends_taken()] == [12, 21]
+    assert [end.ret for end in worker.take_ends()] == [12, 21]
 
 
 def test_without_pieces_a_game_is_taken_once_it_is_over(games):
@@ -227,7 +227,7 @@ def test_without_pieces_a_game_is_taken_once_it_is_over(games):
     # bob is out after two ticks, of 4 steps of both.
     assert worker.advance(5, 60) == 5
     assert worker.taken(False) == []
-    assert worker.ends_taken() == []
+    assert worker.take_ends() == []
     worker.advance(100, 60)
     assert {episode.agent_id for episode in worker.taken(False)} == {"ann", "bob"}
     assert worker.first_step_at is None
@@ -243,7 +243,7 @@ def test_a_policy_is_told_its_own_rewards(games):
 def test_another_policy_acts_from_the_next_step_on(games):
     worker = made(f"{games}:Ping", scripted([0] * 5, "old"))
     worker.advance(2, 60)
-    worker.set_acting({"ann": scripted([1] * 5, "new")})
+    worker.set_behavior_policy({"ann": scripted([1] * 5, "new")})
     worker.advance(100, 60)
     ann, bob = sorted(worker.taken(False), key=lambda episode: episode.agent_id)
     assert ann.policies.tolist() == ["old", "new", "new"]

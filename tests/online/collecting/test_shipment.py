@@ -27,7 +27,7 @@ def test_a_worker_finds_the_package_where_the_drivers_copy_is_not(
     shutil.rmtree(loaded_die)
     elsewhere = BehaviorPolicy("die", 1, tmp_path / "on another machine")
     order = WorkerSpec(lake.url, "d", "p", 0, range(2), elsewhere, RolloutConfig(f"{toys}:any"))
-    acting = RecordingWorker(order)._present(elsewhere)
+    acting = RecordingWorker(order)._localize_policies(elsewhere)
     assert (acting.load(None).spec.head, acting.version) == ("categorical", 1)
 
 
@@ -50,7 +50,7 @@ def test_pieces_of_open_episodes_come_to_be_whole_in_the_lake(lake, toys):
     dataset, num, open_ = lake.dataset("toys"), 0, []
     while True:
         shipment = worker.ship(2, math.inf, with_open=True)
-        assert (shipment.pieces, shipment.trouble) == ((), None)
+        assert (shipment.pieces, shipment.blocked_reason) == ((), None)
         assert shipment.written.num_steps == shipment.num_steps > 0
         assert shipment.first_step_at <= shipment.last_step_at <= time.time()
         for link in ("env_step", "inference", "encode", "shard_write"):
@@ -103,12 +103,12 @@ def test_a_full_disk_keeps_the_steps_in_the_worker(lake, toys, nearly_full_disk)
     with nearly_full_disk(100):
         refused = [worker.ship(100, math.inf), worker.ship(100, math.inf)]
     for shipment in refused:
-        assert "No space left" in shipment.trouble
+        assert "No space left" in shipment.blocked_reason
         assert (shipment.written, shipment.num_steps, shipment.ends) == (None, 0, ())
         assert not shipment.exhausted
     assert _shards(lake) == []
     shipment = worker.ship(100, math.inf)
-    assert (shipment.trouble, shipment.num_steps, len(shipment.ends)) == (None, 12, 6)
+    assert (shipment.blocked_reason, shipment.num_steps, len(shipment.ends)) == (None, 12, 6)
     assert shipment.exhausted
     lake.dataset("toys").commit([shipment.written], producer="p", sequence=0)
     assert len(_in_lake(lake)) == 12
@@ -122,9 +122,9 @@ def test_a_pool_in_process_answers_in_the_order_of_asking(lake, toys):
     ]
     with closing(LocalPool(orders, interval_s=math.inf)) as pool:
         assert (pool.size, pool.receive(0)) == (2, None)
-        pool.ask(1, 5)
+        pool.request_steps(1, 5)
         pool.broadcast(BehaviorPolicy("other", 7))
-        pool.ask(0, 1)
+        pool.request_steps(0, 1)
         first, second = pool.receive(0), pool.receive(0)
         assert pool.receive(0) is None
     assert (first.worker, second.worker) == (1, 0)

@@ -25,7 +25,7 @@ _RANDOM = BehaviorPolicy()
 def _collect(config, episodes, acting=_RANDOM, **kwargs):
     worker = RolloutWorker(config, iter(episodes), acting, producer="test", **kwargs)
     worker.advance(10**9, math.inf)
-    collected = worker.taken(with_open=False)
+    collected = worker.take_episodes(with_open=False)
     assert worker.exhausted
     return sorted(collected, key=lambda episode: episode.extras["seed"][0])
 
@@ -105,11 +105,11 @@ def test_every_step_is_stamped_with_the_policy_that_acted(toys, loaded_die):
     config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=1, seed=5)
     worker = RolloutWorker(config, iter([0]), BehaviorPolicy(), producer="test")
     assert worker.advance(1, math.inf) == 1
-    worker.set_acting(BehaviorPolicy("die", 1, loaded_die))
+    worker.set_behavior_policy(BehaviorPolicy("die", 1, loaded_die))
     assert worker.advance(1, math.inf) == 1
-    worker.set_acting(BehaviorPolicy("die", 2, loaded_die))
+    worker.set_behavior_policy(BehaviorPolicy("die", 2, loaded_die))
     assert worker.advance(1, math.inf) == 1
-    (episode,) = worker.taken(with_open=False)
+    (episode,) = worker.take_episodes(with_open=False)
     assert episode.policies.tolist() == ["random", "die", "die"]
     assert episode.policy_versions.tolist() == [0, 1, 2]
     assert episode.behavior_log_probs[0] == pytest.approx(-math.log(3))
@@ -121,7 +121,7 @@ def test_advance_stops_in_the_middle_and_goes_on(toys):
     lengths = []
     for _ in range(3):
         assert worker.advance(2, math.inf) == 2
-        lengths.append([len(episode) for episode in worker.taken(with_open=False)])
+        lengths.append([len(episode) for episode in worker.take_episodes(with_open=False)])
     assert lengths == [[], [3, 1], [2]]  # seeds 2, 3, 4 in calls of two steps
     assert worker.advance(10**9, 0.05)
     assert not worker.exhausted
@@ -185,13 +185,13 @@ def test_a_policy_that_remembers_may_follow_one_that_does_not(toys):
     config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=1, seed=5)
     worker = RolloutWorker(config, iter([0]), BehaviorPolicy(), producer="test")
     worker.advance(1, math.inf)
-    worker.set_acting(BehaviorPolicy("rnn", 1, Remembering()))
+    worker.set_behavior_policy(BehaviorPolicy("rnn", 1, Remembering()))
     worker.advance(1, math.inf)
-    worker.set_acting(
+    worker.set_behavior_policy(
         BehaviorPolicy("rnn", 2, Remembering())
     )  # which goes on with what was remembered
     worker.advance(1, math.inf)
-    (episode,) = worker.taken(with_open=False)
+    (episode,) = worker.take_episodes(with_open=False)
     assert episode.extras["policy_state"][:, 0].tolist() == [0, 0, 1]
     assert episode.policy_versions.tolist() == [0, 1, 2]
 
@@ -242,10 +242,10 @@ def test_pieces_make_up_the_episodes(toys_imported, num_envs, calls):
     for num_steps, with_open in [*calls, (10**9, False)]:
         made = worker.advance(num_steps, math.inf)
         assert made >= num_steps or worker.exhausted
-        taken = worker.taken(with_open)
+        taken = worker.take_episodes(with_open)
         assert open_before <= {piece.episode_id for piece in taken} or not with_open
         pieces += taken
-        ends += worker.ends_taken()
+        ends += worker.take_ends()
         open_before = set(worker.open_episodes)
         opened = {piece.episode_id for piece in pieces} - {
             piece.episode_id for piece in pieces if piece.terminated or piece.truncated
@@ -278,7 +278,7 @@ def test_pieces_make_up_the_episodes(toys_imported, num_envs, calls):
     assert sorted((end.number, end.seed, end.num_steps) for end in ends) == [
         (i, 3 + i, len(episode)) for i, episode in enumerate(whole)
     ]
-    returns = {end.seed: end.ret for end in ends}
+    returns = {end.seed: end.episode_return for end in ends}
     assert [returns[3 + i] for i in range(9)] == pytest.approx([e.rewards.sum() for e in whole])
 
 
@@ -358,5 +358,5 @@ def test_time_is_measured(toys):
     assert totals["env_step"].seconds + totals["inference"].seconds == pytest.approx(
         wall_s, rel=0.1
     )
-    worker.taken(with_open=True)
+    worker.take_episodes(with_open=True)
     assert worker.first_step_at is None

@@ -47,18 +47,18 @@ def ends(*numbers):
 
 def test_a_replacement_does_again_what_has_not_ended():
     seat = WorkerState(order(episodes=range(1, 12, 2)))
-    seat.note(RolloutBatch(0, ends=ends(1, 5)))
-    seat.note(RolloutBatch(0, ends=ends(3)))
-    assert list(seat.remaining().episodes) == [7, 9, 11]
+    seat.apply_batch(RolloutBatch(0, ends=ends(1, 5)))
+    seat.apply_batch(RolloutBatch(0, ends=ends(3)))
+    assert list(seat.remaining_spec().episodes) == [7, 9, 11]
 
 
 def test_a_replacement_goes_on_with_numbers_that_nobody_has_begun():
     seat = WorkerState(order(episodes=EpisodeNumbers(1, 2), num_envs=3))
-    seat.note(RolloutBatch(0, ends=ends(1, 5, 3, 9), open_episodes=["p/a"]))
+    seat.apply_batch(RolloutBatch(0, ends=ends(1, 5, 3, 9), open_episodes=["p/a"]))
     assert seat.open_episodes == ("p/a",)
     seat.owed = 10
     # 4 ended, at most 10 in the steps that were not handed over, 3 + 3 open then and now: 0 .. 19.
-    assert seat.remaining().episodes == EpisodeNumbers(41, 2)
+    assert seat.remaining_spec().episodes == EpisodeNumbers(41, 2)
 
 
 def test_a_death_is_said_in_a_line():
@@ -174,7 +174,7 @@ def test_an_endless_worker_that_is_killed_leaves_open_episodes_and_begins_others
     with closing(RayPool([first], interval_s=60.0, with_open=True)) as pool:
         numbers, open_episodes = [], ()
         for _ in range(6):
-            pool.ask(0, 3)
+            pool.request_steps(0, 3)
             shipment = pool.receive(60.0)
             numbers += [end.number for end in shipment.ends]
             open_episodes = tuple(shipment.open_episodes)
@@ -209,7 +209,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(toys_lake, ray):
 def test_a_workers_own_error_arrives_whole(toys_lake, ray):
     (broken,) = toy_orders(toys_lake, [range(7, 8)], "Broken-v0")
     with closing(RayPool([broken], interval_s=5.0)) as pool:
-        pool.ask(0, 10)
+        pool.request_steps(0, 10)
         with pytest.raises(RolloutError, match=r"^rollout worker 0: step of .* ValueError: the g"):
             pool.receive(60.0)
 
@@ -224,10 +224,10 @@ def test_a_policy_is_stored_once_and_acts_in_what_is_asked_later(toys_lake, ray,
                 pool.broadcast(BehaviorPolicy("die", version, loaded_die))
             for _ in range(2):
                 for worker in (0, 1):
-                    pool.ask(worker, 12)
+                    pool.request_steps(worker, 12)
                 answers += [pool.receive(60.0) for _ in (0, 1)]
         assert pool.receive(0.0) is None
-        assert len({id(seat.acting) for seat in pool._seats}) == 1
+        assert len({id(seat.behavior_policy) for seat in pool._seats}) == 1
     commit(toys_lake, answers)
     query = "select distinct policy, policy_version as v from toys.steps order by v"
     found = toys_lake.sql(query).to_pylist()

@@ -30,9 +30,9 @@ def test_steps_arrive_once_they_are_committed_and_in_the_view(dataset):
         feed = LakeFeed(view, recorder)
         for number in range(3):
             feed.add(RolloutBatch(0, written=dataset.write([episode(number)]), num_steps=4))
-        assert feed.settle(10)
-        assert feed.arrived() == [ArrivedSteps(4, None)] * 3
-        assert feed.arrived() == []
+        assert feed.drain(10)
+        assert feed.take_arrived() == [ArrivedSteps(4, None)] * 3
+        assert feed.take_arrived() == []
         assert view.num_steps == 12
 
 
@@ -40,7 +40,7 @@ def test_what_was_put_has_arrived_at_once(dataset):
     with dataset.follow(without_producers=["run"]) as view:
         feed = DirectFeed(view, None)
         feed.add(RolloutBatch(0, pieces=[episode(0)], num_steps=4))
-        assert (feed.arrived(), view.num_steps) == ([ArrivedSteps(4, None)], 4)
+        assert (feed.take_arrived(), view.num_steps) == ([ArrivedSteps(4, None)], 4)
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
@@ -49,5 +49,5 @@ def test_steps_whose_rewards_are_not_known_yet_keep_nobody_waiting(dataset, is_d
     with dataset.follow() as view, EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         feed = DirectFeed(view, recorder) if is_direct else LakeFeed(view, recorder)
         feed.add(RolloutBatch(0, num_steps=2))
-        assert feed.settle(10)
-        assert feed.arrived() == [ArrivedSteps(2, None)]
+        assert feed.drain(10)
+        assert feed.take_arrived() == [ArrivedSteps(2, None)]

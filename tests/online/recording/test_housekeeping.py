@@ -76,7 +76,7 @@ def test_shards_become_fewer_while_others_come(lake: Lake, dataset: Dataset) -> 
         assert view.wait_for(dataset.snapshot().version)
         assert view.num_steps == dataset.snapshot().num_steps == 305
     first, second = keeper.rounds
-    assert first.trouble is second.trouble is None
+    assert first.blocked_reason is second.blocked_reason is None
     # That of an open episode stays, and so does what came meanwhile.
     assert first.shards_after < first.shards_before
     assert num_shards(dataset) < 61
@@ -108,7 +108,7 @@ def test_trouble_is_a_remark(
             dataset.append([piece(number)])
         assert until(lambda: len(remarks) == 2)
         assert "its process ended with 1, expected it to say what it did" in remarks[1]
-    assert compact_and_vacuum(str(tmp_path / "none"), "d").trouble is not None
+    assert compact_and_vacuum(str(tmp_path / "none"), "d").blocked_reason is not None
 
 
 def test_a_round_ends_with_the_run(

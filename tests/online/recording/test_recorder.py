@@ -66,9 +66,9 @@ def test_what_was_handed_over_is_acknowledged_in_order(dataset):
         recorder.add([episode(1)])
         recorder.add([episode(2)])
         assert recorder.flush(5)
-        done = recorder.acknowledged()
+        done = recorder.take_acknowledged()
         assert [(a.last, a.commit.version) for a in done] == [(0, 1), (2, 2)]
-        assert recorder.acknowledged() == []
+        assert recorder.take_acknowledged() == []
         assert recorder.last_version == 2
 
 
@@ -84,12 +84,12 @@ def test_a_store_that_refuses_is_asked_until_it_takes_it(lake, dataset, monkeypa
     monkeypatch.setattr(dataset, "commit", refusing)
     with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0)])
-        while recorder.trouble is None:
+        while recorder.blocked_reason is None:
             time.sleep(0.001)
-        assert "No space left" in recorder.trouble
+        assert "No space left" in recorder.blocked_reason
         recorder.add([episode(1)])
         assert recorder.flush(10)
-        assert recorder.trouble is None
+        assert recorder.blocked_reason is None
     assert ids(lake) == ["test/0", "test/1"]
     # Under the sequence that was tried first, so that a lost answer would have doubled nothing.
     assert [c["sequence"] for c in dataset.history()[1:]] == [0, 1]
@@ -120,7 +120,7 @@ def test_names_alone_are_committed_before_flush_returns(dataset):
         recorder.abandon(["test/7"])
         assert recorder.flush(5)
         assert [c.get("abandoned_episodes") for c in dataset.history()[1:]] == [["test/7"]]
-        assert recorder.acknowledged() == []
+        assert recorder.take_acknowledged() == []
 
 
 def test_a_producer_goes_on_after_its_last_commit(lake, dataset):
@@ -152,7 +152,7 @@ def test_a_store_that_refuses_for_good_ends_it(dataset, monkeypatch):
         recorder.add([episode(0)])
         with pytest.raises(StorageError, match="Read-only"):
             recorder.flush(5)
-        assert recorder.trouble is None
+        assert recorder.blocked_reason is None
 
 
 def test_a_mismatch_of_schemas_is_not_a_full_disk(dataset):
@@ -160,7 +160,7 @@ def test_a_mismatch_of_schemas_is_not_a_full_disk(dataset):
         recorder.add([episode(0, action_masks=np.ones((2, 2), bool))])
         with pytest.raises(SchemaMismatchError):
             recorder.flush(5)
-        assert recorder.trouble is None
+        assert recorder.blocked_reason is None
 
 
 def test_nothing_to_commit_makes_no_version(dataset):
@@ -190,10 +190,10 @@ def test_trouble_that_turns_out_to_be_for_good_is_raised_and_waited_for_no_longe
     with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0)])
         for waits in (True, False):
-            while (recorder.trouble is None) is waits:
+            while (recorder.blocked_reason is None) is waits:
                 time.sleep(0.001)
         with pytest.raises(StorageError, match="Read-only"):
-            recorder.acknowledged()
+            recorder.take_acknowledged()
 
 
 def test_what_was_committed_before_a_failure_is_told(dataset):
@@ -203,6 +203,6 @@ def test_what_was_committed_before_a_failure_is_told(dataset):
         recorder.add([episode(1, action_masks=np.ones((2, 2), bool))])
         with pytest.raises(SchemaMismatchError):
             recorder.flush(5)
-        assert [one.commit.num_episodes for one in recorder.acknowledged()] == [1]
+        assert [one.commit.num_episodes for one in recorder.take_acknowledged()] == [1]
         with pytest.raises(SchemaMismatchError):
-            recorder.acknowledged()
+            recorder.take_acknowledged()

@@ -108,7 +108,7 @@ def test_agents_that_see_the_same_learn_to_do_opposites(lake, algorithm):
     assert own["where_steps"] == "agent_id = 'ann'"
     # Asked again it says the same.
     again = resume_online(lake, result.run_id)
-    assert again.was_done
+    assert again.already_finished
     assert again.policies == result.policies
 
 

@@ -105,7 +105,7 @@ def test_named_fields():
     jsonschema.validate(good, schema)
     jsonschema.validate([0.0] * encoding.width, schema)
     for wrong in ({**good, "age": "3"}, {"age": 3}, {**good, "more": 1}):
-        assert encoding.find_fault(wrong) is not None
+        assert encoding.find_mismatch(wrong) is not None
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
 

@@ -193,11 +193,11 @@ def test_arrivals_count_those_behind_and_forget_the_lost():
     async def ask():
         arrivals, loop = ArrivalCounter(), asyncio.get_running_loop()
         for _ in range(3):
-            arrivals.come(loop)
-        behind = [arrivals.begin(), arrivals.begin()]
+            arrivals.record_arrival(loop)
+        behind = [arrivals.start_next(), arrivals.start_next()]
         for _ in range(3):
             await asyncio.sleep(0)
-        return behind, arrivals.begin()
+        return behind, arrivals.start_next()
 
     assert asyncio.run(ask()) == ([2, 1], 0)
 

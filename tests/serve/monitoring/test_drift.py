@@ -39,7 +39,7 @@ def likely(*probs):
 def test_moments_of_a_manifest():
     moments = training_moments(ABOUT, SPEC)
     assert moments.labels == ("0", "1")
-    shifts = moments.standardised(np.asarray([[14, -1], [10, 0]], np.float32))
+    shifts = moments.standardize(np.asarray([[14, -1], [10, 0]], np.float32))
     assert shifts.tolist() == [[2.0, 0.0], [0.0, 2.0]]
     # What was measured for this comes before what the learner was scaled by.
     both = {**ABOUT, "observation_statistics": {"": {"mean": [0, 0], "std": [1, 1]}}}
@@ -60,7 +60,7 @@ def test_elements_are_called_by_their_columns_or_leaves():
     moments = training_moments(about, PolicySpec(space, Discrete(3), "categorical"))
     assert moments.labels == ("arm[0]", "arm[1]", "speed")
     seen = {"arm": np.ones((1, 2)), "speed": np.asarray([9.0]), "camera": np.zeros((1, 8, 8))}
-    assert moments.standardised(seen).tolist() == [[0.0, -1.0, 2.0]]
+    assert moments.standardize(seen).tolist() == [[0.0, -1.0, 2.0]]
 
 
 def test_of_many_elements_some_are_taken_evenly():
@@ -69,7 +69,7 @@ def test_of_many_elements_some_are_taken_evenly():
     moments = training_moments(about, PolicySpec(Box((1000,)), Discrete(2), "categorical"))
     assert len(moments.labels) == 250 <= MAX_ELEMENTS
     assert moments.labels[:3] == ("0", "4", "8")
-    assert np.abs(moments.standardised(mean[None] + 3.0) - 3.0).max() == 0
+    assert np.abs(moments.standardize(mean[None] + 3.0) - 3.0).max() == 0
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_without_sense_there_is_no_drift(about):
     assert training_moments(about, SPEC) is None
     one = recent(about)
     one.add(np.zeros((1, 2), np.float32), likely(1.0), 1, False, 0.0)
-    one.add_up(0.0)
+    one.fold(0.0)
     assert means(one).shifts.size == 0
     assert means(one).num == 1
 
@@ -98,7 +98,7 @@ def test_means_of_what_was_seen():
     one = recent()
     one.add(np.asarray([[12, -1]], np.float32), likely(1.0), 1, False, 0.0)
     one.add(np.asarray([[16, 0], [10, -1]], np.float32), likely(0.5, 0.25), 2, True, 0.0)
-    one.add_up(0.0)
+    one.fold(0.0)
     found = means(one)
     assert found.num == 3
     assert found.shifts == pytest.approx([(1 + 3 + 0) / 3, 2 / 3])
@@ -111,15 +111,15 @@ def test_exploration_is_what_the_probabilities_tell():
     one = recent()
     # epsilon = 0.3 of three actions: the best has 0.8, any other 0.1.
     one.add(np.zeros((4, 2)), likely(0.8, 0.1, 0.8, 0.8), 4, True, 0.3)
-    one.add_up(0.0)
+    one.fold(0.0)
     assert means(one).exploration_rate == pytest.approx(0.25)
     two = recent(actions=Discrete(2))
     two.add(np.zeros((3, 2)), likely(0.4, 0.6, 0.5), 3, True, 0.0)
-    two.add_up(0.0)
+    two.fold(0.0)
     assert means(two).exploration_rate == pytest.approx(1 / 3)
     mode = recent()
     mode.add(np.zeros((2, 2)), None, 2, False, 0.0)
-    mode.add_up(0.0)
+    mode.fold(0.0)
     assert means(mode).exploration_rate == 0.0
     assert means(mode).log_prob is None
 
@@ -127,7 +127,7 @@ def test_exploration_is_what_the_probabilities_tell():
 def test_densities_that_are_not_known_are_left_out():
     one = recent(actions=Box((1,), low=-1, high=1))
     one.add(np.zeros((2, 2)), np.asarray([np.nan, 0.5], np.float32), 2, True, 0.0)
-    one.add_up(0.0)
+    one.fold(0.0)
     assert means(one).log_prob == 0.5
     assert means(one).exploration_rate == 1.0
 
@@ -135,17 +135,17 @@ def test_densities_that_are_not_known_are_left_out():
 def test_what_is_older_counts_less_also_of_another_worker():
     first, second = recent(), recent()
     first.add(np.asarray([[12, -1]]), likely(1.0), 1, False, 0.0)
-    first.add_up(0.0)
+    first.fold(0.0)
     second.add(np.asarray([[10, -1]]), likely(1.0), 1, False, 0.0)
-    second.add_up(TIME_CONSTANT_S)
+    second.fold(TIME_CONSTANT_S)
     both = RecentMeans(merge_sums([first._sums, second._sums], TIME_CONSTANT_S))
     share = math.exp(-1) / (1 + math.exp(-1))
     assert both.shifts[0] == pytest.approx(share)
     assert both.num == pytest.approx(1 + math.exp(-1))
     first.add(np.asarray([[10, -1]]), likely(1.0), 1, False, 0.0)
-    first.add_up(TIME_CONSTANT_S)
+    first.fold(TIME_CONSTANT_S)
     assert means(first, TIME_CONSTANT_S).shifts[0] == pytest.approx(share)
-    first.add_up(1e9)
+    first.fold(1e9)
     assert means(first, TIME_CONSTANT_S).shifts[0] == pytest.approx(share)
 
 
@@ -153,9 +153,9 @@ def test_it_asks_to_be_added_up_when_there_is_enough_and_keeps_no_large_arrays()
     one = recent()
     asked = [one.add(np.zeros((1, 2)), likely(1.0), 1, False, 0.0) for _ in range(64)]
     assert asked == [False] * 63 + [True]
-    one.add_up(0.0)
+    one.fold(0.0)
     assert one.add(np.zeros((1000, 2)), likely(*[1.0] * 1000), 1000, False, 0.0)
-    one.add_up(0.0)
+    one.fold(0.0)
     assert means(one).num == 1064
     assert means(one).shifts[0] == pytest.approx(-5.0)
     frames = recent({}, Box((84, 84), "uint8"))

@@ -63,7 +63,9 @@ def of(found, name, **labels):
 def fill(metrics, policy):
     """Count one of everything."""
     one = served(policy)
-    following = FollowedAlias(0, "clone", "champion", 1, 1, refused=VersionRefusal(9, 0, "bad"))
+    following = FollowedAlias(
+        0, "clone", "champion", 1, 1, last_refusal=VersionRefusal(9, 0, "bad")
+    )
     follower = AliasFollower(None, Router(one), None, [following], 1.0)
     metrics.count_start()
     metrics.watch(serving(policy, Router(one), follower), lambda: 3, {503: 7})

@@ -62,14 +62,14 @@ def test_it_goes_where_the_alias_goes(lake, register):
     serving = load_serving(config(lake, first))
     router, follower = serving.router, serving.follower
     old = router.one
-    follower.look()
+    follower.poll()
     assert router.one is old
     lake.registry.set_alias("clone", "champion", 2)
-    follower.look()
+    follower.poll()
     assert (router.one.version, router.one.reference) == (2, "clone@champion")
-    assert router.by_version("clone", 1) is old
+    assert router.find_version("clone", 1) is old
     (following,) = follower.followed
-    assert (following.moved.from_version, following.moved.to_version) == (1, 2)
+    assert (following.last_change.from_version, following.last_change.to_version) == (1, 2)
     observations = np.eye(4, dtype=np.float32)
     expected = load_policy(second.path).act(observations).actions
     assert (router.one.policy.act(observations).actions == expected).all()
@@ -125,17 +125,17 @@ def test_what_does_not_pass_is_refused_once_and_the_old_goes_on(
     lake.registry.set_alias("clone", "champion", 2)
     with caplog.at_level(logging.INFO, "replaylake.serve.versions.reload"):
         for _ in range(3):
-            serving.follower.look()
+            serving.follower.poll()
     assert serving.router.one.version == 1
     (following,) = serving.follower.followed
-    assert (following.refused.version, following.num_refusals) == (2, 1)
-    assert reason in following.refused.reason
+    assert (following.last_refusal.version, following.num_refusals) == (2, 1)
+    assert reason in following.last_refusal.reason
     (line,) = [record.getMessage() for record in caplog.records]
     assert "version 2 is refused, version 1 goes on" in line
     lake.registry.set_alias("clone", "champion", third.version)
-    serving.follower.look()
+    serving.follower.poll()
     assert serving.router.one.version == 3
-    assert following.refused is None
+    assert following.last_refusal is None
     serving.close()
 
 
@@ -146,14 +146,14 @@ def test_an_altered_package_and_a_foreign_one_are_refused(kit, lake, register, t
     graph = second.path / "policy.onnx"
     graph.write_bytes(graph.read_bytes()[:-1] + b"\0")
     lake.registry.set_alias("clone", "champion", 2)
-    serving.follower.look()
+    serving.follower.poll()
     (following,) = serving.follower.followed
-    assert "sha256" in following.refused.reason
+    assert "sha256" in following.last_refusal.reason
     for file in third.path.iterdir():
         file.write_bytes((first.path / file.name).read_bytes())
     lake.registry.set_alias("clone", "champion", 3)
-    serving.follower.look()
-    assert "as it was registered: the manifest was altered" in following.refused.reason
+    serving.follower.poll()
+    assert "as it was registered: the manifest was altered" in following.last_refusal.reason
     assert serving.router.one.version == 1
     serving.close()
     # From outside of a lake nothing vouches for the manifest but what it says.
@@ -175,10 +175,10 @@ def test_a_damaged_manifest_is_neither_loaded_nor_followed(lake, register, caplo
         flipped = bytearray(data)
         flipped[position] ^= 1 << position % 8
         path.write_bytes(flipped)
-        following.refused = None
+        following.last_refusal = None
         lake.registry.set_alias("clone", "champion", 2)
-        serving.follower.look()
-        assert "manifest was altered" in following.refused.reason
+        serving.follower.poll()
+        assert "manifest was altered" in following.last_refusal.reason
         assert serving.router.one.version == 1
         lake.registry.set_alias("clone", "champion", 1)
     assert "clone@champion: version 2 is refused, version 1 goes on: " in caplog.text
@@ -212,8 +212,8 @@ def test_what_the_head_cannot_explore_is_refused(kit, lake, tmp_path):
     first = lake.registry.resolve("clone:1")
     serving = load_serving(config(lake, first, explore="temperature=1"))
     lake.registry.set_alias("clone", "champion", ref.version)
-    serving.follower.look()
-    assert "--explore temperature" in serving.follower.followed[0].refused.reason
+    serving.follower.poll()
+    assert "--explore temperature" in serving.follower.followed[0].last_refusal.reason
     assert serving.router.one.version == 1
     serving.close()
 
@@ -242,12 +242,12 @@ def test_a_lake_that_is_away_for_a_while_is_asked_again(lake, register, caplog):
     follower, heard = serving.follower, []
     follower.on_look = lambda following: heard.append(following.unreachable)
     reader, follower._aliases = follower._aliases, Away()
-    follower.look()
-    follower.look()
+    follower.poll()
+    follower.poll()
     assert follower.followed[0].unreachable == "the network: away"
     assert len(caplog.records) == 1
     follower._aliases = reader
-    follower.look()
+    follower.poll()
     assert serving.router.one.version == 2
     assert heard == ["the network: away", None]
     serving.close()
@@ -273,7 +273,7 @@ def test_canaries_are_loaded_checked_and_followed(kit, lake, register):
         (2, 0.25),
     ]
     lake.registry.set_alias("clone", "challenger", 3)
-    serving.follower.look()
+    serving.follower.poll()
     assert [arm.served.version for arm in serving.router.arms] == [1, 3]
     serving.close()
     register(*refused_versions(kit)["action space"])
@@ -367,7 +367,7 @@ def test_a_lake_that_is_a_url_is_asked_less_often_and_gives_copies(kit, tmp_path
     serving = load_serving(asked)
     assert serving.follower.interval_s == 5.0
     lake.registry.set_alias("clone", "champion", 2)
-    serving.follower.look()
+    serving.follower.poll()
     assert serving.router.one.version == 2
     # All of it is in memory: the cache may let its copy go.
     shutil.rmtree(lake.registry.resolve("clone:2").path)
@@ -389,9 +389,9 @@ def test_a_package_that_cannot_be_read_now_is_not_refused(lake, register):
 
     follower._load = away
     lake.registry.set_alias("clone", "champion", 2)
-    follower.look()
+    follower.poll()
     (following,) = follower.followed
-    assert (following.refused, following.unreachable) == (None, "the network: away")
-    follower.look()
+    assert (following.last_refusal, following.unreachable) == (None, "the network: away")
+    follower.poll()
     assert (serving.router.one.version, following.unreachable) == (2, None)
     serving.close()

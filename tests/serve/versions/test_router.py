@@ -20,14 +20,14 @@ def served(version, name="clone"):
 
 def test_alone_it_answers_every_row():
     one = served(1)
-    assert Router(one).for_rows([None, "a", "a"]) == [(one, range(3))]
+    assert Router(one).assign_rows([None, "a", "a"]) == [(one, range(3))]
 
 
 def test_shares_are_as_asked_and_an_episode_stays_where_it_is():
     router = Router(served(1), [(served(2), 0.1), (served(3), 0.25)])
     ids = [f"visit-{i}" for i in range(20_000)]
     by_batch = {}
-    for one, rows in router.for_rows(ids):
+    for one, rows in router.assign_rows(ids):
         by_batch |= {ids[row]: one.version for row in rows}
     counts = Counter(by_batch.values())
     # Five standard deviations of a binomial of 20,000.
@@ -35,7 +35,7 @@ def test_shares_are_as_asked_and_an_episode_stays_where_it_is():
         assert abs(counts[version] / 20_000 - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
     again = Router(served(1), [(served(2), 0.1), (served(3), 0.25)])
     for episode in ids[:500]:
-        ((one, rows),) = again.for_rows([episode])
+        ((one, rows),) = again.assign_rows([episode])
         assert (one.version, list(rows)) == (by_batch[episode], [0])
 
 
@@ -45,7 +45,7 @@ def test_an_episode_lies_where_the_keyed_hash_says():
     digest = hashlib.blake2b(b"visit-7", digest_size=8, key=key).digest()
     place = int.from_bytes(digest, "big") / 2**64
     for weight, version in ((place + 1e-9, 2), (place - 1e-9, 1)):
-        ((one, _),) = Router(served(1), [(served(2), weight)]).for_rows(["visit-7"])
+        ((one, _),) = Router(served(1), [(served(2), weight)]).assign_rows(["visit-7"])
         assert one.version == version
 
 
@@ -53,7 +53,7 @@ def test_more_weight_takes_no_episode_from_a_canary():
     ids = [f"e{i}" for i in range(2000)]
 
     def of_canary(weight):
-        groups = Router(served(1), [(served(2), weight)]).for_rows(ids)
+        groups = Router(served(1), [(served(2), weight)]).assign_rows(ids)
         return {ids[row] for one, rows in groups if one.version == 2 for row in rows}
 
     assert of_canary(0.05) < of_canary(0.2) < of_canary(0.9)
@@ -61,10 +61,10 @@ def test_more_weight_takes_no_episode_from_a_canary():
 
 def test_rows_without_an_episode_are_drawn_each_by_itself():
     router = Router(served(1), [(served(2), 0.5)])
-    groups = dict((one.version, rows) for one, rows in router.for_rows([None] * 4000))
+    groups = dict((one.version, rows) for one, rows in router.assign_rows([None] * 4000))
     assert sorted([*groups[1], *groups[2]]) == list(range(4000))
     assert 1800 < len(groups[2]) < 2200
-    singly = Counter(router.for_rows([None])[0][0].version for _ in range(400))
+    singly = Counter(router.assign_rows([None])[0][0].version for _ in range(400))
     assert set(singly) == {1, 2}
 
 
@@ -73,19 +73,19 @@ def test_a_seed_draws_the_same_rows_again():
     ids = [None, "a", None, *[None] * 50]
 
     def drawn(seed):
-        return {one.version: list(rows) for one, rows in router.for_rows(ids, seed)}
+        return {one.version: list(rows) for one, rows in router.assign_rows(ids, seed)}
 
     assert all(drawn(seed) == drawn(seed) for seed in (0, 7, 2**63 - 1))
     assert drawn(7) != drawn(8)
-    singly = [router.for_rows([None], seed)[0][0].version for seed in range(400)]
-    assert singly == [router.for_rows([None], seed)[0][0].version for seed in range(400)]
+    singly = [router.assign_rows([None], seed)[0][0].version for seed in range(400)]
+    assert singly == [router.assign_rows([None], seed)[0][0].version for seed in range(400)]
     assert 140 < singly.count(2) < 260
 
 
 @given(st.lists(st.none() | st.text(), max_size=30))
 def test_every_row_is_answered_once_whatever_it_is_called(ids):
     router = Router(served(1), [(served(2), 0.3), (served(3), 0.3)])
-    rows = sorted(row for _, chosen in router.for_rows(ids) for row in chosen)
+    rows = sorted(row for _, chosen in router.assign_rows(ids) for row in chosen)
     assert rows == list(range(len(ids)))
 
 
@@ -98,7 +98,7 @@ def test_another_process_agrees():
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     router = Router(served(1), [(served(2), 0.5)])
-    here = "".join(str(router.for_rows([f"v{i}"])[0][0].version) for i in range(64))
+    here = "".join(str(router.assign_rows([f"v{i}"])[0][0].version) for i in range(64))
     assert there.stdout.strip() == here
 
 
@@ -109,13 +109,13 @@ def test_the_last_two_versions_of_an_arm_are_held():
     for version in (2, 3, 4):
         router.replace(0, served(version))
     assert changes == [2, 3, 4]
-    assert [router.by_version("clone", v) is not None for v in (1, 2, 3, 4)] == [
+    assert [router.find_version("clone", v) is not None for v in (1, 2, 3, 4)] == [
         False,
         True,
         True,
         True,
     ]
-    assert router.by_version("other", 7) is router.arms[1].served
+    assert router.find_version("other", 7) is router.arms[1].served
     assert (router.one.version, [arm.weight for arm in router.arms]) == (4, [0.5, 0.5])
     router.replace(1, served(8, "other"))
     assert {(one.name, one.version) for one in router.held} == {
@@ -124,7 +124,7 @@ def test_the_last_two_versions_of_an_arm_are_held():
     # What answers now is what is found, though the same version was held from before.
     back = served(3)
     router.replace(0, back)
-    assert router.by_version("clone", 3) is back
+    assert router.find_version("clone", 3) is back
 
 
 def test_back_and_forth_keeps_what_was_there_before():

@@ -49,7 +49,7 @@ class D4rlFormat:
     is_folder = False
     suffix = ".hdf5"
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         if not is_hdf5(files[0]):
             return False
         with Hdf5File(files[0]) as opened:
@@ -92,7 +92,7 @@ class D4rlFormat:
 
 def _metadata_notes(opened: Hdf5File) -> list[str]:
     """Say what the file tells of its making: its few short texts and numbers, not its weights."""
-    if not opened.holds(METADATA):
+    if not opened.has_path(METADATA):
         return []
     told, others = [], 0
     for path in opened.arrays(METADATA):

@@ -69,7 +69,7 @@ class ArrowFormat:
     is_folder = False
     suffix = ".arrow"
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         head = files[0].head(8)
         if head.startswith((_FILE, _FEATHER_1)):
             return True

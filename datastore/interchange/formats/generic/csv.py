@@ -104,7 +104,7 @@ class CsvTables(TableSource):
             names, delimiter = _header(file)
             num_given = 0
             while (
-                failed := (yield from self._from(file, names, delimiter, num_given))
+                failed := (yield from self._iter_from(file, names, delimiter, num_given))
             ) is not None:
                 column, num_given = failed
                 del self._converted[file.sha256][column]
@@ -132,7 +132,7 @@ class CsvTables(TableSource):
             for converted in self._converted.values():
                 converted.pop(name, None)
 
-    def _from(
+    def _iter_from(
         self, file: SourceFile, names: Sequence[str], delimiter: str, num_given: int
     ) -> Generator[Chunk, None, tuple[str, int] | None]:
         """Yield chunks from a row on; return a column that could not be converted, and where."""
@@ -165,7 +165,7 @@ class CsvTables(TableSource):
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             columns[name] = column
             if name not in converted:
-                columns[name], wrong = self._typed(column, name)
+                columns[name], wrong = self._convert(column, name)
                 for i, cell in wrong.items():
                     misfits.setdefault(i, {})[name] = cell
         return Chunk(file, row, pa.table(columns), num_bytes=num_bytes, misfits=misfits)
@@ -182,14 +182,14 @@ class CsvTables(TableSource):
             for i, name in enumerate(names):
                 if sample is None or name in self._kinds:
                     continue
-                column, misfits = self._typed(sample.column(i), name)
+                column, misfits = self._convert(sample.column(i), name)
                 is_converted = pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)
                 if is_converted and not misfits:
                     found[name] = column.type
             self._converted[file.sha256] = found
         return self._converted[file.sha256]
 
-    def _typed(self, column: pa.Array, name: str) -> tuple[pa.Array, dict[int, Any]]:
+    def _convert(self, column: pa.Array, name: str) -> tuple[pa.Array, dict[int, Any]]:
         """Return a column of texts as what it is, and its misfits."""
         kind = self._kinds.get(name)
         if kind == _TEXT:
@@ -216,7 +216,7 @@ class CsvFormat:
     is_folder = False
     suffix = ".csv"
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         if files[0].head(2) in _UTF_16:
             return True  # reading it says what is wrong with it
         try:

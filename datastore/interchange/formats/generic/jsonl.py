@@ -61,7 +61,7 @@ class JsonlFormat:
     is_folder = False
     suffix = ".jsonl"
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         return first_object(files[0]) is not None
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:

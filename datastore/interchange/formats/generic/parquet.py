@@ -80,7 +80,7 @@ class ParquetFormat:
     is_folder = False
     suffix = ".parquet"
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         return is_parquet(files[0])
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:

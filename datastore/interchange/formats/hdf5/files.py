@@ -97,7 +97,9 @@ class Hdf5Array:
             self._expect((1,), self.shape)
         with _reading(self._file):
             return (
-                self._numbers(start, stop) if self.kind == NUMBERS else self._lengthy(start, stop)
+                self._numbers(start, stop)
+                if self.kind == NUMBERS
+                else self._read_variable(start, stop)
             )
 
     def _numbers(self, start: int, stop: int) -> Array:
@@ -109,7 +111,7 @@ class Hdf5Array:
             raise ValueError(f"dataset {self.path}: flags that are neither true nor false")
         return out
 
-    def _lengthy(self, start: int, stop: int) -> Array:
+    def _read_variable(self, start: int, stop: int) -> Array:
         if self.kind not in (TEXT, BYTES) or len(self.shape) != 1:
             raise SourceInvalidError(
                 f"{self._file.name}: dataset {self.path!r} is {self.kind}{list(self.shape)}, "
@@ -165,7 +167,7 @@ class Hdf5File:
         with _reading(self._file):
             return sorted(self._open(group))
 
-    def holds(self, path: str) -> bool:
+    def has_path(self, path: str) -> bool:
         """Whether there is a group or dataset of that path."""
         with _reading(self._file):
             group, _, name = path.rpartition("/")

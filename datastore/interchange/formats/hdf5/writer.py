@@ -31,7 +31,7 @@ class Hdf5Writer:
         try:
             self._sink = _Sink(path)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_failed_error(error) from error
         with self._writing():
             self._root: Any = self._h5py.File(self._sink, "w", libver=("earliest", "v110"))
 
@@ -119,11 +119,11 @@ class Hdf5Writer:
         try:
             yield
         except (OSError, RuntimeError) as error:
-            raise self._failed(self._sink.error or error) from error
+            raise self._write_failed_error(self._sink.error or error) from error
         if self._sink.error is not None:
-            raise self._failed(self._sink.error) from self._sink.error
+            raise self._write_failed_error(self._sink.error) from self._sink.error
 
-    def _failed(self, error: Exception) -> StorageError:
+    def _write_failed_error(self, error: Exception) -> StorageError:
         return StorageError(
             f"{self._path.name}: could not be written ({error}), expected room for it. Check the "
             "disk, then export again."

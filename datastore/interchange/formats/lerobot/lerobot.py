@@ -151,7 +151,7 @@ class LeRobotFormat:
     about = "LeRobot datasets v2.0, v2.1 and v3.0; videos as references"
     is_folder = True
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         return any(b"codebase_version" in file.head(1 << 16) for file in info_files(files))
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:

@@ -46,7 +46,7 @@ class MinariFormat:
     is_folder = True
     suffix = ""
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         return bool(_folders(files)) or _is_lone_main(files)
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
@@ -106,7 +106,7 @@ def _is_lone_main(files: Sequence[SourceFile]) -> bool:
         return False
     with Hdf5File(files[0]) as opened:
         groups = list_groups(opened)
-        return bool(groups) and opened.holds(f"{groups[0][1]}/terminations")
+        return bool(groups) and opened.has_path(f"{groups[0][1]}/terminations")
 
 
 def _find(files: Sequence[SourceFile]) -> MinariFiles:
@@ -199,7 +199,7 @@ def _survey(main: SourceFile) -> tuple[int, list[str]]:
                 "Is it another format's file?"
             )
         path = f"{groups[0][1]}/{INFOS}"
-        names = opened.names(path) if opened.holds(path) and opened.is_group(path) else []
+        names = opened.names(path) if opened.has_path(path) and opened.is_group(path) else []
         return len(groups), [f"{INFOS}/{name}" for name in names]
 
 

@@ -56,7 +56,7 @@ class NpzArray:
         return self.shape[0]
 
     @property
-    def why_unread(self) -> str | None:
+    def unread_reason(self) -> str | None:
         """Why it is no column of numbers, flags or texts; None if it is one."""
         if self.dtype.hasobject:
             return "pickled Python objects"
@@ -75,7 +75,7 @@ class NpzArray:
         """Open it for reading. Raises: SourceInvalidError."""
         return NpzRows(self)
 
-    def whole(self) -> Array:
+    def read_all(self) -> Array:
         """Return all rows. Raises: SourceInvalidError."""
         return self.rows().take(len(self))
 
@@ -87,7 +87,7 @@ class NpzRows:
         self._array = array
         self._stream = array.archive.open(array.name + _SUFFIX)
         _header(self._stream, array.file, array.name)
-        self._held: Array | None = self._transposed() if array.is_fortran else None
+        self._held: Array | None = self._read_transposed() if array.is_fortran else None
         self._at = 0
 
     def take(self, num: int) -> Array:
@@ -108,7 +108,7 @@ class NpzRows:
                 f"{array.shape} of {array.dtype}. Save it again, or leave the file out."
             )
 
-    def _transposed(self) -> Array | None:
+    def _read_transposed(self) -> Array | None:
         array = self._array
         if len(array.shape) < 2:
             return None

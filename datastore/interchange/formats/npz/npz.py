@@ -46,7 +46,7 @@ class NpzFormat:
     about = "npz of arrays: stable-baselines experts, imitation trajectories, arrays of columns"
     is_folder = False
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         if files[0].head(len(_ZIP)) != _ZIP:
             return False
         try:
@@ -150,8 +150,8 @@ def _splits(file: SourceFile, arrays: Arrays, num: int) -> tuple[Array, Array]:
                 f"{'flag an episode' if name == 'terminal' else 'row number an episode'}, as "
                 "imitation saves it. Save it again."
             )
-    splits = arrays["indices"].whole().astype(np.int64)
-    terminal = arrays["terminal"].whole()
+    splits = arrays["indices"].read_all().astype(np.int64)
+    terminal = arrays["terminal"].read_all()
     bounds = np.concatenate([[0], splits, [num]])
     if len(terminal) != len(splits) + 1 or (np.diff(bounds) <= 0).any():
         raise SourceInvalidError(
@@ -228,9 +228,9 @@ def _discrete(values: Array) -> Array:
 def _compare_returns(
     file: SourceFile, stated: NpzArray | None, returns: Array, notes: list[str]
 ) -> None:
-    if stated is None or stated.why_unread or len(stated.shape) != 1 or not len(returns):
+    if stated is None or stated.unread_reason or len(stated.shape) != 1 or not len(returns):
         return
-    told = stated.whole()
+    told = stated.read_all()
     if len(told) != len(returns):
         _add_note(notes, f"{file.name}: {len(told)} episode_returns, but {len(returns)} episodes")
         return
@@ -262,9 +262,9 @@ def _columns(file: SourceFile, arrays: Arrays, notes: list[str]) -> Iterator[Chu
 
 
 def _length(file: SourceFile, array: NpzArray, name: str) -> int:
-    if array.why_unread is not None:
+    if array.unread_reason is not None:
         raise SourceInvalidError(
-            f"{file.name}: array {name!r} holds {array.why_unread}, expected numbers, one row a "
+            f"{file.name}: array {name!r} holds {array.unread_reason}, expected numbers, one row a "
             "step. Nothing is unpickled: save it as an array of numbers."
         )
     return len(array)
@@ -286,7 +286,7 @@ def _select_by_length(
     for name, array in arrays.items():
         if name in known:
             continue
-        if (reason := array.why_unread) is None and len(array) == num:
+        if (reason := array.unread_reason) is None and len(array) == num:
             kept[name] = array
             continue
         _add_note(

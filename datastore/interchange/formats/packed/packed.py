@@ -175,7 +175,7 @@ class ArrayUnpickler:
         not to be written to. Raises: PickleRefusedError; nothing is called or imported, whatever
         the bytes are.
         """
-        if self._last is not None and self._last.fits(data):
+        if self._last is not None and self._last.can_read(data):
             return self._last.array(data)
         machine = PickleVM(data)
         try:
@@ -186,7 +186,7 @@ class ArrayUnpickler:
             if isinstance(value, np.ndarray):
                 of_size = [b for b in machine.buffers if b[1] - b[0] == value.nbytes]
                 if len(of_size) == 1:  # else it is not known which of them holds the numbers
-                    self._last = _PickleLayout.of(data, of_size[0], value)
+                    self._last = _PickleLayout.from_pickle(data, of_size[0], value)
             if num_bytes(arrays) > _MAX_SHARING * len(data):
                 raise PickleRefusedError(f"{num_bytes(arrays):,} bytes of arrays in {len(data):,}")
             return arrays
@@ -208,12 +208,12 @@ class _PickleLayout:
     order: Literal["C", "F"]
 
     @classmethod
-    def of(cls, data: bytes, buffer: tuple[int, int], value: Array) -> _PickleLayout:
+    def from_pickle(cls, data: bytes, buffer: tuple[int, int], value: Array) -> _PickleLayout:
         start, end = buffer
         order: Literal["C", "F"] = "C" if value.flags.c_contiguous else "F"
         return cls(data[:start], data[end:], end - start, value.dtype, value.shape, order)
 
-    def fits(self, data: bytes) -> bool:
+    def can_read(self, data: bytes) -> bool:
         return (
             self.num_bytes > 0
             and len(data) == len(self.before) + self.num_bytes + len(self.after)

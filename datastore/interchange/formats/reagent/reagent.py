@@ -275,7 +275,7 @@ class ReagentFormat:
     about = "ReAgent's logs: JSON lines of sparse features, Parquet of its workflows"
     is_folder = False
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         if is_parquet(files[0]):
             return _KNOWN_COLUMNS.issubset(parquet_columns(files[0]))
         return _KNOWN_COLUMNS.issubset(first_object(files[0]) or ())

@@ -62,7 +62,7 @@ class Record:
     num_steps: int
     where: str
 
-    def wrong(self, found: str) -> SourceInvalidError:
+    def mismatch_error(self, found: str) -> SourceInvalidError:
         """Return the error for a feature that is not as features.json says."""
         return SourceInvalidError(
             f"{self.where}: found {found}, as features.json and the other features say. The two "
@@ -118,7 +118,7 @@ def column(spec: Leaf | dict[str, Spec], key: str, record: Record, num: int) -> 
         flat = _decode_flat(spec, found, key, record)
     if len(flat) != num * math.prod(spec.shape):
         shape = f" of the shape {list(spec.shape)}" if spec.shape else ""
-        raise record.wrong(f"{len(flat)} numbers or texts as {key}, expected {num}{shape}")
+        raise record.mismatch_error(f"{len(flat)} numbers or texts as {key}, expected {num}{shape}")
     return _nest(flat, spec.shape)
 
 
@@ -226,10 +226,10 @@ def _decode_flat(spec: Leaf, found: Feature, key: str, record: Record) -> pa.Arr
     """Return a list's values in the feature's dtype."""
     if spec.dtype == "string":
         if not isinstance(found, list):
-            raise record.wrong(f"numbers as {key}, expected texts")
+            raise record.mismatch_error(f"numbers as {key}, expected texts")
         return pa.array([_text(one) for one in found], pa.string())
     if isinstance(found, list) and found:
-        raise record.wrong(f"bytes as {key}, expected {spec.dtype}")
+        raise record.mismatch_error(f"bytes as {key}, expected {spec.dtype}")
     dtype, values = np.dtype(spec.dtype), np.asarray(found)
     if dtype == np.uint64 and values.dtype == np.int64:
         return pa.array(values.view(np.uint64))
@@ -237,7 +237,9 @@ def _decode_flat(spec: Leaf, found: Feature, key: str, record: Record) -> pa.Arr
         cast = values.astype(dtype)
         # The file keeps floats as float32, whatever features.json says.
         if dtype.kind != "f" and (cast != values).any():
-            raise record.wrong(f"values of {key} that do not fit {dtype}, expected {dtype}")
+            raise record.mismatch_error(
+                f"values of {key} that do not fit {dtype}, expected {dtype}"
+            )
     return pa.array(cast)
 
 
@@ -257,7 +259,9 @@ def _decode_ragged(spec: Leaf, key: str, record: Record, num: int) -> pa.Array:
         values = key
     flat = _decode_flat(spec, record.features.get(values, []), key, record)
     if len(lengths) != num or (lengths < 0).any() or lengths.sum() != len(flat):
-        raise record.wrong(f"{len(flat)} values of {key} in {len(lengths)} lists, expected {num}")
+        raise record.mismatch_error(
+            f"{len(flat)} values of {key} in {len(lengths)} lists, expected {num}"
+        )
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
@@ -266,7 +270,7 @@ def _decode_bytes(spec: Leaf, found: Feature, key: str, record: Record, num: int
     dtype = np.dtype(spec.dtype)
     num_bytes = math.prod(spec.shape) * dtype.itemsize
     if not isinstance(found, list) or len(found) != num:
-        raise record.wrong(f"{len(found)} values of {key}, expected {num}")
+        raise record.mismatch_error(f"{len(found)} values of {key}, expected {num}")
     refuse_bomb(f"{record.where} {key}", num * num_bytes, sum(map(len, found)))
     parts = []
     for data in found:
@@ -274,9 +278,9 @@ def _decode_bytes(spec: Leaf, found: Feature, key: str, record: Record, num: int
             # Bounded by what features.json declares, whatever the stream would inflate to.
             one = data if spec.encoding == "bytes" else _inflate(data, num_bytes)
         except zlib.error as error:
-            raise record.wrong(f"{error} in {key}, expected a zlib stream") from error
+            raise record.mismatch_error(f"{error} in {key}, expected a zlib stream") from error
         if len(one) != num_bytes:
-            raise record.wrong(f"{len(one):,} bytes of {key}, expected {num_bytes:,}")
+            raise record.mismatch_error(f"{len(one):,} bytes of {key}, expected {num_bytes:,}")
         parts.append(np.frombuffer(one, dtype))
     return pa.array(np.concatenate(parts) if parts else np.empty(0, dtype))
 
@@ -287,11 +291,11 @@ def _inflate(data: bytes, num_bytes: int) -> bytes:
 
 def _images(spec: Leaf, found: Feature, key: str, record: Record, num: int) -> pa.Array:
     if not isinstance(found, list) or len(found) != num:
-        raise record.wrong(f"{len(found)} images as {key}, expected {num}")
+        raise record.mismatch_error(f"{len(found)} images as {key}, expected {num}")
     pixels = decode_images(found, f"{record.where} {key}")
     shape = pixels.shape[1:]
     if shape != (spec.shape or shape) or pixels.dtype != np.dtype(spec.dtype):
-        raise record.wrong(
+        raise record.mismatch_error(
             f"{pixels.dtype} images of {list(shape)} as {key}, expected {spec.dtype} of "
             f"{list(spec.shape)}"
         )

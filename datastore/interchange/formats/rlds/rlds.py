@@ -169,7 +169,7 @@ class RldsFormat:
     about = "RLDS episodes in a TFDS dataset folder (TFRecord), as Open X-Embodiment has them"
     is_folder = True
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         return any(SHARD.fullmatch(file.base_name) for file in files)
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
@@ -217,7 +217,7 @@ def _flag(name: str, record: Record) -> Array:
     if not len(found):
         return np.asarray(np.arange(record.num_steps) == (0 if name == "is_first" else -1))
     if found.dtype != np.int64 or len(found) != record.num_steps or ((found >> 1) != 0).any():
-        raise record.wrong(
+        raise record.mismatch_error(
             f"{len(found)} values of steps/{name}, expected {record.num_steps} flags"
         )
     return np.asarray(found == 1)

@@ -100,7 +100,7 @@ class _ColumnFile:
             self.schema = table.select(names).schema
             self._writer = self._open()
         elif missing:
-            self._write_again(pa.schema([*self.schema, *map(table.schema.field, missing)]))
+            self._rewrite(pa.schema([*self.schema, *map(table.schema.field, missing)]))
         self._writer.write_table(table.select(self.schema.names).cast(self.schema))
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class _ColumnFile:
             self._path, self.schema, compression="zstd", write_page_checksum=True
         )
 
-    def _write_again(self, fields: pa.Schema) -> None:
+    def _rewrite(self, fields: pa.Schema) -> None:
         self.close()
         narrow = self._path.with_name(self._path.name + ".narrow")
         self._path.rename(narrow)

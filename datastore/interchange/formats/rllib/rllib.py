@@ -66,7 +66,7 @@ class RllibFormat:
     is_folder = False
     suffix = ".parquet"
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         if is_parquet(files[0]):
             schema = parquet_schema(files[0])
             return _is_rllib(schema.names) or _is_episodes(schema)

@@ -45,14 +45,18 @@ class TablesWithoutColumns(TableSource):
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         for chunk in self._tables.chunks(columns):
-            yield replace(chunk, table=chunk.table.select(self._kept(chunk.table.schema)))
+            yield replace(
+                chunk, table=chunk.table.select(self._remaining_names(chunk.table.schema))
+            )
 
     def schemas(self) -> Iterator[ChunkSchema]:
         for part in self._tables.schemas():
-            kept = pa.schema([part.schema.field(name) for name in self._kept(part.schema)])
+            kept = pa.schema(
+                [part.schema.field(name) for name in self._remaining_names(part.schema)]
+            )
             yield replace(part, schema=kept)
 
-    def _kept(self, schema: pa.Schema) -> list[str]:
+    def _remaining_names(self, schema: pa.Schema) -> list[str]:
         return [name for name in schema.names if name not in self._names]
 
 

@@ -83,13 +83,13 @@ class _Decoder:
             has_next=has_next,
             final_observations=final_observations,
             has_final=has_final,
-            numbers=self._whole("step"),
-            env_steps=self._whole("env_step"),
+            numbers=self._decode_integers("step"),
+            env_steps=self._decode_integers("env_step"),
             log_probs=self._log_probs(actions),
             masks=self._masks(),
             timestamps=self._timestamps(),
             policies=self._policies(),
-            policy_versions=self._whole("policy_version"),
+            policy_versions=self._decode_integers("policy_version"),
             absent=self._absent,
             extras=self._extras(),
             head_widths=self._head_widths(),
@@ -220,17 +220,17 @@ class _Decoder:
         )
         return terminated | (done & ~truncated), truncated
 
-    def _whole(self, ours: str) -> Array | None:
+    def _decode_integers(self, ours: str) -> Array | None:
         if (name := self._layout.one(ours)) is None:
             return None
         column = self._column(name)
         if ours == "step":
             return np.asarray(self._mark(arrays.whole_numbers(column), name))
-        if self._lacks(column, f"{ours}s"):
+        if self._is_lacking(column, f"{ours}s"):
             return None
         return np.asarray(self._mark(arrays.whole_numbers(column), name, but="missing"))
 
-    def _lacks(self, column: pa.Array, field: str) -> bool:
+    def _is_lacking(self, column: pa.Array, field: str) -> bool:
         """Note which rows lack a field that some episodes may lack; whether all do."""
         if column.null_count and column.null_count < len(column):
             self._absent[field] = np.asarray(column.is_null())
@@ -271,7 +271,7 @@ class _Decoder:
         masks, faults = found
         theirs = self._layout.fields["action_mask"]
         if len(theirs) == 1:
-            if self._lacks(self._column(theirs[0]), "masks"):
+            if self._is_lacking(self._column(theirs[0]), "masks"):
                 return None
             absent = self._absent.get("masks", np.zeros(self._table.num_rows, dtype=np.bool_))
             faults = [RowFault(f.check, f.column, f.rows & ~absent) for f in faults]
@@ -286,7 +286,7 @@ class _Decoder:
 
     def _timestamps(self) -> Array | None:
         name = self._layout.one("timestamp")
-        if name is None or self._lacks(column := self._column(name), "timestamps"):
+        if name is None or self._is_lacking(column := self._column(name), "timestamps"):
             return None
         return arrays.microseconds(column, name)
 

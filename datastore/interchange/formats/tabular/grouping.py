@@ -85,7 +85,7 @@ def group(
     found = _GroupBounds(steps, groups, starts, seen, options)
     found.accepted[list(rejects)] = False
     found.settle_ends(census)
-    found.tell(census, _find_moved(steps.origins, groups.codes), cuts)
+    found.count_changes(census, _find_moved(steps.origins, groups.codes), cuts)
     for g in np.argsort(np.minimum.reduceat(steps.origins, starts), kind="stable").tolist():
         if g not in rejects:
             yield from found.episodes(g, cuts)
@@ -137,7 +137,7 @@ class _GroupBounds:
             self._count(census, "no_end", NOTED, is_open, "recorded as open", advice)
         self._count_lengths(census, lengths)
 
-    def tell(self, census: Census, moved: Mask | None, cuts: Array | None) -> None:
+    def count_changes(self, census: Census, moved: Mask | None, cuts: Array | None) -> None:
         """Count the episodes that were put in order or split."""
         for name, rows, what in (
             ("unordered", moved, "put in order"),
@@ -150,7 +150,7 @@ class _GroupBounds:
             if hit.any():
                 g = int(np.argmax(hit))
                 row = int(self.starts[g] + np.argmax(rows[self.starts[g] : self.ends[g]]))
-                named, place = self._named(g, row)
+                named, place = self._name_and_place(g, row)
                 text = f"episode {named}: {place}: {CHECKS[name].partition(',')[0]}, {what}"
                 num_hit, num_rows = int(hit.sum()), int(nums[hit].sum())
                 census.counts.add(Check(name, CORRECTED, num_hit, num_rows, text, place=place))
@@ -179,7 +179,7 @@ class _GroupBounds:
             truncated=is_last and bool(self._truncated[g]),
             source_episode_id=self._groups.ids[code],
             places=RowLocations(self._steps.origins[start:end], self.locate),
-            **self._columns.of(start, end),
+            **self._columns.slice_fields(start, end),
         )
 
     def _lengths(self, census: Census) -> Array:
@@ -200,7 +200,7 @@ class _GroupBounds:
             known[length] = known.get(length, 0) + num
             # Only the greatest length is ever told.
             if length > longest and length == distinct[-1]:
-                census.longest = self._named(g, int(self.ends[g]) - 1)
+                census.longest = self._name_and_place(g, int(self.ends[g]) - 1)
 
     def _count(
         self, census: Census, name: str, outcome: str, which: Mask, what: str, advice: str = ""
@@ -209,11 +209,11 @@ class _GroupBounds:
         if which.any():
             g = int(np.argmax(which))
             num = int(which.sum())
-            named, place = self._named(g, int(self.ends[g]) - 1)
+            named, place = self._name_and_place(g, int(self.ends[g]) - 1)
             text = f"episode {named}: {place}: {what}"
             census.counts.add(Check(name, outcome, num, num, text, advice, place))
 
-    def _named(self, g: int, row: int) -> tuple[str, str]:
+    def _name_and_place(self, g: int, row: int) -> tuple[str, str]:
         return self._groups.name(self.codes[g]), describe_place(self._steps, row, self._seen)
 
 

@@ -258,7 +258,7 @@ class TabularReader:
         while block is not None:
             following = next(blocks, None)
             table = block if carried is None else pa.concat_tables([carried, block])
-            ended = self._ended(table)
+            ended = self._find_ends(table)
             # What comes after the last end goes on in the next block, if there is one.
             ends = np.flatnonzero(ended)
             num_whole = table.num_rows
@@ -302,7 +302,7 @@ class TabularReader:
         mapping = self._layout.mapping()
         yield from group(steps, groups, table, mapping, self._seen, self._options, self._census)
 
-    def _ended(self, table: pa.Table) -> Array:
+    def _find_ends(self, table: pa.Table) -> Array:
         names = [self._layout.one("terminated"), self._layout.one("truncated"), self._layout.done]
         ended = np.zeros(table.num_rows, bool)
         for name in names:

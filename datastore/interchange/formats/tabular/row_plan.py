@@ -219,7 +219,7 @@ class Preparation:
         Raises: SourceInvalidError naming the row of a time that its zone has twice, or not at all.
         """
         for table in uniform_chunks(tables, self.seen, self._sources(columns)):
-            yield self._ready(table)
+            yield self._prepare(table)
 
     def num_filled(self) -> dict[str, int]:
         """Return how many cells of each column were filled in the rows read so far."""
@@ -234,7 +234,7 @@ class Preparation:
         named = [*(n for n in columns if n != EPISODE)]
         return list(dict.fromkeys([*named, *(self.episode_by if EPISODE in columns else ())]))
 
-    def _ready(self, table: pa.Table) -> pa.Table:
+    def _prepare(self, table: pa.Table) -> pa.Table:
         if not (self.fills or self.times or self.timezone or self.episode_by):
             return table
         columns: dict[str, Any] = {}
@@ -285,9 +285,9 @@ class Preparation:
                 column = column.cast(NAIVE_TYPE)
         if pa.types.is_date(column.type):
             column = column.cast(NAIVE_TYPE)
-        return in_zone(column, name, str(self.timezone), self._placed(table)).cast(kind)
+        return in_zone(column, name, str(self.timezone), self._make_describer(table)).cast(kind)
 
-    def _placed(self, table: pa.Table) -> Any:
+    def _make_describer(self, table: pa.Table) -> Any:
         return lambda row: self.seen.place(table.column(ORIGIN)[row].as_py())
 
 

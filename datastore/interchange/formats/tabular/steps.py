@@ -124,7 +124,7 @@ class StepSlices:
         self._arrays = {name: array for name, array in named.items() if array is not None}
         self._absent = {OPTIONAL_FIELDS[name][0]: rows for name, rows in steps.absent.items()}
 
-    def of(self, start: int, end: int) -> dict[str, Any]:
+    def slice_fields(self, start: int, end: int) -> dict[str, Any]:
         steps, rows = self._steps, slice(start, end)
         return {
             "observations": take(steps.observations, rows),

@@ -137,7 +137,7 @@ class CachedTables(TableSource):
         self._on_rows = on_rows
         self._keep_bytes = keep_bytes
         self._rereads = tables.reread_cheaply
-        self._forget()
+        self._reset()
 
     def fill(self) -> bool:
         """Read until all is kept, or is known to be too much; return whether memory holds it."""
@@ -168,9 +168,9 @@ class CachedTables(TableSource):
         before = self.settled
         self._tables.settle(columns)
         if self.settled != before:
-            self._forget()
+            self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._kept: list[Chunk] = []
         self._described: list[ChunkSchema] = []
         self._spool: Spool | None = None
@@ -186,7 +186,7 @@ class CachedTables(TableSource):
                 num_bytes = chunk.file.num_bytes  # the first chunk tells already
             if self._spool is None and num_bytes > self._keep_bytes:
                 if self._rereads:
-                    self._forget()
+                    self._reset()
                     self._overflown = True
                     break
                 self._spill()

@@ -110,7 +110,7 @@ class _TextStream:
         while True:
             character = self.peek()
             if not character:
-                if not self._more():
+                if not self._read_more():
                     return ""
             elif character in _SPACE:
                 self.position += 1
@@ -127,7 +127,7 @@ class _TextStream:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self.position)
             except json.JSONDecodeError as error:
-                if not self._is_cut_off(error) or not self._more(len(self._buffer)):
+                if not self._is_cut_off(error) or not self._read_more(len(self._buffer)):
                     raise self.error(f"found {error.msg.lower()}", "JSON") from error
             except RecursionError as error:
                 raise self.error("found values nested too deeply", "a few levels") from error
@@ -135,7 +135,7 @@ class _TextStream:
                 raise self.error(f"found {error}", "JSON that says one thing") from error
             else:
                 # A number may go on in what was not read yet.
-                if end < len(self._buffer) or not self._more():
+                if end < len(self._buffer) or not self._read_more():
                     self.position = end
                     return value
 
@@ -151,7 +151,7 @@ class _TextStream:
             return True
         return error.pos >= len(self._buffer) - _CUT_CHARS
 
-    def _more(self, num_bytes: int = 0) -> bool:
+    def _read_more(self, num_bytes: int = 0) -> bool:
         """Read on, and forget what `position` is past; False at the end of the stream."""
         if self._is_at_end:
             return False

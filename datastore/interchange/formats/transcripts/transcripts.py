@@ -90,7 +90,7 @@ class TranscriptsFormat:
     is_folder = False
     suffix = ".jsonl"
 
-    def recognises(self, files: Sequence[SourceFile]) -> bool:
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
         if files[0].head(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] not in (b"{", b"["):
             return False
         try:

@@ -95,13 +95,13 @@ class StreamIngester:
         """Commit what can be, and give up what has waited too long. Raises: StorageError."""
         if self._new:
             self._grammar.learn(self._new)
-        rows = [*self._waiting, *self._placed()]
+        rows = [*self._waiting, *self._place_rows()]
         cutoff = float("inf") if is_last else max(now - self._wait_s, _memory_cutoff(rows))
         # Where nothing is new, nothing has changed for those that wait.
         has_changed = bool(self._new) or any(row.arrived_s <= cutoff for row in rows)
         self._new, self._num_bytes = [], 0
         while rows and has_changed:
-            left = self._pass(rows, cutoff)
+            left = self._process(rows, cutoff)
             has_changed = len(left) < len(rows)
             rows = left
         self._waiting = []
@@ -130,7 +130,7 @@ class StreamIngester:
             renames=dict(self._grammar.renames),
         )
 
-    def _placed(self) -> list[StreamRow]:
+    def _place_rows(self) -> list[StreamRow]:
         placed = []
         for row in self._new:
             finding = self._grammar.place(row)
@@ -140,7 +140,7 @@ class StreamIngester:
                 self._reject(row, finding)
         return placed
 
-    def _pass(self, rows: Sequence[StreamRow], cutoff: float) -> list[StreamRow]:
+    def _process(self, rows: Sequence[StreamRow], cutoff: float) -> list[StreamRow]:
         """Decide what can be decided of the rows, and return the others, in their order."""
         window = self._pieces.window(rows)
         decided = set(window.faults)
@@ -155,7 +155,7 @@ class StreamIngester:
         again: list[int] = []
         for key, indices in groups.items():
             indices.sort(key=lambda i: rows[i].step)
-            run, old, after = self._sorted_out(rows, indices, reached[key], cutoff)
+            run, old, after = self._partition_rows(rows, indices, reached[key], cutoff)
             again += old
             runs += [run] if run else []
             for i in after:
@@ -173,7 +173,7 @@ class StreamIngester:
             decided.add(i)
         return [row for i, row in enumerate(rows) if i not in decided]
 
-    def _sorted_out(
+    def _partition_rows(
         self,
         rows: Sequence[StreamRow],
         indices: Sequence[int],
@@ -233,7 +233,9 @@ class StreamIngester:
     def _quarantine(self) -> None:
         if not self._pieces.exists:
             return  # kept until there is a dataset to lie beside
-        self._pieces.keep_refused([self._rejected(*one) for one in self._refused], quarantine)
+        self._pieces.quarantine_rejected(
+            [self._rejected(*one) for one in self._refused], quarantine
+        )
         self._refused = []
 
     def _rejected(self, row: StreamRow, finding: Finding) -> RejectedEpisode:

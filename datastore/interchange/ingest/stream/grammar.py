@@ -79,12 +79,12 @@ class Grammar:
                 # Half of a pair is in JSON and in no text.
                 json.dumps(values, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            return self._malformed(line, f"expected one JSON object ({error})")
+            return self._malformed_finding(line, f"expected one JSON object ({error})")
         if not isinstance(values, dict) or not values:
-            return self._malformed(line, "expected one JSON object with a step's values")
+            return self._malformed_finding(line, "expected one JSON object with a step's values")
         return StreamRow(line.number, len(line.text), arrived_s, values)
 
-    def _malformed(self, line: Line, expected: str) -> Finding:
+    def _malformed_finding(self, line: Line, expected: str) -> Finding:
         shown = line.text[:60].decode(errors="replace")
         return Finding("malformed", f"{self.name} line {line.number}: found {shown!r}, {expected}")
 
@@ -127,7 +127,7 @@ class Grammar:
 
         Of a row with a fault, what can be told is filled in: in quarantine it is found by that.
         """
-        layout = self._known
+        layout = self._known_layout
         episode = self._id(row, str(layout.one("episode_id")))
         row.episode = "" if isinstance(episode, Finding) else episode
         agent: str | Finding = ""
@@ -145,9 +145,9 @@ class Grammar:
         if isinstance(step, float) and step.is_integer():
             step = int(step)
         if isinstance(step, bool) or not isinstance(step, int):
-            return self.finding("missing" if step is None else "not_whole", row, name, step)
+            return self.make_finding("missing" if step is None else "not_whole", row, name, step)
         if not 0 <= step <= MAX_STEP:
-            return self.finding("negative_step" if step < 0 else "step", row, name, step)
+            return self.make_finding("negative_step" if step < 0 else "step", row, name, step)
         row.step = step
         return None
 
@@ -156,24 +156,24 @@ class Grammar:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is None or value == "":
-            return self.finding("missing", row, name, value)
+            return self.make_finding("missing", row, name, value)
         if isinstance(value, bool) or not isinstance(value, str | int) or "\0" in str(value):
-            return self.finding("name", row, name, value)
+            return self.make_finding("name", row, name, value)
         return str(value)
 
-    def finding(self, check: str, row: StreamRow, column: str, found: Any) -> Finding:
+    def make_finding(self, check: str, row: StreamRow, column: str, found: Any) -> Finding:
         """Return what is wrong with a row's column."""
         return Finding(check, f"{self.name} line {row.line}, column {column!r}: found {found!r}")
 
     @property
-    def _known(self) -> ColumnLayout:
+    def _known_layout(self) -> ColumnLayout:
         assert self.layout is not None
         return self.layout
 
     @property
-    def reads(self) -> ReadOptions:
+    def read_options(self) -> ReadOptions:
         """The options under which groups of rows are decoded as episodes of their own."""
-        layout = self._known
+        layout = self._known_layout
         fields = {ours: (layout.one(ours) or "") for ours in ("step", "agent_id")}
         named = {ours: theirs for ours, theirs in fields.items() if theirs}
         return replace(self.options, mapping={**self.options.mapping, **named, "episode_id": GROUP})
@@ -181,13 +181,13 @@ class Grammar:
     @property
     def fields(self) -> Sequence[str]:
         """The columns that are fields of ours, and not further ones."""
-        return self._known.columns()
+        return self._known_layout.columns()
 
     @property
-    def left_out(self) -> str | None:
+    def group_column(self) -> str | None:
         """The column of episode ids, which groups stand for while rows are decoded.
 
         None where it is kept under another name too.
         """
-        name = str(self._known.one("episode_id"))
-        return None if name in self._known.extras else name
+        name = str(self._known_layout.one("episode_id"))
+        return None if name in self._known_layout.extras else name

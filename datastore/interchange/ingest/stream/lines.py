@@ -61,7 +61,7 @@ class LineReader:
         self._is_over = False
 
     @classmethod
-    def of_file(cls, path: Path) -> LineReader:
+    def from_path(cls, path: Path) -> LineReader:
         """Follow a file. Raises: NotFoundError, SourceInvalidError."""
         if not path.exists():
             raise NotFoundError(

@@ -64,7 +64,7 @@ class StreamWriter:
         self._grammar = grammar
         self._assembly = PieceAssembler(self._handle, grammar, spaces)
         self._sequence: int | None = None
-        self._told = DropCounts()
+        self._reported_drops = DropCounts()
         self._quarantines = 0
         self.present = StoredSteps(self._handle, self._prefix)
         self.dataset = dataset
@@ -83,7 +83,7 @@ class StreamWriter:
 
     def window(self, rows: Sequence[StreamRow]) -> Window:
         """Return rows as the dataset, if there is one, has their columns."""
-        self._assembly.open_door()
+        self._assembly.open_validator()
         return Window(rows, self._grammar)
 
     def compare(self, window: Window, rows: Sequence[int]) -> list[tuple[int, Finding | None]]:
@@ -91,21 +91,21 @@ class StreamWriter:
         told: list[tuple[int, Finding | None]] = []
         pieces: list[tuple[list[int], Episode]] = []
         runs = _runs(window, rows)
-        found = self._assembly.checked(window, runs)
+        found = self._assembly.validate(window, runs)
         broken = [run for run, one in zip(runs, found, strict=True) if isinstance(one, Finding)]
         singles = [[i] for run in broken for i in run]
         pieces += [
             (run, one) for run, one in zip(runs, found, strict=True) if not isinstance(one, Finding)
         ]
-        for single, one in zip(singles, self._assembly.checked(window, singles), strict=True):
+        for single, one in zip(singles, self._assembly.validate(window, singles), strict=True):
             if isinstance(one, Finding):
-                told.append((single[0], self._assembly.at(window, single[0], one)))
+                told.append((single[0], self._assembly.locate_finding(window, single[0], one)))
             else:
                 pieces.append((single, one))
         same = self._are_same([(window.key(run[0]), one) for run, one in pieces])
         for i, is_same in zip((i for run, _ in pieces for i in run), same, strict=True):
             self.num_present += is_same
-            told.append((i, None if is_same else self._twice(window, i)))
+            told.append((i, None if is_same else self._duplicate_finding(window, i)))
         return told
 
     def commit(
@@ -119,10 +119,10 @@ class StreamWriter:
         Of each run at most one row is refused, and what comes after it is neither: it may have to
         wait. Raises: StorageError.
         """
-        pieces, refused = self._assembly.assembled(window, runs, reached)
+        pieces, refused = self._assembly.assemble(window, runs, reached)
         if not pieces:
             return [], refused
-        episodes = [self._own(window, run, episode) for run, episode in pieces]
+        episodes = [self._with_own_id(window, run, episode) for run, episode in pieces]
         try:
             commit = self._append(episodes)
         except (EpisodeInvalidError, SchemaMismatchError):
@@ -145,18 +145,20 @@ class StreamWriter:
 
     def account(self) -> None:
         """Tell the dataset's history what was left out since the last commit."""
-        while self._left_out != self._told and self.exists:
-            left_out = self._left_out
+        while self._drop_counts != self._reported_drops and self.exists:
+            left_out = self._drop_counts
             commit = self._handle.account(
                 producer=self._producer,
                 sequence=self._next(),
-                left_out=left_out - self._told,
+                left_out=left_out - self._reported_drops,
                 info={_WRITER: self._id},
             )
             if self._is_own(commit):
-                self._told = left_out
+                self._reported_drops = left_out
 
-    def keep_refused(self, rejected: Sequence[RejectedEpisode], keep: Callable[..., Any]) -> None:
+    def quarantine_rejected(
+        self, rejected: Sequence[RejectedEpisode], keep: Callable[..., Any]
+    ) -> None:
         """Put refused lines into the dataset's quarantine."""
         if rejected:
             self._quarantines += 1
@@ -169,7 +171,7 @@ class StreamWriter:
             )
 
     @property
-    def _left_out(self) -> DropCounts:
+    def _drop_counts(self) -> DropCounts:
         # Of a stream each line that is left out is a piece of its own.
         rejected, present = self.num_rejected, self.num_present
         return DropCounts(rejected, rejected, present, present)
@@ -185,7 +187,7 @@ class StreamWriter:
                 return [False] * len(steps[0][1])
         return [same for step in steps for same in self._are_same([step])]
 
-    def _own(self, window: Window, run: Sequence[int], episode: Episode) -> Episode:
+    def _with_own_id(self, window: Window, run: Sequence[int], episode: Episode) -> Episode:
         row = window.rows[run[0]]
         return replace(
             episode, episode_id=f"{self._prefix}{row.episode}", source_episode_id=row.episode
@@ -197,7 +199,7 @@ class StreamWriter:
         if not self.exists:
             self._lake.registry.create()
             spec = self._assembly.new_spec()
-        left_out = self._left_out
+        left_out = self._drop_counts
         for attempt in range(_ATTEMPTS):
             try:
                 commit = self._handle.append(
@@ -206,7 +208,7 @@ class StreamWriter:
                     sequence=self._next(),
                     info={_WRITER: self._id},
                     spec=spec,
-                    left_out=left_out - self._told,
+                    left_out=left_out - self._reported_drops,
                 )
                 break
             except StorageError:
@@ -215,11 +217,11 @@ class StreamWriter:
                     raise
                 time.sleep(_FIRST_PAUSE_S * 2**attempt)
         if spec is not None:
-            self._assembly.forget()  # from now on what holds is what the dataset was made with
+            self._assembly.reset()  # from now on what holds is what the dataset was made with
         if not self._is_own(commit):
-            self.present.forget()
+            self.present.reset()
             return None
-        self._told = left_out
+        self._reported_drops = left_out
         if commit.already_present:  # committed, but the answer was lost
             commit = replace(commit, num_steps=sum(map(len, episodes)), num_episodes=len(episodes))
         return commit
@@ -239,7 +241,7 @@ class StreamWriter:
         self._sequence = self._next() + 1
         return True
 
-    def _twice(self, window: Window, i: int) -> Finding:
+    def _duplicate_finding(self, window: Window, i: int) -> Finding:
         row = window.rows[i]
         return Finding(
             "step_twice",
@@ -283,15 +285,15 @@ class PieceAssembler:
         self._handle = handle
         self._grammar = grammar
         self._spaces = spaces
-        self._door: SourceValidator | None = None
+        self._validator: SourceValidator | None = None
         self.is_strict = False
         self.notes: list[str] = []
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Look at the dataset again: it has just been made."""
-        self._door = None
+        self._validator = None
 
-    def assembled(
+    def assemble(
         self,
         window: Window,
         runs: Sequence[list[int]],
@@ -301,25 +303,25 @@ class PieceAssembler:
         pieces: list[tuple[list[int], Episode]] = []
         refused: Rejections = []
         broken = []
-        for run, found in zip(runs, self.checked(window, runs), strict=True):
+        for run, found in zip(runs, self.validate(window, runs), strict=True):
             if isinstance(found, Finding):
                 broken.append(run)
             else:
                 pieces.append((run, found))
         # Rows that are wrong on their own, all at once; then what only neighbours can tell.
-        alone = iter(self.checked(window, [[i] for run in broken for i in run]))
+        alone = iter(self.validate(window, [[i] for run in broken for i in run]))
         for run in broken:
             each = enumerate(islice(alone, len(run)))
             wrong = [(n, one) for n, one in each if isinstance(one, Finding)]
             good = run[: wrong[0][0]] if wrong else run
-            part, finding = self._longest(window, good)
+            part, finding = self._find_longest(window, good)
             num = 0 if part is None else len(part)
             if finding is None and wrong:
                 finding = wrong[0][1]
             if part is not None:
                 pieces.append((good[:num], part))
             if finding is not None:
-                refused.append((run[num], self.at(window, run[num], finding)))
+                refused.append((run[num], self.locate_finding(window, run[num], finding)))
         joined = []
         for run, episode in pieces:
             row = window.rows[run[0]]
@@ -330,16 +332,18 @@ class PieceAssembler:
                 continue
             # What else was wrong with its episode comes after this.
             refused = [one for one in refused if window.key(one[0]) != key]
-            refused.append((run[0], self._apart(window, run[0])))
+            refused.append((run[0], self._gap_finding(window, run[0])))
         return joined, refused
 
-    def at(self, window: Window, i: int, finding: Finding) -> Finding:
+    def locate_finding(self, window: Window, i: int, finding: Finding) -> Finding:
         """Say which line it is: decoding has numbered the rows as it had them."""
         place = f"{self._grammar.name} line {window.rows[i].line}"
         message, num = _PLACE.subn(place, finding.message, count=1)
         return Finding(finding.check, message if num else f"{place}: {finding.message}")
 
-    def _longest(self, window: Window, run: list[int]) -> tuple[Episode | None, Finding | None]:
+    def _find_longest(
+        self, window: Window, run: list[int]
+    ) -> tuple[Episode | None, Finding | None]:
         """Return the longest start of a run that is a piece, and what the next row lacks."""
         best: Episode | None = None
         finding: Finding | None = None
@@ -347,16 +351,16 @@ class PieceAssembler:
         while low < high:
             # The whole run first: mostly the row that was wrong is not in it any more.
             middle = high if finding is None else (low + high + 1) // 2
-            (found,) = self.checked(window, [run[:middle]])
+            (found,) = self.validate(window, [run[:middle]])
             if isinstance(found, Finding):
                 finding, high = found, middle - 1
             else:
                 best, low = found, middle
         return best, finding
 
-    def checked(self, window: Window, groups: Sequence[Sequence[int]]) -> list[Episode | Finding]:
+    def validate(self, window: Window, groups: Sequence[Sequence[int]]) -> list[Episode | Finding]:
         """Decode groups of rows and hold them against the dataset's spaces."""
-        self.open_door()
+        self.open_validator()
         found = window.decode(groups)
         episodes = []
         for n, (one, group) in enumerate(zip(found, groups, strict=True)):
@@ -366,22 +370,22 @@ class PieceAssembler:
                 found[n] = Finding("space", f"{self._grammar.name}: found a step that does not fit")
         if not episodes:
             return found
-        accepted, refused = self._through_door(episodes)
+        accepted, refused = self._validate_episodes(episodes)
         for episode in accepted:
             found[int(episode.episode_id)] = episode
         for number, finding in refused:
             found[number] = finding
         return found
 
-    def _through_door(self, episodes: Sequence[Episode]) -> tuple[list[Episode], Rejections]:
-        door = self.open_door()
+    def _validate_episodes(self, episodes: Sequence[Episode]) -> tuple[list[Episode], Rejections]:
+        door = self.open_validator()
         try:
             accepted, refusals = door.check(episodes)
         except EpisodeInvalidError as error:
             # Said of all of them: they differ among themselves.
             if len(episodes) == 1:
                 return [], [(int(episodes[0].episode_id), Finding("space", str(error)))]
-            parts = [self._through_door([one]) for one in episodes]
+            parts = [self._validate_episodes([one]) for one in episodes]
             return [e for part, _ in parts for e in part], [r for _, part in parts for r in part]
         refused = [(int(one.episode_id), told.findings[0]) for told, one in refusals]
         if self.is_strict and accepted:
@@ -389,9 +393,9 @@ class PieceAssembler:
             refused += [(int(one.episode_id), Finding("dtype", str(why))) for one, why in more]
         return accepted, refused
 
-    def open_door(self) -> SourceValidator:
+    def open_validator(self) -> SourceValidator:
         """Look at the dataset, and tell the grammar what it says of columns."""
-        if self._door is None:
+        if self._validator is None:
             spec = self._handle.spec if self._handle.exists() else None
             if spec is not None:
                 options = replace(self._grammar.options, encoding=spec.encoding or NO_ENCODING)
@@ -399,10 +403,10 @@ class PieceAssembler:
             spaces = self._spaces if spec is None else (spec.observation_space, spec.action_space)
             whole = Discrete | MultiDiscrete | MultiBinary
             self._grammar.are_actions_whole = spaces is not None and isinstance(spaces[1], whole)
-            self._door = SourceValidator(
+            self._validator = SourceValidator(
                 spec, self._spaces, rewards_optional=self._rewards_optional
             )
-        return self._door
+        return self._validator
 
     @property
     def _rewards_optional(self) -> bool:
@@ -411,7 +415,7 @@ class PieceAssembler:
     def new_spec(self) -> DatasetSpec:
         """Return what a new dataset has to hold, once rows have been checked."""
         grammar = self._grammar
-        spec = self.open_door().spec(grammar.num_actions)
+        spec = self.open_validator().spec(grammar.num_actions)
         if self._spaces is None:
             observation, action = describe(spec.observation_space), describe(spec.action_space)
             self.notes.append(
@@ -421,7 +425,7 @@ class PieceAssembler:
         encoding = grammar.options.encoding
         return spec if encoding in (None, NO_ENCODING) else replace(spec, encoding=encoding)
 
-    def _apart(self, window: Window, i: int) -> Finding:
+    def _gap_finding(self, window: Window, i: int) -> Finding:
         row = window.rows[i]
         return Finding(
             "next_observation",

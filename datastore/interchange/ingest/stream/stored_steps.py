@@ -57,10 +57,10 @@ class StoredSteps:
         if unknown and self._dataset.exists():
             found = self._look_up({episode for episode, _ in unknown})
             for key in unknown:
-                self._keep(key, found.get(key))
+                self._cache(key, found.get(key))
         elif unknown:
             for key in unknown:
-                self._keep(key, None)
+                self._cache(key, None)
         result = {key: self._reached[key] for key in wanted}
         while len(self._reached) > _MAX_CACHED:
             self._reached.popitem(last=False)
@@ -72,9 +72,9 @@ class StoredSteps:
         first = episode.first_step if before is None else before.first
         ended = episode.terminated or episode.truncated
         following = episode.first_step + len(episode)
-        self._keep(key, StreamPosition(first, following, ended, episode.final_observation))
+        self._cache(key, StreamPosition(first, following, ended, episode.final_observation))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Look everything up again: another writer has committed under this stream's name."""
         self._reached.clear()
 
@@ -105,7 +105,7 @@ class StoredSteps:
         same[there] = _equal(come.take(there), stored.take([at[i] for i in there]))
         return [bool(one) for one in same]
 
-    def _keep(self, key: Key, reached: StreamPosition | None) -> None:
+    def _cache(self, key: Key, reached: StreamPosition | None) -> None:
         self._reached[key] = reached
         self._reached.move_to_end(key)
 

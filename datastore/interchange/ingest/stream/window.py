@@ -30,7 +30,7 @@ class Window:
         self._grammar = grammar
         columns = {}
         for name, known in grammar.types.items():
-            column = None if name == grammar.left_out else self._column(name)
+            column = None if name == grammar.group_column else self._column(name)
             if column is None or (column.null_count == len(rows) and name not in grammar.fields):
                 continue
             columns[name] = column
@@ -47,7 +47,7 @@ class Window:
         if not groups:
             return []
         try:
-            return self._decoded(groups)
+            return self._decode(groups)
         except SourceInvalidError as error:
             # Said of a column as a whole: it is some rows that made it so.
             if len(groups) == 1:
@@ -55,13 +55,13 @@ class Window:
         middle = len(groups) // 2
         return [*self.decode(groups[:middle]), *self.decode(groups[middle:])]
 
-    def _decoded(self, groups: Sequence[Sequence[int]]) -> list[Episode | Finding]:
+    def _decode(self, groups: Sequence[Sequence[int]]) -> list[Episode | Finding]:
         grammar = self._grammar
         indices = [i for group in groups for i in group]
         numbers = [str(n) for n, group in enumerate(groups) for _ in group]
         table = self._table.take(pa.array(indices, pa.int64()))
         table = table.append_column(GROUP, pa.array(numbers, pa.string()))
-        reading = TabularReader(_Rows(table, grammar.name), grammar.reads, grammar.name)
+        reading = TabularReader(_Rows(table, grammar.name), grammar.read_options, grammar.name)
         found: list[Episode | Finding] = [
             Finding("missing", f"{grammar.name}: no step was found in these lines") for _ in groups
         ]
@@ -80,11 +80,11 @@ class Window:
         values = [row.values.get(name) for row in self.rows]
         known = self._grammar.types[name]
         if self._grammar.are_actions_whole and name in self._known_actions:
-            values = [self._whole(name, i, value) for i, value in enumerate(values)]
+            values = [self._reject_fraction(name, i, value) for i, value in enumerate(values)]
         try:
             column = pa.array(values)
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
-            column = pa.array(self._of_one_kind(name, values, known))
+            column = pa.array(self._reject_other_kinds(name, values, known))
         return column.cast(known) if pa.types.is_null(column.type) else column
 
     @property
@@ -92,16 +92,16 @@ class Window:
         layout = self._grammar.layout
         return () if layout is None else layout.fields["action"]
 
-    def _whole(self, name: str, i: int, value: Any) -> Any:
+    def _reject_fraction(self, name: str, i: int, value: Any) -> Any:
         """Keep one fraction from making fractions of all the other rows' actions."""
         if not isinstance(value, float):
             return value
         if value.is_integer():
             return int(value)
-        self.faults[i] = self._grammar.finding("not_whole", self.rows[i], name, value)
+        self.faults[i] = self._grammar.make_finding("not_whole", self.rows[i], name, value)
         return None
 
-    def _of_one_kind(self, name: str, values: list[Any], known: pa.DataType) -> list[Any]:
+    def _reject_other_kinds(self, name: str, values: list[Any], known: pa.DataType) -> list[Any]:
         """Blame the rows whose values are of another kind than most, and return the others'."""
         kinds = [_kind(value) for value in values]
         counted = Counter(kind for kind in kinds if kind not in ("null", None))
@@ -111,7 +111,7 @@ class Window:
         kept = []
         for i, (value, kind) in enumerate(zip(values, kinds, strict=True)):
             if kind not in (expected, "null"):
-                self.faults[i] = self._grammar.finding("dtype", self.rows[i], name, value)
+                self.faults[i] = self._grammar.make_finding("dtype", self.rows[i], name, value)
             kept.append(value if kind == expected else None)
         return kept
 

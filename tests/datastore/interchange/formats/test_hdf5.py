@@ -83,8 +83,8 @@ def test_rows_are_read_by_blocks_in_native_types(path: Path) -> None:
         assert opened.array("name").value() == "SAC"
         assert opened.array("deep/er/one").value() == 3
         assert opened.arrays("deep") == ["deep/er/one"]
-        assert opened.holds("deep/er")
-        assert not opened.holds("deep/other")
+        assert opened.has_path("deep/er")
+        assert not opened.has_path("deep/other")
         with pytest.raises(SourceInvalidError, match="'deep' is no dataset"):
             opened.array("deep")
 

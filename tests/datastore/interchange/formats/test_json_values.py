@@ -112,7 +112,7 @@ def test_an_error_early_in_a_large_file_reads_no_further(
     monkeypatch.setattr(
         module._TextStream,
         "_more",
-        lambda self, n=0, more=module._TextStream._more: reads.append(n) or more(self, n),
+        lambda self, n=0, more=module._TextStream._read_more: reads.append(n) or more(self, n),
     )
     with pytest.raises(SourceInvalidError, match="expecting value"):
         values(file)

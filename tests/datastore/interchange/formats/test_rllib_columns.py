@@ -30,7 +30,7 @@ _SPEC = DatasetSpec(Box((2,)), Discrete(2))
 
 def _read(path: Path) -> SourceReader:
     files = find_source([path]).files
-    assert RllibFormat().recognises(files)
+    assert RllibFormat().recognizes(files)
     return RllibFormat().read(files, ReadOptions())
 
 

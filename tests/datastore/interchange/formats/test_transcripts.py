@@ -498,7 +498,7 @@ def test_tables_of_steps_are_not_taken_for_transcripts(tmp_path: Path) -> None:
         ]
     ):
         files = find_source([lines(tmp_path / f"{number}.jsonl", record)]).files
-        assert not FORMAT.recognises(files)
+        assert not FORMAT.recognizes(files)
         assert find_format("auto", files).name == "jsonl"
 
 

@@ -228,7 +228,7 @@ def test_episodes_unlike_the_rest_are_refused_one_by_one() -> None:
     assert checks == {"floats": "dtype", "large": "dtype"}
     assert door.spec(None).action_space == Discrete(10)
     for one, episode in refused:
-        assert door.refusal(episode).findings[0].check == one.findings[0].check
+        assert door.explain_rejection(episode).findings[0].check == one.findings[0].check
 
 
 def test_masks_of_two_widths_refuse_the_source() -> None:

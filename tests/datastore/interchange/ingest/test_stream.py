@@ -422,9 +422,9 @@ def test_a_pipe_is_read_to_its_end() -> None:
 def test_a_growing_file_is_followed_over_rotation(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with pytest.raises(NotFoundError):
-        LineReader.of_file(path)
+        LineReader.from_path(path)
     path.write_bytes(b"1\n2")
-    with LineReader.of_file(path) as reader:
+    with LineReader.from_path(path) as reader:
         assert [line.text for line in reader.take(0)] == [b"1"]
         assert reader.take(0) == []
         with path.open("ab") as stream:

@@ -203,7 +203,7 @@ def test_a_registration_whose_reply_was_lost_keeps_its_version(
     registry: Registry, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(registry, package)
-    put_new, lost = LocalStorage.put_new, []
+    put_new, lost = LocalStorage.put_if_absent, []
 
     def lose_a_reply(self: LocalStorage, path: str, data: bytes) -> bool:
         done = put_new(self, path, data)

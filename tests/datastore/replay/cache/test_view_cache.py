@@ -57,7 +57,7 @@ def views_of(lake: Lake) -> list[str]:
 
 def kept(lake: Lake, name: str = "d", **options: Any) -> ReplayView:
     view = lake.snapshot(name).replay(**options)
-    assert view.cached_in() is not None, view.cache_failure
+    assert view.wait_cached() is not None, view.cache_failure
     return view
 
 
@@ -104,7 +104,7 @@ def test_a_purge_reaches_the_views_of_a_remote_lake(make_episode: Make) -> None:
     lake.dataset("d").append([make_episode("a", 3, observations=[[MARK, MARK]] * 3)])
     view = kept(lake)
     assert is_mapped(lake.snapshot("d").replay().packed.records.words)
-    folder = view.cached_in()
+    folder = view.wait_cached()
     assert folder is not None
     assert holds_mark(folder)
     assert list(lake.storage.files("d/_derived")) == []
@@ -123,7 +123,7 @@ def test_a_view_that_is_finished_after_its_purge_does_not_stay(filled: Lake) -> 
     with pytest.raises(NotFoundError, match="1 of its 3 shards were removed while it was written"):
         cache.publish(after, "b" * 64, layout_of(view), shards)
     assert views_of(filled) == ["a" * 64]
-    cache.forget()
+    cache.clear()
     with pytest.raises(FileNotFoundError):
         cache.publish(after, "b" * 64, layout_of(view), shards)
     assert not home_of(filled).exists()
@@ -135,7 +135,7 @@ def test_vacuum_removes_views_of_shards_that_it_deletes(filled: Lake) -> None:
     new = kept(filled)
     year_ms = time.time_ns() // 1_000_000 + 365 * 86_400_000
     listed = vacuum(filled, ["d"], now_ms=year_ms)
-    folder = old.cached_in()
+    folder = old.wait_cached()
     assert folder is not None
     expected = [("shard", 1), ("view", 1)]
     kinds = [file.kind for file in listed.garbage]
@@ -145,7 +145,7 @@ def test_vacuum_removes_views_of_shards_that_it_deletes(filled: Lake) -> None:
     assert folder.exists()
     assert vacuum(filled, ["d"], now_ms=year_ms, delete=True).garbage == listed.garbage
     assert not folder.exists()
-    assert new.cached_in() == kept(filled).cached_in(), "that of the newest version stays"
+    assert new.wait_cached() == kept(filled).wait_cached(), "that of the newest version stays"
     assert vacuum(filled, ["d"], now_ms=year_ms).garbage == ()
 
 
@@ -215,7 +215,7 @@ def test_half_of_a_view_that_nobody_may_remove(
 ) -> None:
     """As of another user's process: the view is not kept, and nobody tries for ever."""
     view = filled.snapshot("d").replay()
-    folder = view.cached_in()
+    folder = view.wait_cached()
     assert folder is not None
     (folder / "view.json").unlink()
 
@@ -225,7 +225,7 @@ def test_half_of_a_view_that_nobody_may_remove(
 
     monkeypatch.setattr("replaylake.datastore.replay.cache.view_cache.shutil.rmtree", refuses)
     again = filled.snapshot("d").replay()
-    assert again.cached_in() is None
+    assert again.wait_cached() is None
     assert "not yours" in again.cache_failure
 
 
@@ -262,7 +262,7 @@ def test_what_goes_on_for_long_is_stopped_when_the_process_ends() -> None:
     keeping.end(time.monotonic() + 0.2)
     assert began.is_set()
     assert keeping.is_done
-    assert keeping.folder() is None
+    assert keeping.wait_folder() is None
     assert keeping.failure == "the process ended before it was written"
 
 
@@ -278,11 +278,11 @@ def test_a_view_is_written_after_the_first_batches(monkeypatch: pytest.MonkeyPat
     while not at:
         time.sleep(0.01)
     assert at[0] - began > 0.2
-    assert keeping.folder() == Path("there")
+    assert keeping.wait_folder() == Path("there")
     # Unless somebody waits for it.
     monkeypatch.setattr("replaylake.datastore.replay.cache.keeping._DELAY_S", 60.0)
     began = time.monotonic()
-    assert CacheWriter(write).folder() == Path("there")
+    assert CacheWriter(write).wait_folder() == Path("there")
     assert time.monotonic() - began < 30
 
 
@@ -297,9 +297,9 @@ def test_a_forked_child_does_not_wait_for_its_parent_s_thread() -> None:
     keeping = CacheWriter(write)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=lambda: queue.put(keeping.folder()))
+    child = context.Process(target=lambda: queue.put(keeping.wait_folder()))
     child.start()
     assert queue.get(timeout=30) is None
     child.join()
     release.set()
-    assert keeping.folder() == Path("there")
+    assert keeping.wait_folder() == Path("there")

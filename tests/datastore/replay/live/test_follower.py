@@ -187,7 +187,7 @@ def test_each_failure_is_said_once(dataset: Dataset) -> None:
     with dataset.follow() as view:
         follows = view._follower
         for name in ("one", "two", "two"):
-            follows._tell(StorageError(name))
+            follows._report_error(StorageError(name))
         for name in ("one", "two"):
             with pytest.raises(StorageError, match=name):
                 follows.check()
@@ -199,7 +199,7 @@ def test_what_is_left_half_done_is_said_before_it_is_seen(
 ) -> None:
     with dataset.follow() as view:
         follows, locked = view._follower, []
-        tell = follows._tell
+        tell = follows._report_error
 
         def told(error: Exception) -> None:
             locked.append(follows.lock._is_owned())  # type: ignore[attr-defined]

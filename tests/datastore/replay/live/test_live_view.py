@@ -260,7 +260,7 @@ def test_steps_are_counted_once_they_can_be_sampled(
 ) -> None:
     with dataset.follow() as view:
         items, counts = view._contents.items, []
-        came = items.came
+        came = items.add_runs
 
         def counted(*arguments: Any, **options: Any) -> None:
             counts.append((view.num_steps, view.num_transitions))

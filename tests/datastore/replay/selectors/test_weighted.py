@@ -148,7 +148,7 @@ def test_every_item_can_be_weighted(view: ReplayView) -> None:
 
 
 def test_a_view_from_the_cache_and_one_of_a_compacted_version(view: ReplayView, lake: Lake) -> None:
-    assert view.cached_in() is not None
+    assert view.wait_cached() is not None
     again = lake.dataset("d").snapshot().replay()
     compact(lake, "d", open_s=0)
     compacted = lake.dataset("d").snapshot()

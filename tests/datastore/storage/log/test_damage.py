@@ -154,11 +154,11 @@ BITS: Final = [
 @pytest.mark.parametrize("bits", BITS)
 def test_every_bit_of_a_commit_counts(tmp_path: Path, bits: slice) -> None:
     folder = CommitLog(LocalStorage(made(tmp_path, is_expired=False).root), "t").folder
-    check_bits(tmp_path / folder.commit_path(3), lambda: folder.commit(3), bits)
+    check_bits(tmp_path / folder.commit_path(3), lambda: folder.read_commit(3), bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_bit_of_a_checkpoint_counts(tmp_path: Path, bits: slice) -> None:
     """Also those of the footer, for which Parquet has no checksum."""
     folder = CommitLog(LocalStorage(made(tmp_path, is_expired=False).root), "t").folder
-    check_bits(tmp_path / folder.checkpoint_path(10), lambda: folder.checkpoint(10), bits)
+    check_bits(tmp_path / folder.checkpoint_path(10), lambda: folder.read_checkpoint(10), bits)

@@ -237,7 +237,7 @@ def test_what_a_slow_checkpointer_leaves_below_is_passed_over(
     states = {version: log.at(version) for version in range(NEWEST + 1)}
     expire(log, 10)
     log.folder.write_checkpoint(states[4])
-    assert log.folder.pointer() == 10, "an older one never takes the pointer"
+    assert log.folder.read_pointer() == 10, "an older one never takes the pointer"
     check_kept(storage, states, 10)
     with pytest.raises(NotFoundError, match=r"has 10\.\.12"):
         log.at(4)
@@ -272,11 +272,11 @@ def test_a_damaged_checkpoint_at_the_oldest_version_is_written_again_first(
 def test_a_wrong_pointer_is_put_right(storage: LocalStorage, log: CommitLog) -> None:
     storage.put("t/_delta_log/_last_checkpoint", b'{"version": 3, "size": 1}')
     expire(log, 10)
-    assert log.folder.pointer() == 10
+    assert log.folder.read_pointer() == 10
     storage.put("t/_delta_log/_last_checkpoint", b'{"version": 900, "size": 1}')
     assert CommitLog(storage, "t").newest() == log.newest()
     expire(log, 11)
-    assert log.folder.pointer() == 11
+    assert log.folder.read_pointer() == 11
 
 
 def test_without_its_checkpoint_an_expired_log_is_refused(

@@ -18,7 +18,7 @@ def test_it_says_what_a_dict_would(
     earlier = []
     for changes in steps:
         earlier.append((shared, dict(plain)))
-        shared = shared.changed(changes)
+        shared = shared.with_changes(changes)
         plain.update({key: value for key, value in changes.items() if value is not None})
         plain = {key: value for key, value in plain.items() if changes.get(key, value) is not None}
         for key in {*plain, *changes}:
@@ -34,7 +34,7 @@ def test_it_says_what_a_dict_would(
 def test_many_changes_one_by_one() -> None:
     shared = PersistentMap[int]()
     for number in range(500):
-        shared = shared.changed({str(number): number, str(number - 10): None})
+        shared = shared.with_changes({str(number): number, str(number - 10): None})
     assert dict(shared) == {str(number): number for number in range(490, 500)}
     assert 480 not in shared
     with pytest.raises(KeyError, match="480"):
@@ -42,11 +42,11 @@ def test_many_changes_one_by_one() -> None:
 
 
 def test_order_is_that_of_arrival() -> None:
-    shared = PersistentMap({"b": 1}).changed({"c": 2}).changed({"a": 3, "b": None})
+    shared = PersistentMap({"b": 1}).with_changes({"c": 2}).with_changes({"a": 3, "b": None})
     assert list(shared) == ["c", "a"]
 
 
 def test_one_that_is_shared_already_is_not_copied() -> None:
     shared = PersistentMap({"a": 1})
-    assert PersistentMap.of(shared) is shared
-    assert shared.changed({}) is shared
+    assert PersistentMap.from_mapping(shared) is shared
+    assert shared.with_changes({}) is shared

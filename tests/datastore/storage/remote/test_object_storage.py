@@ -34,8 +34,8 @@ def test_put_replaces_and_put_new_does_not(storage: Storage) -> None:
     storage.put("a/b", b"one")
     storage.put("a/b", b"two")
     assert storage.get("a/b") == b"two"
-    assert storage.put_new("a/b", b"three") is False
-    assert storage.put_new("a/c", b"three", private=True) is True
+    assert storage.put_if_absent("a/b", b"three") is False
+    assert storage.put_if_absent("a/c", b"three", private=True) is True
     assert storage.get_many(["a/c", "a/none", "a/b"]) == [b"three", None, b"two"]
 
 
@@ -84,7 +84,7 @@ def test_a_path_that_leads_out_is_refused_by_a_store(on_s3: Storage, path: str) 
     for attempt in (
         lambda: on_s3.get(path),
         lambda: on_s3.put(path, b""),
-        lambda: on_s3.put_new(path, b""),
+        lambda: on_s3.put_if_absent(path, b""),
         lambda: on_s3.delete([path]),
         lambda: on_s3.fetch([Blob(path)]),
         lambda: on_s3.forget([path]),
@@ -97,16 +97,16 @@ def test_a_path_that_leads_out_is_refused_by_a_store(on_s3: Storage, path: str) 
 
 def test_a_create_whose_reply_was_lost_is_ours(on_s3: Storage, s3) -> None:
     s3.fail("PUT", "lost", done=True, times=2)
-    assert on_s3.put_new("lost", b"mine") is True
+    assert on_s3.put_if_absent("lost", b"mine") is True
     assert on_s3.get("lost") == b"mine"
     # Without a lost reply even the same bytes are another's.
-    assert on_s3.put_new("lost", b"mine") is False
+    assert on_s3.put_if_absent("lost", b"mine") is False
 
 
 def test_a_create_that_another_won_while_ours_failed_is_not_ours(on_s3: Storage, s3) -> None:
     on_s3.put("taken", b"theirs")
     s3.fail("PUT", "taken", done=False)
-    assert on_s3.put_new("taken", b"mine") is False
+    assert on_s3.put_if_absent("taken", b"mine") is False
     assert on_s3.get("taken") == b"theirs"
 
 
@@ -118,12 +118,12 @@ def test_what_fails_in_passing_is_repeated(on_s3: Storage, s3) -> None:
     s3.fail("GET", "", done=False, times=2)
     assert on_s3.names("") == ["x"]
     s3.fail("PUT", "/new", done=False, times=2)
-    assert on_s3.put_new("new", b"2") is True
+    assert on_s3.put_if_absent("new", b"2") is True
 
 
 def test_a_store_that_stays_broken_is_reported_in_one_line(on_s3: Storage, s3) -> None:
     s3.fail("PUT", "/x", done=False, times=99)
-    for attempt in (lambda: on_s3.put("x", b""), lambda: on_s3.put_new("x", b"")):
+    for attempt in (lambda: on_s3.put("x", b""), lambda: on_s3.put_if_absent("x", b"")):
         with pytest.raises(StorageError, match=r"lake/x: .*503.*Run it again") as failure:
             attempt()
         assert "\n" not in str(failure.value)
@@ -151,7 +151,7 @@ def test_no_bucket_is_named(s3) -> None:
     for attempt in (
         lambda: storage.get("x"),
         lambda: storage.put("x", b""),
-        lambda: storage.put_new("x", b""),
+        lambda: storage.put_if_absent("x", b""),
         lambda: storage.names("x"),
         lambda: storage.names("x", after="a"),
         lambda: list(storage.files("")),
@@ -177,6 +177,6 @@ def test_no_account_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_at_the_endpoint_is_named(s3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     storage = open_storage("s3://bucket/lake")
-    for attempt in (lambda: storage.get("x"), lambda: storage.put_new("x", b"")):
+    for attempt in (lambda: storage.get("x"), lambda: storage.put_if_absent("x", b"")):
         with pytest.raises(StorageError, match=r"no answer .*expected an object store there"):
             attempt()

@@ -50,7 +50,7 @@ def delta_rows(table: Table) -> pa.Table:
 def test_a_handle_on_nothing(storage: LocalStorage) -> None:
     table = Table(storage, "nothing")
     assert not table.exists()
-    assert table.committed("p", 0) is None
+    assert table.find_commit("p", 0) is None
     assert table.next_sequence("p") == 0
     for use in (table.snapshot, lambda: table.append(rows("a"), producer="p", sequence=0)):
         with pytest.raises(NotFoundError):
@@ -87,8 +87,8 @@ def test_an_append_is_repeated_without_effect(table: Table) -> None:
     first = table.append(rows("a"), producer="p", sequence=5)
     again = table.append(rows("other", z=[1]), producer="p", sequence=5)
     assert (again.version, again.already_present, again.num_rows) == (first.version, True, 0)
-    assert table.committed("p", 5) == 1
-    assert table.committed("p", 4) is None
+    assert table.find_commit("p", 5) == 1
+    assert table.find_commit("p", 4) is None
     assert table.next_sequence("p") == 6
     assert table.next_sequence("p#5") == 0
     assert "z" not in table.snapshot().schema.names
@@ -228,7 +228,7 @@ def test_large_appends_become_several_shards(table: Table, monkeypatch: pytest.M
 def test_an_append_without_rows_is_a_version_without_files(table: Table) -> None:
     commit = table.append(rows(), producer="p", sequence=0)
     assert (commit.version, commit.num_shards) == (1, 0)
-    assert table.committed("p", 0) == 1
+    assert table.find_commit("p", 0) == 1
 
 
 def test_a_damaged_shard_is_never_read(table: Table) -> None:

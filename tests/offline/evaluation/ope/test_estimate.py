@@ -180,7 +180,7 @@ def test_every_estimator_says_what_it_assumes_and_its_twin_exists():
         assert estimator.name == name
         assert estimator.assumptions
         assert any(ch.isdigit() for ch in estimator.paper)
-        assert not estimator.twin or estimator.twin in ESTIMATORS
+        assert not estimator.counterpart or estimator.counterpart in ESTIMATORS
 
 
 def test_a_million_rows_take_seconds():

@@ -152,7 +152,7 @@ def test_what_it_was_trained_on_does_not_count(lake, register_table):
     register_table(lake, "all", ROWS, **trained_on("log", 1))
     report = evaluate_policy(lake, EvaluationRequest("log", "all", estimators=CHEAP))
     assert (report.verdict, report.trained_on, report.num_episodes) == ("not supported", 300, 300)
-    assert "training set" in report.judged.reason
+    assert "training set" in report.assessment.reason
     # The newest 100 it has not seen.
     bandit(lake, 100, first=300)
     report = evaluate_policy(lake, EvaluationRequest("log", "all", estimators=CHEAP))
@@ -206,7 +206,7 @@ def test_a_training_version_that_is_gone(lake, register_table):
     assert report.left_out["in the policy's training set"] > 20
     report = evaluate_policy(lake, EvaluationRequest("log", "lost", estimators=CHEAP))
     assert any("absent@3" in note for note in report.notes)
-    assert (report.verdict, "absent@3" in report.judged.reason) == ("weak", True)
+    assert (report.verdict, "absent@3" in report.assessment.reason) == ("weak", True)
     # The asker's word stands in for what is not known, and for nothing that is.
     vouched = EvaluationRequest("log", "lost", estimators=CHEAP, unseen=True)
     assert evaluate_policy(lake, vouched).verdict == "supported"
@@ -226,10 +226,10 @@ def test_without_a_lineage_nothing_is_supported(lake, register_table):
     )
     report = evaluate_policy(lake, EvaluationRequest("log", "brought", estimators=CHEAP))
     assert report.verdict == "weak"
-    assert "brought:1: its lineage names no training episodes" in report.judged.reason
+    assert "brought:1: its lineage names no training episodes" in report.assessment.reason
     report = evaluate_policy(lake, EvaluationRequest("log", target_prob="chance", estimators=CHEAP))
     assert report.verdict == "weak"
-    assert "--unseen" in report.judged.reason
+    assert "--unseen" in report.assessment.reason
 
 
 def test_a_holdout_by_hand_does_not_undo_what_training_chose(lake, register_table):
@@ -239,7 +239,7 @@ def test_a_holdout_by_hand_does_not_undo_what_training_chose(lake, register_tabl
     other = Holdout(0.5, salt="other")
     question = EvaluationRequest("log", "some", estimators=CHEAP, holdout=other)
     report = evaluate_policy(lake, question)
-    assert (report.verdict, "--holdout" in report.judged.reason) == ("weak", True)
+    assert (report.verdict, "--holdout" in report.assessment.reason) == ("weak", True)
     # In a copy of the log it chose as well.
     bandit(lake, 4000, name="copied")
     report = evaluate_policy(lake, EvaluationRequest("copied", "some", estimators=CHEAP))
@@ -260,7 +260,7 @@ def test_left_by_a_condition_is_weak_at_best(lake, register_table):
     report = evaluate_policy(lake, EvaluationRequest("log", "some", estimators=CHEAP))
     assert report.num_episodes == 1000
     assert report.verdict == "weak"
-    assert "--holdout" in report.judged.reason
+    assert "--holdout" in report.assessment.reason
 
 
 def test_the_value_of_a_bandit_policy(lake, register_table):
@@ -414,7 +414,7 @@ def test_a_mode_of_continuous_actions_has_no_weights(lake, register_graph):
     register_graph(lake, "mode", Gaussian(0.5), PolicySpec(Box((1,)), space, "deterministic"))
     report = evaluate_policy(lake, EvaluationRequest("line", "mode", estimators=CHEAP))
     assert (report.verdict, report.estimates.estimates) == ("not supported", ())
-    assert "head deterministic" in report.judged.reason
+    assert "head deterministic" in report.assessment.reason
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ def test_rewards_that_are_all_alike(lake):
     )
     report = evaluate_policy(lake, question)
     # Propensities are rounded; that is no disagreement.
-    assert "disagree" not in report.judged.reason
+    assert "disagree" not in report.assessment.reason
 
 
 def test_agents_of_an_episode_count_together(lake):
@@ -529,7 +529,7 @@ def test_with_gamma_1_a_time_limit_leaves_fqe_out(lake):
     assert any(note.startswith("dr, wdr: their model values") for note in report.notes)
     alone = evaluate_policy(lake, EvaluationRequest("cut", "random", estimators=("fqe",)))
     assert (alone.verdict, alone.estimates.estimates) == ("not supported", ())
-    assert "270 of 300 episodes were cut off" in alone.judged.reason
+    assert "270 of 300 episodes were cut off" in alone.assessment.reason
 
 
 def test_with_a_discount_a_time_limit_is_noted_where_it_matters(lake):

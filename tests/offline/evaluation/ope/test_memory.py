@@ -222,7 +222,7 @@ def test_propensities_that_are_fitted_to_single_observations_are_doubted(lake, r
     question = EvaluationRequest("log", "recalls", behavior_prob=unknown, unseen=True)
     report = evaluate_policy(lake, question)
     assert report.verdict == "weak"
-    assert "who wrote it remembered too" in report.judged.reason
+    assert "who wrote it remembered too" in report.assessment.reason
 
 
 class Leans(nn.Module):

@@ -345,7 +345,7 @@ def test_on_the_champions_own_log_the_better_one_passes(own_log, register_table,
     asked = EvaluationRequest("long", "p", exploration=AS_DRAWN, estimators=estimators)
     better = register_table(lake, "p", BOLDER, head="categorical")
     found = evaluate_gate(lake, better, champion, asked)
-    assert found.champion.verdict == "supported", found.champion.judged.reason
+    assert found.champion.verdict == "supported", found.champion.assessment.reason
     assert found.passed, found.reasons
     # 10 times softmax: sigmoid(-0.3 + 1.6) - sigmoid(-0.3).
     for one in found.comparisons:

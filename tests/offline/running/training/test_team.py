@@ -47,15 +47,15 @@ class Member:
     def __init__(self, exchange, rank):
         self.rank, self._exchange = rank, exchange
 
-    def add(self, values):
+    def all_reduce(self, values):
         try:
             self._exchange.add(self.rank, values)
         except threading.BrokenBarrierError as error:
             raise TrainingError("another learner is gone") from error
 
-    def told(self, value):
+    def broadcast(self, value):
         values = torch.tensor([0.0 if self.rank else value], dtype=torch.float64)
-        self.add(values)
+        self.all_reduce(values)
         return float(values)
 
 

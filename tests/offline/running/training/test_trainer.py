@@ -76,7 +76,7 @@ class Told:
     def __init__(self):
         self.points, self.saved = [], {}
 
-    def measured(self, update, values):
+    def record_metrics(self, update, values):
         self.points.append((update, dict(values)))
 
     def save(self, update, state, *, best):
@@ -159,7 +159,7 @@ def test_progress_is_told_after_the_last_update(sampler):
     seen = []
     on_a_gpu(sampler, Counting(), updates=7, on_progress=seen.append).run()
     assert (seen[-1].update, seen[-1].updates, seen[-1].metrics) == (7, 7, {"loss": 7.0})
-    assert seen[-1].left_s == 0
+    assert seen[-1].remaining_s == 0
 
 
 def test_points_are_means_since_the_one_before(sampler):

@@ -154,16 +154,16 @@ def test_what_a_file_cannot_say_is_refused(given, said):
 )
 def test_what_not_every_trial_could_train_is_refused_before_any(lake, given, said):
     with pytest.raises(ConfigInvalidError, match=said):
-        check_sweep(lake, Sweep.from_options(given).pinned(lake))
+        check_sweep(lake, Sweep.from_options(given).pin(lake))
 
 
 def test_a_dataset_that_is_not_there(lake):
     with pytest.raises(NotFoundError, match="nowhere"):
-        Sweep.from_options(file(datasets=["nowhere"])).pinned(lake)
+        Sweep.from_options(file(datasets=["nowhere"])).pin(lake)
 
 
 def test_all_trials_train_on_the_versions_of_the_beginning(lake):
-    sweep = Sweep.from_options(file()).pinned(lake)
+    sweep = Sweep.from_options(file()).pin(lake)
     assert sweep.trial_request({}, 3).datasets == ("line@1",)
     assert check_sweep(lake, sweep).measure == "selection/loss"
 
