@@ -40,8 +40,8 @@ def ours(steps: list[Steps]) -> Record:
 def pyarrow(steps: list[Steps]) -> Record:
     import pyarrow.parquet as pq
 
-    from replaylake.datastore.episodes.episodes import validate_all
     from replaylake.datastore.episodes.rows import encode
+    from replaylake.datastore.episodes.validation import validate_all
     from replaylake.datastore.lake.dataset import infer_spec
     from replaylake.datastore.storage.table.shard import ROW_GROUP_ROWS, write_settings
 

@@ -29,8 +29,8 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.online.recording.housekeeping import BackgroundCompactor
-from replaylake.online.recording.recorder import EpisodeCommitter
+from replaylake.online.recording.background_compactor import BackgroundCompactor
+from replaylake.online.recording.episode_committer import EpisodeCommitter
 
 LANES: Final = 16
 ROUND_STEPS: Final = 256  # of each lane

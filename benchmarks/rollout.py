@@ -23,15 +23,15 @@ import numpy as np
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.offline.environments.ids import make, spaces_of
-from replaylake.online.collecting.acting import BehaviorPolicy
-from replaylake.online.collecting.shipment import EpisodeNumbers, RolloutBatch, WorkerSpec
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
+from replaylake.online.collecting.rollout_batch import EpisodeNumbers, RolloutBatch, WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.local_pool import LocalPool
 from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
 from replaylake.online.recording.collection import GROUP_INTERVAL_S
-from replaylake.online.recording.recorder import EpisodeCommitter
+from replaylake.online.recording.episode_committer import EpisodeCommitter
 
 ENV_ID: Final = "CartPole-v1"
 NUM_ENVS: Final = 8

@@ -46,7 +46,6 @@ from replaylake.cli.commands import (
     rollout,
     runs,
     serve,
-    sessionise,
     sql,
     tag,
     train,
@@ -55,8 +54,9 @@ from replaylake.cli.commands import (
     tune,
     vacuum,
 )
+from replaylake.cli.commands import join_feedback as sessionise
 from replaylake.cli.options import Invocation
-from replaylake.cli.output.report import escape_controls, print_json, reserve_stdout
+from replaylake.cli.output.command_output import escape_controls, print_json, reserve_stdout
 from replaylake.datastore.errors import ExtraMissingError, ReplayLakeError
 from replaylake.datastore.version import VERSION
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replaylake.cli.output.report import CommandOutput
+from replaylake.cli.output.command_output import CommandOutput
 
 if TYPE_CHECKING:
     from replaylake.cli.output.watch import Watchers

@@ -19,7 +19,7 @@ import torch
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Discrete, Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.adam import adam
 from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, PolicyModule, Target
 from replaylake.offline.learning.options import to_options

@@ -21,9 +21,9 @@ from replaylake.offline.environments.ids import make_any
 from replaylake.offline.evaluation.evaluate import check_spaces
 from replaylake.offline.running.local_ray import START_TIMEOUT_S
 from replaylake.offline.running.training.interruption import interrupt_on_sigterm
-from replaylake.online.collecting.acting import RANDOM, BehaviorPolicies, BehaviorPolicy
+from replaylake.online.collecting.behavior_policy import RANDOM, BehaviorPolicies, BehaviorPolicy
 from replaylake.online.collecting.returns import ReturnTotals
-from replaylake.online.collecting.shipment import RolloutBatch, WorkerSpec
+from replaylake.online.collecting.rollout_batch import RolloutBatch, WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.collecting.workers import make_worker
 from replaylake.online.pools.cluster import import_ray
@@ -31,9 +31,9 @@ from replaylake.online.pools.local_pool import LocalPool
 from replaylake.online.pools.pool import ANSWER_TIMEOUT_S, WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
 from replaylake.online.recording.collection import GROUP_INTERVAL_S, collect
-from replaylake.online.recording.destination import ensure_dataset
-from replaylake.online.recording.recorder import EpisodeCommitter
-from replaylake.online.recording.refusals import StorageRetry
+from replaylake.online.recording.dataset_setup import ensure_dataset
+from replaylake.online.recording.episode_committer import EpisodeCommitter
+from replaylake.online.recording.storage_retry import StorageRetry
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from replaylake.offline.running.training.interruption import (
     RunInterrupted,
     interrupt_on_sigterm,
 )
-from replaylake.offline.running.training.lake_run import OnMetrics
+from replaylake.offline.running.training.lake_observer import OnMetrics
 from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.online.training.callbacks import OnlineCallbacks
 from replaylake.online.training.config import OnlineConfig, OnlineRequest

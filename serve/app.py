@@ -28,11 +28,11 @@ from replaylake.serve.api.act import ActEndpoint
 from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.openapi import Docs
-from replaylake.serve.door.connections import NUM_REFUSED
-from replaylake.serve.door.door import HandlerState, RequestHandler
-from replaylake.serve.exchange import Endpoint, Request, RequestRefusedError, Response
+from replaylake.serve.http.connections import NUM_REFUSED
+from replaylake.serve.http.request_handler import HandlerState, RequestHandler
+from replaylake.serve.messages import Endpoint, Request, RequestRefusedError, Response
 from replaylake.serve.monitoring.metrics import Metrics
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 
 
 def create_app(load: Callable[[], ServingState]) -> Starlette:

@@ -22,12 +22,12 @@ from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
 from replaylake.datastore.storage.locations import Location, check_shareable, parse_location
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.recording.sessioniser import FeedbackJoinProcess
-from replaylake.serve.serving import ServingState
-from replaylake.serve.versions.reload import AliasFollower, FollowedAlias, parse_alias
+from replaylake.serve.recording.feedback_join_process import FeedbackJoinProcess
+from replaylake.serve.serving_state import ServingState
+from replaylake.serve.versions.alias_follower import AliasFollower, FollowedAlias, parse_alias
 from replaylake.serve.versions.router import Router, ServedPolicy, parse_canaries
+from replaylake.serve.versions.smoke_test import check_same_spaces, smoke_test
 from replaylake.serve.versions.state_tokens import StateSigner
-from replaylake.serve.versions.trial import check_same_spaces, smoke_test
 
 # Without --log-to nobody may feed back, so the key that signs ids need not outlive the process.
 _UNLOGGED: Final = b"nothing is logged"
@@ -89,7 +89,7 @@ def load_serving(config: ServeConfig) -> ServingState:
     )
     common["states"] = StateSigner(lake.signing_key())
     if config.sessionise_every_s:
-        common["sessioniser"] = FeedbackJoinProcess(
+        common["feedback_joiner"] = FeedbackJoinProcess(
             log.dataset, config.lake, config.sessionise_every_s, config.window_s
         )
     return ServingState(router, signer, log, exploration, follower=follower, **common)

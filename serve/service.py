@@ -16,7 +16,7 @@ import bentoml
 
 from replaylake.serve.app import create_app
 from replaylake.serve.config import state_key
-from replaylake.serve.door.connections import limit_connections
+from replaylake.serve.http.connections import limit_connections
 from replaylake.serve.processes.launch import SUPERVISOR, watch_parent
 from replaylake.serve.processes.worker import load
 from replaylake.serve.safety.limits import Safety

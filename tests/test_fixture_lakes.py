@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import replaylake as rl
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck

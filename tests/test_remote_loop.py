@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 
 pytestmark = pytest.mark.slow

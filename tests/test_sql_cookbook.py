@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from replaylake.cli.output.report import table_lines
+from replaylake.cli.output.command_output import table_lines
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.interchange.formats.checks import Finding, RowLocations

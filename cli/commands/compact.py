@@ -15,7 +15,7 @@ from replaylake.cli.options import (
     parse_size,
     translate_usage_errors,
 )
-from replaylake.cli.output.report import CommandOutput, count, size
+from replaylake.cli.output.command_output import CommandOutput, count, size
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.compact import CompactReceipt

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import CommandOutput, count, size
+from replaylake.cli.output.command_output import CommandOutput, count, size
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.copy.copy import CopyReceipt

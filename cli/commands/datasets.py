@@ -15,7 +15,13 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
 )
-from replaylake.cli.output.report import CommandOutput, count, number_text, size, table_lines
+from replaylake.cli.output.command_output import (
+    CommandOutput,
+    count,
+    number_text,
+    size,
+    table_lines,
+)
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake

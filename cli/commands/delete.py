@@ -14,7 +14,7 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
 )
-from replaylake.cli.output.report import CommandOutput, count
+from replaylake.cli.output.command_output import CommandOutput, count
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import CommandOutput, count
+from replaylake.cli.output.command_output import CommandOutput, count
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.versions.diff import ChangeCounts, EpisodeKey, VersionDiff

@@ -17,7 +17,7 @@ from replaylake.cli.options import (
     LakeOption,
     parse_env_args,
 )
-from replaylake.cli.output.report import (
+from replaylake.cli.output.command_output import (
     CommandOutput,
     count,
     interval_text,
@@ -194,7 +194,7 @@ def _other_rewards(acting: _Acting) -> Iterator[str]:
 
 
 def _film(path: Path, env: str, env_args: Mapping[str, Any]) -> Video:
-    from replaylake.offline.environments.pictures import frames_per_second
+    from replaylake.offline.environments.rendering import frames_per_second
     from replaylake.offline.evaluation.video import Video
 
     # It is drawn into an array. Without a screen SDL writes an error of its own otherwise.

@@ -15,7 +15,7 @@ from replaylake.cli.options import (
     LakeOption,
     translate_usage_errors,
 )
-from replaylake.cli.output.report import CommandOutput, count, size
+from replaylake.cli.output.command_output import CommandOutput, count, size
 
 if TYPE_CHECKING:
     from replaylake.datastore.interchange.export.export import ExportReceipt

@@ -14,7 +14,7 @@ from replaylake.cli.options import (
     LakeOption,
     parse_duration,
 )
-from replaylake.cli.output.report import CommandOutput, count, table_lines
+from replaylake.cli.output.command_output import CommandOutput, count, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.feedback.status import FeedbackCounts, FeedbackStatus

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import CommandOutput, table_lines
+from replaylake.cli.output.command_output import CommandOutput, table_lines
 
 
 def formats(

@@ -22,9 +22,9 @@ from replaylake.cli.options import (
     parse_env_args,
     parse_pairs,
 )
+from replaylake.cli.output.command_output import CommandOutput, count
 from replaylake.cli.output.follow import follow_lines
 from replaylake.cli.output.receipt import check_lines, receipt_lines
-from replaylake.cli.output.report import CommandOutput, count
 from replaylake.datastore.errors import ConfigInvalidError
 
 if TYPE_CHECKING:
@@ -387,6 +387,6 @@ def _spaces(env: str, env_args: Mapping[str, Any]) -> tuple[Space, Space]:
 
 
 def _alignment(env: str, env_args: Mapping[str, Any]) -> Align:
-    from replaylake.offline.evaluation.align import check_alignment
+    from replaylake.offline.evaluation.alignment import check_alignment
 
     return partial(check_alignment, env, env_args=env_args)

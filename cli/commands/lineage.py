@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import CommandOutput, cell_text, count
+from replaylake.cli.output.command_output import CommandOutput, cell_text, count
 
 
 def lineage(

@@ -16,8 +16,8 @@ from replaylake.cli.options import (
     LakeOption,
     parse_duration,
 )
-from replaylake.cli.output.report import CommandOutput, result_stream, size, table_lines
-from replaylake.cli.stopping import stop_on_signals
+from replaylake.cli.output.command_output import CommandOutput, result_stream, size, table_lines
+from replaylake.cli.stop_signals import stop_on_signals
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.maintain import MaintainReceipt

@@ -16,7 +16,7 @@ from replaylake.cli.options import (
     LakeOption,
     translate_usage_errors,
 )
-from replaylake.cli.output.report import (
+from replaylake.cli.output.command_output import (
     CommandOutput,
     count,
     interval_text,
@@ -26,7 +26,7 @@ from replaylake.cli.output.report import (
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.holdout import Holdout
-    from replaylake.offline.evaluation.ope.question import PolicyReport
+    from replaylake.offline.evaluation.ope.evaluation_request import PolicyReport
 
 _EXIT_NO = 3
 _DIGITS = 4
@@ -160,8 +160,11 @@ def ope(
 
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
+    from replaylake.offline.evaluation.ope.evaluation_request import (
+        EvaluationRequest,
+        ProgressCallbacks,
+    )
     from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-    from replaylake.offline.evaluation.ope.question import EvaluationRequest, ProgressCallbacks
 
     report = CommandOutput(as_json)
     question = EvaluationRequest(

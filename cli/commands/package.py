@@ -14,7 +14,7 @@ from replaylake.cli.options import (
     LakeOption,
     PolicyArgument,
 )
-from replaylake.cli.output.report import CommandOutput, size
+from replaylake.cli.output.command_output import CommandOutput, size
 
 _LARGEST: Final = 4
 

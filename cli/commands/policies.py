@@ -17,7 +17,7 @@ from replaylake.cli.options import (
     LakeOption,
     PolicyArgument,
 )
-from replaylake.cli.output.report import CommandOutput, table_lines, tree_lines
+from replaylake.cli.output.command_output import CommandOutput, table_lines, tree_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.policies.aliases import Move

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
+from replaylake.cli.output.command_output import CommandOutput, count, table_lines
 from replaylake.cli.output.progress import time_left
-from replaylake.cli.output.report import CommandOutput, count, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.runs.summary import RunSummary

@@ -16,14 +16,14 @@ from replaylake.cli.options import (
     LakeOption,
     translate_usage_errors,
 )
-from replaylake.cli.output.report import CommandOutput, count, table_lines
+from replaylake.cli.output.command_output import CommandOutput, count, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
     from replaylake.datastore.lake.policies.aliases import Move
     from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
-    from replaylake.offline.evaluation.ope.promotion import GateNotApplicable, GateResult
-    from replaylake.offline.evaluation.ope.question import EvaluationRequest
+    from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
+    from replaylake.offline.evaluation.ope.promotion_gate import GateNotApplicable, GateResult
 
 _EXIT_NO: Final = 3
 _CHAMPION: Final = "champion"
@@ -204,8 +204,8 @@ def promote(
     found = None
     if gate:
         from replaylake.datastore.lake.holdout import Holdout
+        from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
         from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-        from replaylake.offline.evaluation.ope.question import EvaluationRequest
 
         with translate_usage_errors("--holdout"):
             split = None if holdout is None else Holdout(holdout)
@@ -319,8 +319,8 @@ def _evaluate_gate(
     alpha: float,
     margin: float,
 ) -> GateResult | GateNotApplicable:
-    from replaylake.offline.evaluation.ope.promotion import evaluate_gate
-    from replaylake.offline.evaluation.ope.question import ProgressCallbacks
+    from replaylake.offline.evaluation.ope.evaluation_request import ProgressCallbacks
+    from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
 
     against = None if champion is None else lake.registry.resolve(f"{ref.name}:{champion}")
     with report.progress("reading the steps", "") as progress:
@@ -374,7 +374,7 @@ def _format_move(move: Move) -> str:
 
 def gate_lines(gate: GateResult | GateNotApplicable) -> Iterator[str]:
     """Yield what a gate found: the two policies, a table of the estimators, the reasons."""
-    from replaylake.offline.evaluation.ope.promotion import GateNotApplicable
+    from replaylake.offline.evaluation.ope.promotion_gate import GateNotApplicable
 
     if isinstance(gate, GateNotApplicable):
         yield f"refused: {gate.reason}"

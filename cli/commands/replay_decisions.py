@@ -16,7 +16,7 @@ from replaylake.cli.options import (
     PolicyArgument,
     translate_usage_errors,
 )
-from replaylake.cli.output.report import CommandOutput, count, number_text, table_lines
+from replaylake.cli.output.command_output import CommandOutput, count, number_text, table_lines
 
 if TYPE_CHECKING:
     from replaylake.offline.evaluation.ope.decision_replay import DecisionReplay

@@ -16,7 +16,7 @@ from replaylake.cli.options import (
     parse_size,
     translate_usage_errors,
 )
-from replaylake.cli.output.report import CommandOutput, duration, size
+from replaylake.cli.output.command_output import CommandOutput, duration, size
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.retention import Retention

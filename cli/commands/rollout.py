@@ -17,7 +17,7 @@ from replaylake.cli.options import (
     parse_pairs,
     translate_usage_errors,
 )
-from replaylake.cli.output.report import CommandOutput, count, number_text, size
+from replaylake.cli.output.command_output import CommandOutput, count, number_text, size
 from replaylake.cli.run_options import EnvRunner
 
 if TYPE_CHECKING:

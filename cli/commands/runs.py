@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import CommandOutput, table_lines
+from replaylake.cli.output.command_output import CommandOutput, table_lines
 from replaylake.cli.output.run_lines import (
     Curves,
     about,

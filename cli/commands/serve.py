@@ -16,7 +16,7 @@ from replaylake.cli.options import (
     parse_duration,
     translate_usage_errors,
 )
-from replaylake.cli.output.report import CommandOutput, result_stream
+from replaylake.cli.output.command_output import CommandOutput, result_stream
 
 if TYPE_CHECKING:
     from replaylake.serve.config import ServeConfig

@@ -19,7 +19,7 @@ from replaylake.cli.options import (
     LakeOption,
     parse_pairs,
 )
-from replaylake.cli.output.report import (
+from replaylake.cli.output.command_output import (
     CommandOutput,
     count,
     fit_columns,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import CommandOutput, table_lines
+from replaylake.cli.output.command_output import CommandOutput, table_lines
 
 _COLUMNS = ("dataset", "tag", "version", "created_at")
 

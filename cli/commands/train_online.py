@@ -21,7 +21,7 @@ from replaylake.cli.options import (
     LakeOption,
     parse_env_args,
 )
-from replaylake.cli.output.report import CommandOutput, count, interval_text, number_text
+from replaylake.cli.output.command_output import CommandOutput, count, interval_text, number_text
 from replaylake.cli.run_options import (
     AssignmentsOption,
     ConfigOption,

@@ -15,7 +15,7 @@ from replaylake.cli.options import (
     LakeOption,
     parse_duration,
 )
-from replaylake.cli.output.report import CommandOutput, count
+from replaylake.cli.output.command_output import CommandOutput, count
 
 if TYPE_CHECKING:
     from replaylake.datastore.maintenance.trim import TrimReceipt

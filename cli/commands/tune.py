@@ -10,7 +10,7 @@ import typer
 
 from replaylake.cli.config import read_options
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
-from replaylake.cli.output.report import (
+from replaylake.cli.output.command_output import (
     CommandOutput,
     cell_text,
     count,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from replaylake.cli.output.command_output import CommandOutput, count
 from replaylake.cli.output.receipt import rename_lines, shorten_line
-from replaylake.cli.output.report import CommandOutput, count
 
 if TYPE_CHECKING:
     from replaylake.datastore.episodes.spaces import Space

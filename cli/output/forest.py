@@ -13,7 +13,7 @@ from replaylake.cli.output.plots import STYLE, shorten_name, simplify_axes
 from replaylake.datastore.storage.storage import atomic_write
 
 if TYPE_CHECKING:
-    from replaylake.offline.evaluation.ope.question import PolicyReport
+    from replaylake.offline.evaluation.ope.evaluation_request import PolicyReport
 
 _LOG = "#9aa3ad"
 _VALUE = "#0072B2"

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 from replaylake.cli.output import plots
-from replaylake.cli.output.report import count, number_text, size
+from replaylake.cli.output.command_output import count, number_text, size
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.profile.column_statistics import Dimension

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from replaylake.cli.output.report import count, size, table_lines
+from replaylake.cli.output.command_output import count, size, table_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.interchange.formats.checks import Check

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from replaylake.cli.output.command_output import number_text, table_lines, tree_lines
 from replaylake.cli.output.progress import time_left
-from replaylake.cli.output.report import number_text, table_lines, tree_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.runs.metrics import Curve

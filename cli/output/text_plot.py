@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.cli.output.report import number_text, result_stream
+from replaylake.cli.output.command_output import number_text, result_stream
 
 Points = tuple[NDArray[Any], NDArray[Any]]
 """Places on the x axis, growing, and values: [n] each; what is not finite is left out."""

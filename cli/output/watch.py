@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from replaylake.cli.output.report import CommandOutput
+from replaylake.cli.output.command_output import CommandOutput
 from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError
 from replaylake.datastore.interchange.formats.rlds.tfrecord import mask_crc
 from replaylake.datastore.lake.runs.metrics import RUNS

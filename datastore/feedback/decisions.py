@@ -35,7 +35,7 @@ from replaylake.datastore.episodes.schema import (
 )
 from replaylake.datastore.episodes.spaces import Space, as_values, describe, gather, num_actions
 from replaylake.datastore.errors import AlreadyExistsError, EpisodeInvalidError, SchemaMismatchError
-from replaylake.datastore.feedback.native_rows import Encode, RowEncoder
+from replaylake.datastore.feedback.row_encoder import Encode, RowEncoder
 from replaylake.datastore.feedback.segments import (
     NOTHING_RECOVERED,
     Recovered,

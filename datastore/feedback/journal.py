@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from replaylake.datastore.errors import ReplayLakeError, StorageError
-from replaylake.datastore.feedback.native_rows import Encode
+from replaylake.datastore.feedback.row_encoder import Encode
 from replaylake.datastore.feedback.segments import (
     SUFFIX,
     Segment,

@@ -44,7 +44,7 @@ from replaylake.datastore.episodes.schema import (
     to_numpy,
 )
 from replaylake.datastore.episodes.spaces import Array, take
-from replaylake.datastore.feedback.received import (
+from replaylake.datastore.feedback.received_table import (
     CONTENT_HASH,
     PREFIX,
     RECEIVED_AT,

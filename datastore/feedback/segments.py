@@ -22,7 +22,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError, StorageError
-from replaylake.datastore.feedback.native_rows import Encode, RowEncoder
+from replaylake.datastore.feedback.row_encoder import Encode, RowEncoder
 from replaylake.datastore.storage.table.table import Table
 
 SUFFIX: Final = ".jsonl"

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.errors import AlreadyExistsError, EpisodeInvalidError
 from replaylake.datastore.lake.dataset import Dataset
-from replaylake.datastore.lake.rejected import REJECTED_SCHEMA
+from replaylake.datastore.lake.rejected_rows import REJECTED_SCHEMA
 
 # The names of the checks, as `checks` has them.
 REWARD_CHECK: Final = "reward_sum"

@@ -19,7 +19,7 @@ from replaylake.datastore.feedback.decisions import (
     REWARD_LATE,
     REWARDED_AT,
 )
-from replaylake.datastore.feedback.served import LoggedFeedback, read_logged_feedback
+from replaylake.datastore.feedback.logged_feedback import LoggedFeedback, read_logged_feedback
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot

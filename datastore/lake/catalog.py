@@ -15,7 +15,7 @@ import pyarrow as pa
 from replaylake.datastore.errors import NotFoundError, QueryRefusedError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.policies.registry import Registry
-from replaylake.datastore.lake.rejected import snapshot_rejected
+from replaylake.datastore.lake.rejected_rows import snapshot_rejected
 from replaylake.datastore.lake.runs.metrics import read_metrics
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.versions.tags import Tags

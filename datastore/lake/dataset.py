@@ -10,7 +10,6 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.episodes import validate_all
 from replaylake.datastore.episodes.inference import infer_spec
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import (
@@ -22,6 +21,7 @@ from replaylake.datastore.episodes.schema import (
     widen_type,
 )
 from replaylake.datastore.episodes.spaces import Space
+from replaylake.datastore.episodes.validation import validate_all
 from replaylake.datastore.errors import (
     AlreadyExistsError,
     EpisodeInvalidError,

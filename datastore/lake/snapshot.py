@@ -12,9 +12,9 @@ from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Values, describe
 from replaylake.datastore.query import query
 from replaylake.datastore.replay.arrays import read_arrays
-from replaylake.datastore.replay.opening import open_view
 from replaylake.datastore.replay.packing.packing import OnProgress
 from replaylake.datastore.replay.view import ReplayView
+from replaylake.datastore.replay.view_opener import open_view
 from replaylake.datastore.replay.view_query import ViewQuery, column_names
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.presence import check_shards_present

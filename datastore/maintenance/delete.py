@@ -20,15 +20,15 @@ from replaylake.datastore.episodes.schema import (
     TRUNCATED,
 )
 from replaylake.datastore.feedback.decisions import DECISION_ID, recover_feedback
-from replaylake.datastore.feedback.received import recover_received
+from replaylake.datastore.feedback.received_table import recover_received
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.maintenance.received import (
+from replaylake.datastore.maintenance.received_removal import (
     count_received,
     remove_received,
     select_waiting,
 )
-from replaylake.datastore.maintenance.rejected import (
+from replaylake.datastore.maintenance.rejected_removal import (
     count_rejected,
     remove_rejected,
     select_rejected,

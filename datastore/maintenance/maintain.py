@@ -18,7 +18,11 @@ from replaylake.datastore.errors import CommitConflictError, ReplayLakeError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.maintenance.kept import RetainedFiles, find_retained_files, list_pins
+from replaylake.datastore.maintenance.retained_files import (
+    RetainedFiles,
+    find_retained_files,
+    list_pins,
+)
 from replaylake.datastore.maintenance.retention import Retention, read_retention
 from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.maintenance.vacuum import vacuum, vacuum_leftovers

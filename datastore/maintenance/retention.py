@@ -14,7 +14,7 @@ from typing import Any, Final
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import DEFAULT_TARGET_BYTES, check_target
-from replaylake.datastore.maintenance.kept import DEFAULT_RETENTION_S
+from replaylake.datastore.maintenance.retained_files import DEFAULT_RETENTION_S
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.state import LogState

@@ -26,12 +26,12 @@ from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import OPEN_S
-from replaylake.datastore.maintenance.received import (
+from replaylake.datastore.maintenance.received_removal import (
     count_received,
     find_written_received,
     remove_received,
 )
-from replaylake.datastore.maintenance.rejected import (
+from replaylake.datastore.maintenance.rejected_removal import (
     count_rejected,
     remove_rejected,
     select_rejected_before,

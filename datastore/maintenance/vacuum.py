@@ -21,7 +21,7 @@ from typing import Any, Final
 from replaylake.datastore.errors import CommitConflictError, ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.lease import RunLease
-from replaylake.datastore.maintenance.kept import (
+from replaylake.datastore.maintenance.retained_files import (
     DEFAULT_RETENTION_S,
     VersionPin,
     find_newly_retained,

@@ -21,14 +21,7 @@ from replaylake.datastore.errors import (
     SchemaMismatchError,
 )
 from replaylake.datastore.query.expressions import canonical_expression
-from replaylake.datastore.replay.cache.cached_view import (
-    open_cached,
-    read_content_hash,
-    write_content_hash,
-)
-from replaylake.datastore.replay.cache.keeping import CacheWriter
-from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.memory import (
+from replaylake.datastore.replay.array_allocator import (
     BOOTSTRAPPABLE_STEPS,
     RECORDS,
     STEPS,
@@ -37,6 +30,13 @@ from replaylake.datastore.replay.memory import (
     is_mapped,
     resolve_budget,
 )
+from replaylake.datastore.replay.cache.cache_writer import CacheWriter
+from replaylake.datastore.replay.cache.cached_view import (
+    open_cached,
+    read_content_hash,
+    write_content_hash,
+)
+from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
 from replaylake.datastore.replay.protocols import Assembler, Item
 from replaylake.datastore.replay.record_runs import Runs
 from replaylake.datastore.replay.records import Packed, Records

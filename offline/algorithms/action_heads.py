@@ -27,7 +27,7 @@ from replaylake.datastore.lake.policies.multi_categorical import element_sizes
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.box_actions import box_scaling
 from replaylake.offline.algorithms.discrete_actions import action_indices, log_softmax
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.action_scaling import ActionScaling
 from replaylake.offline.learning.algorithm import tensor
 from replaylake.offline.losses.actor_critic import sample_squashed

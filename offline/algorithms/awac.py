@@ -26,7 +26,7 @@ from replaylake.offline.algorithms.box_actions import (
     q_of_many,
     with_metrics,
 )
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.adam import adam_by_group
 from replaylake.offline.learning.algorithm import (
     Algorithm,

@@ -27,7 +27,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.box_actions import deterministic_graph, gaussian_graph
 from replaylake.offline.algorithms.discrete_actions import action_indices
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.action_scaling import action_scaling
 from replaylake.offline.learning.adam import adam
 from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, tensor, weighted_mean

@@ -17,7 +17,7 @@ from replaylake.datastore.episodes.spaces import Box, Space, describe
 from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.network_options import check_sizes
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.action_scaling import (
     ActionScaling,
     ActionUnscaler,

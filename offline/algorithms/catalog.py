@@ -23,13 +23,13 @@ from replaylake.datastore.episodes.spaces import (
     value_dtype,
 )
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError, SpaceUnsupportedError
+from replaylake.offline.algorithms.builtin import BUILTIN, BuiltinAlgorithm
 from replaylake.offline.algorithms.info import AlgorithmInfo
-from replaylake.offline.algorithms.own import UserAlgorithm, load_user_algorithm
-from replaylake.offline.algorithms.table import BUILTIN, BuiltinAlgorithm
+from replaylake.offline.algorithms.user_algorithm import UserAlgorithm, load_user_algorithm
+from replaylake.offline.d3rlpy.algorithms import D3RLPY_ALGORITHMS, D3rlpyAlgorithm
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.d3rlpy.options import check_options as check_d3rlpy_options
-from replaylake.offline.d3rlpy.table import D3RLPY_ALGORITHMS, D3rlpyAlgorithm
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.learner import GradientLearner, Learner
 from replaylake.offline.learning.options import check_keys, from_options, near_matches
 from replaylake.offline.learning.single_frames import SingleFrames

@@ -11,7 +11,7 @@ from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete, S
 from replaylake.offline.algorithms.catalog import builtin_row, d3rlpy_row
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.d3rlpy.options import list_options
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.options import to_options
 
 # A space of each kind of actions, to make an algorithm for; its networks are not made.

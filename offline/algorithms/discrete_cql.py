@@ -18,7 +18,7 @@ from replaylake.offline.algorithms.dqn import (
     q_algorithm,
     td_loss,
 )
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.algorithm import (
     Algorithm,
     Losses,

@@ -18,7 +18,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.box_actions import critic_losses, get_scalar
 from replaylake.offline.algorithms.discrete_actions import action_indices, discrete, log_softmax
 from replaylake.offline.algorithms.sac import SACConfig
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.adam import adam_by_group
 from replaylake.offline.learning.algorithm import (
     Algorithm,

@@ -19,7 +19,7 @@ from replaylake.datastore.episodes.spaces import Discrete, Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.algorithms.discrete_actions import action_indices, discrete
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.adam import adam
 from replaylake.offline.learning.algorithm import (
     Algorithm,

@@ -21,7 +21,7 @@ from replaylake.offline.algorithms.discrete_actions import (
     log_softmax,
 )
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.adam import adam_with_decay
 from replaylake.offline.learning.algorithm import (
     Algorithm,

@@ -21,7 +21,7 @@ from replaylake.offline.algorithms.on_policy import (
     normalize_advantages,
     on_policy_algorithm,
 )
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.adam import OptimizerFunction, adam
 from replaylake.offline.learning.algorithm import Algorithm
 from replaylake.offline.learning.options import expect

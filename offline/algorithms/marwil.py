@@ -22,7 +22,7 @@ from replaylake.offline.algorithms.box_actions import (
 )
 from replaylake.offline.algorithms.discrete_actions import action_indices
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.adam import adam
 from replaylake.offline.learning.algorithm import (
     Algorithm,

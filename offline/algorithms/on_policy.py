@@ -16,8 +16,12 @@ from replaylake.datastore.episodes.spaces import Box, Space, leaves
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.offline.algorithms.action_heads import ActionHead, SquashedGaussianHead, action_head
 from replaylake.offline.algorithms.network_options import check_network
-from replaylake.offline.algorithms.steps_seen import FeedforwardModel, RecurrentModel, SequenceModel
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.algorithms.sequence_models import (
+    FeedforwardModel,
+    RecurrentModel,
+    SequenceModel,
+)
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.adam import OptimizerFunction
 from replaylake.offline.learning.algorithm import (
     Algorithm,

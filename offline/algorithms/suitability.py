@@ -26,8 +26,8 @@ from replaylake.offline.algorithms.catalog import (
 from replaylake.offline.algorithms.description import needs
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.d3rlpy.features import observation_features
-from replaylake.offline.facts import DatasetStatistics
-from replaylake.offline.learning.normalisation import fit_statistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
+from replaylake.offline.learning.normalization import fit_statistics
 
 
 @dataclass(frozen=True)

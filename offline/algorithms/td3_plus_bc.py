@@ -12,7 +12,7 @@ import torch
 
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.offline.algorithms.td3 import TD3Config, td3_algorithm
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.algorithm import Algorithm
 from replaylake.offline.learning.options import expect
 from replaylake.offline.losses.actor_critic import behavior_regularized_value

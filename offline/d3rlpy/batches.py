@@ -15,11 +15,11 @@ from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Discrete, Space
 from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.replay.to_torch import to_torch
+from replaylake.offline.d3rlpy.algorithms import D3rlpyAlgorithm
 from replaylake.offline.d3rlpy.features import Features
 from replaylake.offline.d3rlpy.library import load_d3rlpy
 from replaylake.offline.d3rlpy.options import algorithm_label
-from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
-from replaylake.offline.facts import RewardScaling
+from replaylake.offline.dataset_statistics import RewardScaling
 from replaylake.offline.learning.action_scaling import ActionScaling
 
 

@@ -9,8 +9,8 @@ import torch
 
 from replaylake.datastore.episodes.spaces import Box, Space, describe, leaves
 from replaylake.datastore.errors import SpaceUnsupportedError
-from replaylake.offline.d3rlpy.table import D3RLPY_ALGORITHMS, D3rlpyAlgorithm
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.d3rlpy.algorithms import D3RLPY_ALGORITHMS, D3rlpyAlgorithm
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.networks import encoders
 from replaylake.offline.networks.features import ObservationFeatures
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.offline.d3rlpy.algorithms import D3rlpyAlgorithm
 from replaylake.offline.d3rlpy.features import Features
-from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
 from replaylake.offline.learning.action_scaling import ActionScaling, ActionUnscaler
 from replaylake.offline.networks.graph import PolicyGraph
 

@@ -17,14 +17,14 @@ from replaylake.datastore.errors import ConfigInvalidError, PackageInvalidError
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.view import ReplayView
+from replaylake.offline.d3rlpy.algorithms import D3rlpyAlgorithm
 from replaylake.offline.d3rlpy.batches import D3rlpyBatches
 from replaylake.offline.d3rlpy.features import Frames, observation_features
 from replaylake.offline.d3rlpy.graphs import policy_graph
+from replaylake.offline.d3rlpy.optimizations import apply_optimizations
 from replaylake.offline.d3rlpy.options import EXCLUDED_OPTIONS, algorithm_label, make_config
-from replaylake.offline.d3rlpy.randomness import IsolatedRandomState
-from replaylake.offline.d3rlpy.shortcuts import apply_optimizations
-from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.d3rlpy.random_state import IsolatedRandomState
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.action_scaling import ActionScaling, action_scaling
 from replaylake.offline.learning.learner import Update
 from replaylake.offline.learning.state import pack_state, unpack_state

@@ -9,8 +9,8 @@ from typing import Any, Final, get_type_hints
 import torch
 
 from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.offline.d3rlpy.algorithms import D3rlpyAlgorithm
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
 from replaylake.offline.learning.options import cast, check_keys
 
 # d3rlpy's names for what is stated once for all algorithms, and where to say it instead.

@@ -22,7 +22,7 @@ from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.lake.policies.streams import EpisodeStreams
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any, spaces_of
-from replaylake.offline.environments.pictures import make_rendering, render_frame
+from replaylake.offline.environments.rendering import make_rendering, render_frame
 from replaylake.offline.environments.spaces import Environment, action_mask, from_gymnasium
 from replaylake.offline.evaluation.intervals import student_t_interval
 from replaylake.offline.evaluation.self_play import AgentPolicies, GameState, SelfPlay

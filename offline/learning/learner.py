@@ -18,7 +18,7 @@ from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.algorithm import Algorithm, Networks, OnPolicy
 from replaylake.offline.learning.flat import FlatGroup, flatten_parameters
 from replaylake.offline.learning.minibatches import minibatches

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.networks.actors import CategoricalNetwork
 from replaylake.offline.networks.critics import ValueNetwork
 from replaylake.offline.networks.features import ObservationFeatures

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from replaylake.datastore.episodes.spaces import Space
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.features import ObservationFeatures
 from replaylake.offline.networks.mlp import MLP, EnsembleMLP

@@ -24,7 +24,7 @@ from replaylake.datastore.episodes.spaces import (
     leaves,
 )
 from replaylake.datastore.errors import SpaceUnsupportedError
-from replaylake.offline.facts import Moments
+from replaylake.offline.dataset_statistics import Moments
 from replaylake.offline.networks.encoders import FrameEncoder
 
 _NONE: Final[Mapping[str, Moments]] = {}

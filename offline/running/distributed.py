@@ -21,7 +21,7 @@ from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, Tra
 from replaylake.offline.running.local_ray import START_TIMEOUT_S, check_room, open_ray
 from replaylake.offline.running.training.callbacks import Callbacks
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
-from replaylake.offline.running.training.team import ProcessGroup
+from replaylake.offline.running.training.process_group import ProcessGroup
 
 # Called in each learner's process as work(team, callbacks, *arguments).
 ProcessFunction = Callable[..., None]

@@ -30,10 +30,14 @@ from replaylake.offline.running.training.config import TrainConfig, TrainRequest
 from replaylake.offline.running.training.data import OnReading, check_same_data
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.job import TrainingJob, make_final_evaluation, prepare
-from replaylake.offline.running.training.lake_run import LakeObserver, OnMetrics
+from replaylake.offline.running.training.lake_observer import LakeObserver, OnMetrics
 from replaylake.offline.running.training.packaging import build_package
+from replaylake.offline.running.training.process_group import (
+    SINGLE_PROCESS,
+    ProcessGroup,
+    sync_stop,
+)
 from replaylake.offline.running.training.run_record import RunRecord, find_run
-from replaylake.offline.running.training.team import SINGLE_PROCESS, ProcessGroup, sync_stop
 from replaylake.offline.running.training.trainer import Trainer, TrainProgress
 
 

@@ -21,7 +21,7 @@ from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.datastore.names import new_ulid
 from replaylake.offline.algorithms.catalog import check_options, make_learner
-from replaylake.offline.learning.normalisation import fit_statistics
+from replaylake.offline.learning.normalization import fit_statistics
 from replaylake.offline.learning.options import near_matches
 from replaylake.offline.running.local_ray import check_room, open_ray
 from replaylake.offline.running.training.data import open_data

@@ -9,8 +9,8 @@ import numpy as np
 from replaylake.datastore.episodes.spaces import Array, Box, Values, describe
 from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.heads import box_bounds
-from replaylake.online.collecting.acting import BehaviorPolicy
-from replaylake.online.collecting.draws import EpisodeRandom
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
+from replaylake.online.collecting.episode_random import EpisodeRandom
 
 
 class ActorOutput(NamedTuple):

@@ -27,10 +27,10 @@ from replaylake.offline.environments.games import Game, Outcome
 from replaylake.offline.environments.ids import make_any
 from replaylake.offline.environments.spaces import from_gymnasium
 from replaylake.offline.evaluation.evaluate import check_spaces_match
-from replaylake.online.collecting.acting import BehaviorPolicies, BehaviorPolicy
 from replaylake.online.collecting.actor import Actor
+from replaylake.online.collecting.behavior_policy import BehaviorPolicies, BehaviorPolicy
 from replaylake.online.collecting.player import Player, stack_masks
-from replaylake.online.collecting.track import EpisodeEnd
+from replaylake.online.collecting.step_buffer import EpisodeEnd
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.monitoring.timings import Timings
 

@@ -12,8 +12,8 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Array, as_batch, concatenate
 from replaylake.datastore.errors import RolloutError
 from replaylake.offline.environments.games import Outcome
-from replaylake.online.collecting.acting import BehaviorPolicy
-from replaylake.online.collecting.track import POLICY_STATE, SEED, WORKER
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
+from replaylake.online.collecting.step_buffer import POLICY_STATE, SEED, WORKER
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.online.collecting.track import EpisodeEnd
+from replaylake.online.collecting.step_buffer import EpisodeEnd
 
 _MAX_RECENT: Final = 100
 # A sum of rewards that cancel but for rounding.

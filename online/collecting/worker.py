@@ -17,11 +17,15 @@ from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.environments.ids import make
 from replaylake.offline.environments.spaces import from_gymnasium
-from replaylake.online.collecting.acting import BehaviorPolicies, BehaviorPolicy, require_single
 from replaylake.online.collecting.actor import Actor
-from replaylake.online.collecting.lanes import VectorEnv
-from replaylake.online.collecting.track import EpisodeEnd as EpisodeEnd
-from replaylake.online.collecting.track import take_steps
+from replaylake.online.collecting.behavior_policy import (
+    BehaviorPolicies,
+    BehaviorPolicy,
+    require_single,
+)
+from replaylake.online.collecting.step_buffer import EpisodeEnd as EpisodeEnd
+from replaylake.online.collecting.step_buffer import take_steps
+from replaylake.online.collecting.vector_env import VectorEnv
 from replaylake.online.monitoring.timings import Timings
 
 

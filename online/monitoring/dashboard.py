@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from replaylake.datastore.maintenance import grafana
 from replaylake.datastore.maintenance.grafana import AGE, RATE, Choice, Panel, Query, Row
-from replaylake.online.monitoring.exported import (
+from replaylake.online.monitoring.metric_families import (
     ENV_STEPS,
     EPISODES,
     EVALUATION,

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.online.monitoring.exported import (
+from replaylake.online.monitoring.metric_families import (
     LAST_UPDATE_TIME,
     METRIC_FAMILIES,
     UPDATES,

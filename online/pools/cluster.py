@@ -16,8 +16,12 @@ from typing import Any, Final
 from replaylake.datastore.errors import ConfigInvalidError, RolloutError, StorageError
 from replaylake.datastore.lake.policies.manifest import GRAPH, read_verified
 from replaylake.offline.running import local_ray
-from replaylake.online.collecting.acting import BehaviorPolicies, BehaviorPolicy, GraphBytes
-from replaylake.online.collecting.shipment import WorkerSpec
+from replaylake.online.collecting.behavior_policy import (
+    BehaviorPolicies,
+    BehaviorPolicy,
+    GraphBytes,
+)
+from replaylake.online.collecting.rollout_batch import WorkerSpec
 from replaylake.online.pools.nodes import Nodes
 
 _NEEDS: Final = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replaylake.online.collecting.acting import BehaviorPolicies
-from replaylake.online.collecting.shipment import RecordingWorker, RolloutBatch, WorkerSpec
+from replaylake.online.collecting.behavior_policy import BehaviorPolicies
+from replaylake.online.collecting.rollout_batch import RecordingWorker, RolloutBatch, WorkerSpec
 
 
 class LocalPool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from replaylake.online.collecting.acting import BehaviorPolicies
-from replaylake.online.collecting.shipment import RolloutBatch
+from replaylake.online.collecting.behavior_policy import BehaviorPolicies
+from replaylake.online.collecting.rollout_batch import RolloutBatch
 
 # What takes longer counts as hung, unless the caller knows better (OnlineConfig.answer_timeout_s):
 # a worker that makes an environment or takes a step, a store that is asked to commit.

@@ -16,8 +16,8 @@ from replaylake.datastore.errors import ReplayLakeError, RolloutError, Transient
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.running.local_ray import START_TIMEOUT_S
-from replaylake.online.collecting.acting import BehaviorPolicies
-from replaylake.online.collecting.shipment import (
+from replaylake.online.collecting.behavior_policy import BehaviorPolicies
+from replaylake.online.collecting.rollout_batch import (
     EpisodeNumbers,
     RecordingWorker,
     RolloutBatch,

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from replaylake.online.collecting.shipment import RolloutBatch
+from replaylake.online.collecting.rollout_batch import RolloutBatch
 from replaylake.online.pools.pool import WorkerLost, WorkerPool
-from replaylake.online.recording.recorder import EpisodeCommitter
-from replaylake.online.recording.refusals import RETRY_S, StorageRetry
+from replaylake.online.recording.episode_committer import EpisodeCommitter
+from replaylake.online.recording.storage_retry import RETRY_S, StorageRetry
 
 # Workers' shards are committed in groups, ten times a second at most.
 GROUP_INTERVAL_S: Final = 0.1

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.live.log_reader import FollowTimings
-from replaylake.online.collecting.shipment import RolloutBatch
+from replaylake.online.collecting.rollout_batch import RolloutBatch
 from replaylake.online.monitoring.timings import Timings
-from replaylake.online.recording.recorder import EpisodeCommitter
+from replaylake.online.recording.episode_committer import EpisodeCommitter
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from replaylake.offline.environments.ids import make_any
 from replaylake.offline.learning.algorithm import OnPolicy
 from replaylake.offline.learning.learner import Learner, Update
 from replaylake.offline.networks.graph import PolicyGraph
-from replaylake.online.collecting.acting import BehaviorPolicy
-from replaylake.online.training.behavior import SingleBehaviorSource
-from replaylake.online.training.once_supply import OnPolicyBatches
-from replaylake.online.training.supply import ReplayBatches
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
+from replaylake.online.training.behavior_source import SingleBehaviorSource
+from replaylake.online.training.on_policy_batches import OnPolicyBatches
+from replaylake.online.training.replay_batches import ReplayBatches
 
 # Before the agent's name in a metric's.
 _AGENT: Final = "agent"

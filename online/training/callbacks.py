@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replaylake.offline.running.training.callbacks import RunStart
-from replaylake.offline.running.training.lake_run import OnMetrics
+from replaylake.offline.running.training.lake_observer import OnMetrics
 from replaylake.online.training.progress import OnlineProgress
 
 

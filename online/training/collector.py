@@ -17,14 +17,14 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.errors import TrainingError
-from replaylake.online.collecting.acting import num_bytes_sent
+from replaylake.online.collecting.behavior_policy import num_bytes_sent
 from replaylake.online.collecting.returns import RecentReturns
-from replaylake.online.collecting.shipment import RolloutBatch
+from replaylake.online.collecting.rollout_batch import RolloutBatch
 from replaylake.online.pools.pool import WorkerLost
-from replaylake.online.recording.recorded import CommittedSteps
-from replaylake.online.recording.refusals import RETRY_S
+from replaylake.online.recording.committed_steps import CommittedSteps
+from replaylake.online.recording.storage_retry import RETRY_S
+from replaylake.online.training.components import Components
 from replaylake.online.training.config import OnlineConfig
-from replaylake.online.training.parts import Components
 
 # From one look at what the workers have sent to the next, while there are updates to make: a look
 # at Ray takes 0.2 ms.

@@ -25,12 +25,12 @@ from replaylake.offline.algorithms.catalog import (
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.learning.learner import Learner
-from replaylake.online.collecting.acting import BehaviorPolicy
-from replaylake.online.collecting.track import POLICY_STATE
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
+from replaylake.online.collecting.step_buffer import POLICY_STATE
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.collecting.workers import make_worker
-from replaylake.online.recording.destination import ensure_dataset
-from replaylake.online.recording.recorded import CollectedData
+from replaylake.online.recording.committed_steps import CollectedData
+from replaylake.online.recording.dataset_setup import ensure_dataset
 from replaylake.online.training.agents import (
     AgentLearners,
     agents_of,

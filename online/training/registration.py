@@ -12,16 +12,16 @@ from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
 from replaylake.offline.evaluation.self_play import AgentPolicies
-from replaylake.offline.running.training.lake_run import LakeObserver
+from replaylake.offline.running.training.lake_observer import LakeObserver
 from replaylake.offline.running.training.packaging import build_package
 from replaylake.offline.running.training.run_record import RunRecord
-from replaylake.online.recording.recorded import read_collected
-from replaylake.online.recording.refusals import StorageRetry
+from replaylake.online.recording.committed_steps import read_collected
+from replaylake.online.recording.storage_retry import StorageRetry
 from replaylake.online.training.agent_packages import build_packages, register_packages
 from replaylake.online.training.agents import AgentLearners, agent_steps_condition, policy_names
 from replaylake.online.training.job import OnlineJob, manifest_of
-from replaylake.online.training.patient_observer import RetryingObserver
 from replaylake.online.training.result import OnlineResult, make_result
+from replaylake.online.training.retrying_observer import RetryingObserver
 from replaylake.online.training.trainer import OnlineTrainer
 
 

@@ -31,23 +31,23 @@ from replaylake.offline.running.training.interruption import (
     RunInterrupted,
     interrupt_on_sigterm,
 )
-from replaylake.offline.running.training.lake_run import LakeObserver
+from replaylake.offline.running.training.lake_observer import LakeObserver
+from replaylake.offline.running.training.policy_selection import FIRST_SEED, PolicySelection
 from replaylake.offline.running.training.run_record import RunRecord
-from replaylake.offline.running.training.selection import FIRST_SEED, PolicySelection
-from replaylake.online.collecting.acting import BehaviorPolicy
-from replaylake.online.collecting.shipment import EpisodeNumbers, WorkerSpec
-from replaylake.online.collecting.track import POLICY_STATE
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
+from replaylake.online.collecting.rollout_batch import EpisodeNumbers, WorkerSpec
+from replaylake.online.collecting.step_buffer import POLICY_STATE
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.local_pool import LocalPool
 from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
+from replaylake.online.recording.background_compactor import BackgroundCompactor
 from replaylake.online.recording.collection import GROUP_INTERVAL_S
+from replaylake.online.recording.committed_steps import producer_of, read_committed
+from replaylake.online.recording.episode_committer import EpisodeCommitter
 from replaylake.online.recording.feed import DirectFeed, Feed, LakeFeed
-from replaylake.online.recording.housekeeping import BackgroundCompactor
-from replaylake.online.recording.recorded import producer_of, read_committed
-from replaylake.online.recording.recorder import EpisodeCommitter
-from replaylake.online.recording.refusals import StorageRetry
+from replaylake.online.recording.storage_retry import StorageRetry
 from replaylake.online.training.agents import (
     AgentBatches,
     AgentBehaviorSources,
@@ -55,17 +55,17 @@ from replaylake.online.training.agents import (
     AgentViews,
     agent_steps_condition,
 )
-from replaylake.online.training.behavior import BehaviorSource, SingleBehaviorSource
+from replaylake.online.training.behavior_source import BehaviorSource, SingleBehaviorSource
 from replaylake.online.training.callbacks import OnlineCallbacks
-from replaylake.online.training.exploring import make_exploration_schedule
+from replaylake.online.training.components import Components
+from replaylake.online.training.exploration_schedule import make_exploration_schedule
 from replaylake.online.training.job import OnlineJob
 from replaylake.online.training.limiter import RateLimiter, sample_to_insert_ratio
-from replaylake.online.training.once_supply import OnPolicyBatches
-from replaylake.online.training.parts import Components
-from replaylake.online.training.patient_observer import RetryingObserver
+from replaylake.online.training.on_policy_batches import OnPolicyBatches
 from replaylake.online.training.registration import register_policy
+from replaylake.online.training.replay_batches import LearnerBatches, ReplayBatches
 from replaylake.online.training.result import OnlineResult
-from replaylake.online.training.supply import LearnerBatches, ReplayBatches
+from replaylake.online.training.retrying_observer import RetryingObserver
 from replaylake.online.training.trainer import OnlineTrainer
 
 # From one look to the next while a view catches up.

@@ -16,12 +16,12 @@ import numpy as np
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import TrainingError
-from replaylake.offline.running.training.selection import PolicySelection
+from replaylake.offline.running.training.policy_selection import PolicySelection
 from replaylake.offline.running.training.trainer import MetricSums
-from replaylake.online.recording.recorded import CommittedSteps
+from replaylake.online.recording.committed_steps import CommittedSteps
 from replaylake.online.training.collector import Collector
+from replaylake.online.training.components import Components
 from replaylake.online.training.config import OnlineConfig
-from replaylake.online.training.parts import Components
 from replaylake.online.training.progress import OnlineProgress
 
 _PROGRESS_INTERVAL_S: Final = 0.25

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from replaylake.datastore.episodes.spaces import to_json
-from replaylake.serve.exchange import Request, Response, json_response
+from replaylake.serve.messages import Request, Response, json_response
 from replaylake.serve.monitoring.metrics import CONTENT_TYPE, Metrics
-from replaylake.serve.serving import ServingState
-from replaylake.serve.versions.reload import AliasFollower
+from replaylake.serve.serving_state import ServingState
+from replaylake.serve.versions.alias_follower import AliasFollower
 from replaylake.serve.versions.router import Arm
 
 

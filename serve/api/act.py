@@ -14,15 +14,15 @@ from replaylake.datastore.episodes.spaces import Array, Values, take
 from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.policy import Act
 from replaylake.serve.api.act_answer import Group, answer_of, one_answer
+from replaylake.serve.api.act_options import NO_OPTIONS, ActingMode, resolve_acting_mode
 from replaylake.serve.api.act_request import ActReader, ActRequest, join_requests
-from replaylake.serve.api.options import NO_OPTIONS, ActingMode, resolve_acting_mode
-from replaylake.serve.api.pace import LatencyEstimate
-from replaylake.serve.api.together import MicroBatcher, PendingRequest
+from replaylake.serve.api.latency_estimate import LatencyEstimate
+from replaylake.serve.api.micro_batcher import MicroBatcher, PendingRequest
 from replaylake.serve.api.values import encode_observations, invalid_value_error, read_values
-from replaylake.serve.exchange import Request, RequestRefusedError, Response
+from replaylake.serve.messages import Request, RequestRefusedError, Response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock, DecisionBatch, json_log_probs
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import ServedPolicy
 
 _MAX_READERS: Final = 16

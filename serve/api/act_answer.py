@@ -14,7 +14,7 @@ from replaylake.datastore.lake.policies.policy import Act
 from replaylake.serve.api.act_request import ActRequest
 from replaylake.serve.api.arrays import array_map
 from replaylake.serve.api.bodies import MSGPACK
-from replaylake.serve.exchange import Response
+from replaylake.serve.messages import Response
 from replaylake.serve.versions.router import ServedPolicy
 from replaylake.serve.versions.state_tokens import StateSigner
 

@@ -12,10 +12,10 @@ import numpy as np
 from replaylake.datastore.episodes.episode import MAX_STEP
 from replaylake.datastore.episodes.spaces import Array, describe, num_actions
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.serve.api.act_options import NO_OPTIONS, OPTIONS, ActOptions, read_options
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
-from replaylake.serve.api.options import NO_OPTIONS, OPTIONS, ActOptions, read_options
 from replaylake.serve.api.values import depth_of, invalid_value_error, num_dims
-from replaylake.serve.exchange import Request, RequestRefusedError
+from replaylake.serve.messages import Request, RequestRefusedError
 
 # What each field is called where there are many rows; one value for all rows has the first name.
 _MANY: Final[Mapping[str, str]] = {

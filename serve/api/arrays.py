@@ -16,7 +16,7 @@ import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.serve.api.values import describe_value, shorten
-from replaylake.serve.exchange import RequestRefusedError
+from replaylake.serve.messages import RequestRefusedError
 
 _KINDS: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",

@@ -19,7 +19,7 @@ import orjson
 
 from replaylake.serve.api.arrays import is_array_map, read_map, read_npy
 from replaylake.serve.api.values import describe_value, invalid_value_error, shorten
-from replaylake.serve.exchange import JSON, Request, RequestRefusedError
+from replaylake.serve.messages import JSON, Request, RequestRefusedError
 
 MSGPACK: Final = "application/msgpack"
 NPY: Final = "application/x-npy"

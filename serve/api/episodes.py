@@ -19,7 +19,7 @@ from replaylake.datastore.episodes.episode import (
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
-from replaylake.datastore.feedback.received import ReceivedPiece, make_received_piece
+from replaylake.datastore.feedback.received_table import ReceivedPiece, make_received_piece
 from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
 from replaylake.serve.api.values import (
@@ -29,11 +29,11 @@ from replaylake.serve.api.values import (
     read_values,
     shorten,
 )
-from replaylake.serve.exchange import Request, RequestRefusedError, Response, json_response
+from replaylake.serve.messages import Request, RequestRefusedError, Response, json_response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.recording.received_log import ContradictionError, ReceivedLog
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 
 EPISODE_FIELDS: Final = (
     "episode_id",

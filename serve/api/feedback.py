@@ -18,17 +18,17 @@ from replaylake.datastore.feedback.decisions import LAST, SUM
 from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import check_fields, check_name, optional, read_fields
-from replaylake.serve.api.pace import LatencyEstimate
+from replaylake.serve.api.latency_estimate import LatencyEstimate
 from replaylake.serve.api.values import (
     encode_observations,
     invalid_value_error,
     read_values,
     shorten,
 )
-from replaylake.serve.exchange import Request, RequestRefusedError, Response, json_response
+from replaylake.serve.messages import Request, RequestRefusedError, Response, json_response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock, DecisionLog
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 
 # Reports under a feedback_id that a worker remembers, to tell a contradiction at once: about 12 MB.
 _MAX_REMEMBERED: Final = 65_536

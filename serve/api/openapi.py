@@ -15,10 +15,10 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.version import VERSION
 from replaylake.serve.api.bodies import MAX_NAME_CHARS, MSGPACK, NPY
 from replaylake.serve.api.json_schema import Schema, example_of, observation_schema, schema_of
-from replaylake.serve.exchange import JSON, Request, Response, json_response
+from replaylake.serve.messages import JSON, Request, Response, json_response
 from replaylake.serve.monitoring.metrics import CONTENT_TYPE
 from replaylake.serve.safety.tokens import role_of
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 
 _MEANINGS: Final[Mapping[int, str]] = {
     400: "No Host header, or more than one.",

@@ -31,7 +31,7 @@ from replaylake.datastore.episodes.spaces import (
     value_shape,
 )
 from replaylake.datastore.errors import EpisodeInvalidError
-from replaylake.serve.exchange import RequestRefusedError
+from replaylake.serve.messages import RequestRefusedError
 
 _FEW: Final = 32
 _MAX_FLOAT32: Final = float(np.finfo(np.float32).max)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from replaylake.datastore.maintenance import grafana
 from replaylake.datastore.maintenance.grafana import RATE, Choice, Panel, Query, Row
-from replaylake.serve.monitoring.exported import (
+from replaylake.serve.monitoring.metric_families import (
     DECISIONS,
     DRIFT,
     EXPLORATION,

@@ -27,9 +27,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from replaylake.datastore.episodes.spaces import Array, Values
-from replaylake.serve.monitoring.cells import CounterBlock, SharedCounters
 from replaylake.serve.monitoring.drift import training_moments
-from replaylake.serve.monitoring.exported import (
+from replaylake.serve.monitoring.metric_families import (
     DECISIONS,
     DRIFT,
     EXPLORATION,
@@ -60,9 +59,15 @@ from replaylake.serve.monitoring.exported import (
     WORKERS,
     MetricFamily,
 )
-from replaylake.serve.monitoring.recent import RECENT, RecentMeans, RecentStatistics, merge_sums
-from replaylake.serve.serving import ServingState
-from replaylake.serve.versions.reload import FollowedAlias
+from replaylake.serve.monitoring.recent_statistics import (
+    RECENT,
+    RecentMeans,
+    RecentStatistics,
+    merge_sums,
+)
+from replaylake.serve.monitoring.shared_counters import CounterBlock, SharedCounters
+from replaylake.serve.serving_state import ServingState
+from replaylake.serve.versions.alias_follower import FollowedAlias
 from replaylake.serve.versions.router import ServedPolicy
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -42,7 +42,7 @@ os.environ["REPLAYLAKE_SERVE_POLICY"] = "{policy}"
 os.environ["REPLAYLAKE_SERVE_VERSION"] = "{version}"
 os.environ.setdefault("BENTOML_DO_NOT_TRACK", "True")
 
-from replaylake.serve.package.listening import resolve_address  # noqa: E402
+from replaylake.serve.package.listen_address import resolve_address  # noqa: E402
 from replaylake.serve.service import PolicyService  # noqa: E402
 
 # Of itself BentoML would listen on every address.

@@ -22,9 +22,9 @@ from replaylake.serve.monitoring.drift import training_moments
 from replaylake.serve.processes.server import check_installed, open_listener, resolve_host
 from replaylake.serve.safety.limits import check_exposure
 from replaylake.serve.safety.tokens import ROLES
-from replaylake.serve.versions.reload import parse_alias
+from replaylake.serve.versions.alias_follower import parse_alias
 from replaylake.serve.versions.router import parse_canaries
-from replaylake.serve.versions.trial import sample_values, smoke_test
+from replaylake.serve.versions.smoke_test import sample_values, smoke_test
 
 _NUM_TIMED: Final = 50
 

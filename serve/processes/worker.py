@@ -12,11 +12,11 @@ import uvicorn
 
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
-from replaylake.serve.door.connections import limit_connections
+from replaylake.serve.http.connections import limit_connections
 from replaylake.serve.loading import load_serving
 from replaylake.serve.processes.launch import BACKLOG, STOP_TIMEOUT_S
 from replaylake.serve.safety.access_log import AccessLog
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 
 # How long the thread that commits the journal may hold up the event loop (Python's default is 5
 # ms): p99 at 16 connections 2.3 ms in place of 3.8, as many requests/s (2 cores, 2026-11).

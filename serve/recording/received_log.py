@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
-from replaylake.datastore.feedback.received import (
+from replaylake.datastore.feedback.received_table import (
     ReceivedPiece,
     encode_received,
     ensure_received_table,

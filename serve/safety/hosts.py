@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.serve.exchange import RequestRefusedError
+from replaylake.serve.messages import RequestRefusedError
 
 ANY: Final = "*"
 # RFC 9110, section 7.2: a name or an address, those of IPv6 in brackets, and perhaps a port.

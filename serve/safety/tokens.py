@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.serve.exchange import RequestRefusedError
+from replaylake.serve.messages import RequestRefusedError
 
 ROLES: Final = ("act", "feedback", "admin")
 _MIN_CHARS: Final = 16

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
         Tuple,
     )
     from replaylake.datastore.errors import ReplayLakeError
-    from replaylake.datastore.feedback.sessionise import join_feedback
+    from replaylake.datastore.feedback.join import join_feedback
     from replaylake.datastore.interchange.export.export import export
     from replaylake.datastore.interchange.ingest.ingest import ingest
     from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from replaylake.datastore.replay.prefetch import prefetch
     from replaylake.datastore.replay.to_torch import TorchSampler, to_torch
     from replaylake.datastore.replay.view import ReplayView, concatenate
-    from replaylake.offline.environments.recorder import record
+    from replaylake.offline.environments.recording_wrapper import record
     from replaylake.offline.evaluation.evaluate import evaluate
     from replaylake.offline.running.train import resume, train
     from replaylake.offline.running.training.config import TrainConfig
@@ -152,9 +152,9 @@ _LOCATIONS = {
     "open": ("datastore.lake.lake", "open_lake"),
     "prefetch": ("datastore.replay.prefetch", "prefetch"),
     "purge": ("datastore.maintenance.purge.purge", "purge"),
-    "record": ("offline.environments.recorder", "record"),
+    "record": ("offline.environments.recording_wrapper", "record"),
     "resume": ("offline.running.train", "resume"),
-    "join_feedback": ("datastore.feedback.sessionise", "join_feedback"),
+    "join_feedback": ("datastore.feedback.join", "join_feedback"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),
     "to_ray": ("online.ray_data", "to_ray"),
     "to_torch": ("datastore.replay.to_torch", "to_torch"),

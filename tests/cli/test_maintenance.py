@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from replaylake.cli.options import parse_duration, parse_size
-from replaylake.cli.output.report import duration
+from replaylake.cli.output.command_output import duration
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.lake.lake import open_lake
 

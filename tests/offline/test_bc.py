@@ -6,7 +6,7 @@ import pytest
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
 from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.offline.algorithms.bc import BCConfig, bc
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy, run_graph
 

@@ -11,8 +11,8 @@ from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array, Box, Dict, Discrete, MultiDiscrete, Space
 from replaylake.datastore.lake.policies.graph_policy import graph_inputs
 from replaylake.datastore.lake.policies.package import GraphSession
-from replaylake.offline.algorithms.table import BUILTIN, BuiltinAlgorithm
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.algorithms.builtin import BUILTIN, BuiltinAlgorithm
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import run_graph

@@ -19,7 +19,7 @@ from replaylake.datastore.errors import (
     RolloutError,
     SchemaMismatchError,
 )
-from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 from replaylake.online.rollout import fresh_seed, rollout
 
@@ -217,7 +217,7 @@ def test_a_local_rollout_imports_neither_ray_nor_torch(tmp_path):
     program = f"""
 import sys
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.rollout import rollout
 from replaylake.online.collecting.worker import RolloutConfig
 lake = open_lake({str(tmp_path / "lake")!r}, create=True)

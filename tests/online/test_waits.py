@@ -25,12 +25,12 @@ from replaylake.datastore.errors import ConfigInvalidError, RolloutError, Storag
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.environments.spaces import from_gymnasium
 from replaylake.offline.running.local_ray import open_ray
-from replaylake.online.collecting.acting import BehaviorPolicy
-from replaylake.online.collecting.shipment import EpisodeNumbers, WorkerSpec
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
+from replaylake.online.collecting.rollout_batch import EpisodeNumbers, WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.pools.pool import WorkerLost
 from replaylake.online.pools.ray_pool import RayPool
-from replaylake.online.recording.recorder import EpisodeCommitter
+from replaylake.online.recording.episode_committer import EpisodeCommitter
 from replaylake.online.train import train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 

@@ -12,7 +12,7 @@ from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.serving import Limits, ServingState
+from replaylake.serve.serving_state import Limits, ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.client import Action, Client, RequestFailedError, ServerUnreachableError

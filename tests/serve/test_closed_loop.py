@@ -4,12 +4,12 @@ import gymnasium
 import numpy as np
 import pytest
 
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
-from replaylake.offline.evaluation.ope.question import EvaluationRequest
+from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.running.train import TrainConfig, train
 from replaylake.serve.client import Client
 

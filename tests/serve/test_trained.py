@@ -13,7 +13,7 @@ from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_learner_weights
 from replaylake.offline.algorithms.catalog import make_learner
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.learner import torch_threads
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.train import TrainConfig, train

@@ -18,7 +18,10 @@ from replaylake.datastore.errors import (
     ReplayLakeError,
     StorageError,
 )
-from replaylake.datastore.interchange.export.selection import ExportSelection, select_for_export
+from replaylake.datastore.interchange.export.export_selection import (
+    ExportSelection,
+    select_for_export,
+)
 from replaylake.datastore.interchange.export.stored_episodes import iter_stored_episodes
 from replaylake.datastore.interchange.formats.catalog import FORMATS
 from replaylake.datastore.interchange.formats.format import WritableFormat

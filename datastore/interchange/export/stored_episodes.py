@@ -24,8 +24,8 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import StorageError
-from replaylake.datastore.interchange.export.block import ROW, SELECTED, Mask, RowBlock
-from replaylake.datastore.interchange.export.selection import ExportSelection
+from replaylake.datastore.interchange.export.export_selection import ExportSelection
+from replaylake.datastore.interchange.export.row_block import ROW, SELECTED, Mask, RowBlock
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.arrow_values import combine_chunks, numbers

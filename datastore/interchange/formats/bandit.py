@@ -27,7 +27,7 @@ from replaylake.datastore.interchange.formats.generic.parquet import (
     parquet_columns,
 )
 from replaylake.datastore.interchange.formats.tabular.fields import ALIASES
-from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import CachedTables, TableSource
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.storage.arrow_values import is_list

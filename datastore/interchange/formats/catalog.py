@@ -6,13 +6,13 @@ from typing import Final
 
 from replaylake.datastore.interchange.formats.bandit import BanditFormat
 from replaylake.datastore.interchange.formats.d3rlpy import D3rlpyFormat
-from replaylake.datastore.interchange.formats.d4rl.d4rl import D4rlFormat
+from replaylake.datastore.interchange.formats.d4rl import D4rlFormat
 from replaylake.datastore.interchange.formats.format import Format
 from replaylake.datastore.interchange.formats.generic.arrow import ArrowFormat
 from replaylake.datastore.interchange.formats.generic.csv import CsvFormat
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonlFormat
 from replaylake.datastore.interchange.formats.generic.parquet import ParquetFormat
-from replaylake.datastore.interchange.formats.lerobot.lerobot import LeRobotFormat
+from replaylake.datastore.interchange.formats.lerobot import LeRobotFormat
 from replaylake.datastore.interchange.formats.minari.minari import MinariFormat
 from replaylake.datastore.interchange.formats.npz.npz import NpzFormat
 from replaylake.datastore.interchange.formats.reagent.reagent import ReagentFormat

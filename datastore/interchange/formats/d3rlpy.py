@@ -20,8 +20,8 @@ from replaylake.datastore.episodes.spaces import Box, Discrete, Tuple, Values, a
 from replaylake.datastore.episodes.spaces import describe as describe_space
 from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
+from replaylake.datastore.interchange.formats.hdf5.column_names import label_columns, restore_names
 from replaylake.datastore.interchange.formats.hdf5.files import Hdf5File, is_hdf5
-from replaylake.datastore.interchange.formats.hdf5.own_columns import label_columns, restore_names
 from replaylake.datastore.interchange.formats.hdf5.row_tables import TIMEOUTS, RowTables
 from replaylake.datastore.interchange.formats.hdf5.writer import Hdf5Writer
 from replaylake.datastore.interchange.formats.tabular.episode_rows import (
@@ -37,10 +37,10 @@ from replaylake.datastore.interchange.formats.tabular.infos import (
     require_rewards,
     with_times,
 )
-from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
-from replaylake.datastore.interchange.sources.refusal import format_names
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import format_names
 
 _VERSION: Final = "2.1"
 _COLUMNS: Final = ("observations", "actions", "rewards", "terminated")

@@ -10,8 +10,8 @@ from replaylake.datastore.interchange.formats.catalog import FORMATS
 from replaylake.datastore.interchange.formats.format import Format
 from replaylake.datastore.interchange.formats.hdf5.files import Hdf5File
 from replaylake.datastore.interchange.formats.npz.arrays import npz_arrays
-from replaylake.datastore.interchange.sources.refusal import format_names
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import format_names
 
 AUTO: Final = "auto"
 

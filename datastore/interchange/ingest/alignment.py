@@ -1,6 +1,6 @@
 """Alignment: whether logged transitions are those of an environment; the answer, and its sample.
 
-Whoever knows the environment gives `ingest` the check (offline/evaluation/align.py is one):
+Whoever knows the environment gives `ingest` the check (offline/evaluation/alignment.py is one):
 datastore knows no environments.
 """
 

@@ -10,13 +10,17 @@ from replaylake.datastore.episodes.compatibility import find_spec_mismatch
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import AlreadyExistsError, SchemaMismatchError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions, RejectedEpisode
-from replaylake.datastore.interchange.ingest.earlier import DIGITS, is_complete, source_producer
 from replaylake.datastore.interchange.ingest.inspection import (
     IngestProgress,
     Inspection,
     OnProgress,
     count_whole,
     num_bytes,
+)
+from replaylake.datastore.interchange.ingest.previous_ingests import (
+    DIGITS,
+    is_complete,
+    source_producer,
 )
 from replaylake.datastore.interchange.ingest.quarantine import QuarantineWriter, make_checks_info
 from replaylake.datastore.interchange.ingest.receipt import Counts, RejectionTally

@@ -21,11 +21,6 @@ from replaylake.datastore.interchange.formats.detect import AUTO, find_format
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
 from replaylake.datastore.interchange.ingest.alignment import Align, Alignment, SampledWindows
 from replaylake.datastore.interchange.ingest.commit_job import CommitJob
-from replaylake.datastore.interchange.ingest.door import SourceValidator
-from replaylake.datastore.interchange.ingest.earlier import (
-    find_containing_commit,
-    note_changed_files,
-)
 from replaylake.datastore.interchange.ingest.inspection import (
     ABORT,
     REJECT,
@@ -33,7 +28,12 @@ from replaylake.datastore.interchange.ingest.inspection import (
     Inspection,
     OnProgress,
 )
+from replaylake.datastore.interchange.ingest.previous_ingests import (
+    find_containing_commit,
+    note_changed_files,
+)
 from replaylake.datastore.interchange.ingest.receipt import IngestReceipt
+from replaylake.datastore.interchange.ingest.source_validator import SourceValidator
 from replaylake.datastore.interchange.sources.source import (
     OnBytes,
     OnRows,

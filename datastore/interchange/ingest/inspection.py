@@ -26,9 +26,9 @@ from replaylake.datastore.interchange.formats.format import (
     SourceReader,
 )
 from replaylake.datastore.interchange.ingest.alignment import SampledWindows
-from replaylake.datastore.interchange.ingest.door import Rejection, SourceValidator
 from replaylake.datastore.interchange.ingest.quarantine import make_rows
 from replaylake.datastore.interchange.ingest.receipt import RejectionTally
+from replaylake.datastore.interchange.ingest.source_validator import Rejection, SourceValidator
 from replaylake.datastore.storage.table.delta_schema import to_delta
 
 ABORT: Final = "abort"

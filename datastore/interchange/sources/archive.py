@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.sources.compression import UNPACKING_ERRORS, guard_stream
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 _MAGIC: Final = (b"PK\x03\x04", b"PK\x05\x06")
 _ENCRYPTED: Final = 0x1

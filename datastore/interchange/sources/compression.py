@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.sources.limits import MAX_UNPACKED_BYTES, refuse_bomb
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 HEAD_BYTES: Final = 16
 # Whole headers, and not the two bytes that name the kind: the length in front of a TFRecord's first

@@ -14,7 +14,7 @@ from typing import Final
 
 from replaylake.datastore.errors import NotFoundError, SourceInvalidError, StorageError
 from replaylake.datastore.interchange.sources.compression import strip_suffix
-from replaylake.datastore.interchange.sources.stored import SourceBytes, find_source_bytes
+from replaylake.datastore.interchange.sources.source_bytes import SourceBytes, find_source_bytes
 from replaylake.datastore.interchange.sources.temporary_files import new_file
 
 STDIN: Final = "-"

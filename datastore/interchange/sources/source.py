@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from replaylake.datastore.errors import SourceInvalidError
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.search import FileSearch, FoundFile, short_names
-from replaylake.datastore.interchange.sources.stored import SourceBytes
+from replaylake.datastore.interchange.sources.source_bytes import SourceBytes
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 _READ_BYTES: Final = 1 << 20
 OnBytes = Callable[[int, int | None], None]

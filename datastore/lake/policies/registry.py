@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from replaylake.datastore.errors import CommitConflictError, NotFoundError, StorageError
 from replaylake.datastore.lake.policies.aliases import Aliases, Move
+from replaylake.datastore.lake.policies.annotations import VersionNotes, is_protected, read_notes
 from replaylake.datastore.lake.policies.entries import (
     find_alias,
     find_versions,
@@ -36,7 +37,6 @@ from replaylake.datastore.lake.policies.manifest import (
     read_verified,
     stamp_manifest,
 )
-from replaylake.datastore.lake.policies.marks import VersionNotes, is_protected, read_notes
 from replaylake.datastore.names import LAKE_ROOT, check_alias, check_policy_name, new_ulid
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.commit_log import CommitLog

@@ -25,7 +25,7 @@ from replaylake.datastore.lake.commit import DropCounts, commit_counts
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.maintenance.copy.shards import ShardCopier
+from replaylake.datastore.maintenance.copy.shard_copier import ShardCopier
 from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,

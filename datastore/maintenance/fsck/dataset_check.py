@@ -29,7 +29,7 @@ from replaylake.datastore.maintenance.fsck.quarantine import (
     quarantine_orphans,
 )
 from replaylake.datastore.maintenance.fsck.shard_check import CheckedShard, check_shard, run_schema
-from replaylake.datastore.maintenance.kept import find_retained_files
+from replaylake.datastore.maintenance.retained_files import find_retained_files
 from replaylake.datastore.query import summaries
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.storage.log.state import FileEntry

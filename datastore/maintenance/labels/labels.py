@@ -35,8 +35,8 @@ from replaylake.datastore.feedback.decisions import DECISION_ID, REQUEST_ID
 from replaylake.datastore.interchange.formats.generic.csv import CsvTables
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables
 from replaylake.datastore.interchange.formats.generic.parquet import ParquetTables
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import find_source
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.query.table_files import query_arrow, query_rows, scan_connection
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from replaylake.datastore.feedback.leftovers import drop_damaged, find_journals
+from replaylake.datastore.feedback.journal_scrub import drop_damaged, find_journals
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.fsck.quarantine import FOLDER as QUARANTINE
-from replaylake.datastore.maintenance.purge.earlier_versions import list_named_paths
+from replaylake.datastore.maintenance.purge.past_versions import list_named_paths
 from replaylake.datastore.maintenance.purge.traces import IdSearch, Trace, find_traces
 from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.query import summaries

@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from replaylake.datastore.episodes.schema import EPISODE_ID
 from replaylake.datastore.errors import ReplayLakeError
 from replaylake.datastore.feedback.decisions import recover_feedback
-from replaylake.datastore.feedback.received import recover_received
+from replaylake.datastore.feedback.received_table import recover_received
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.delete import remove_episodes, select_episode_ids
@@ -40,15 +40,15 @@ from replaylake.datastore.maintenance.purge.dataset_files import (
     WORK_LISTS,
     DatasetFiles,
 )
-from replaylake.datastore.maintenance.purge.earlier_versions import (
+from replaylake.datastore.maintenance.purge.past_versions import (
     find_feedback_in_all_versions,
     find_versions_with,
     select_in_all_versions,
     select_waiting_in_all_versions,
 )
 from replaylake.datastore.maintenance.purge.traces import IdSearch, Trace
-from replaylake.datastore.maintenance.received import remove_received
-from replaylake.datastore.maintenance.rejected import select_rejected
+from replaylake.datastore.maintenance.received_removal import remove_received
+from replaylake.datastore.maintenance.rejected_removal import select_rejected
 from replaylake.datastore.maintenance.removal import plan_removal, remove_decisions
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression

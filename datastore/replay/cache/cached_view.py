@@ -27,14 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.replay.mapped_arrays import map_array, num_bytes
-from replaylake.datastore.replay.memory import (
+from replaylake.datastore.replay.array_allocator import (
     BOOTSTRAPPABLE_STEPS,
     RECORDS,
     STEPS,
     available_bytes,
 )
+from replaylake.datastore.replay.layout import RecordLayout
+from replaylake.datastore.replay.mapped_arrays import map_array, num_bytes
 from replaylake.datastore.replay.record_runs import Runs
 from replaylake.datastore.replay.records import Packed, Records
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.replay.array_allocator import no_room_error
 from replaylake.datastore.replay.cache.cached_view import ViewMetadata, write_metadata
 from replaylake.datastore.replay.mapped_arrays import create_array, num_bytes
-from replaylake.datastore.replay.memory import no_room_error
 from replaylake.datastore.storage.storage import fsync_folder
 
 _DRAFTS: Final = "tmp"

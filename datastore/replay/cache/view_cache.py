@@ -24,6 +24,7 @@ from typing import Final
 
 from replaylake.datastore.errors import NotFoundError, StorageError
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.replay.array_allocator import DISK_RESERVE, no_room_error
 from replaylake.datastore.replay.cache.cached_view import (
     ViewMetadata,
     last_use_s,
@@ -33,7 +34,6 @@ from replaylake.datastore.replay.cache.cached_view import (
 )
 from replaylake.datastore.replay.cache.draft import Draft, find_abandoned_drafts
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.replay.memory import DISK_RESERVE, no_room_error
 from replaylake.datastore.replay.records import Packed
 from replaylake.datastore.storage.storage import Storage, fsync_folder, make_folder
 from replaylake.datastore.storage.table.presence import missing_files

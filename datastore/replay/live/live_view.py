@@ -13,8 +13,8 @@ from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.replay.arguments import check_int
 from replaylake.datastore.replay.layout import make_layout
 from replaylake.datastore.replay.live.candidates import LiveCandidates
-from replaylake.datastore.replay.live.contents import LiveContents
-from replaylake.datastore.replay.live.follower import CommitFollower
+from replaylake.datastore.replay.live.commit_follower import CommitFollower
+from replaylake.datastore.replay.live.live_contents import LiveContents
 from replaylake.datastore.replay.live.log_reader import FollowTimings, LogReader
 from replaylake.datastore.replay.live.piece_block import PiecePacker
 from replaylake.datastore.replay.live.stream import Stream, StreamIntake

@@ -17,7 +17,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.query.expressions import select_steps
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.replay.live.cutting import PackedBlock, make_block
+from replaylake.datastore.replay.live.packed_block import PackedBlock, make_block
 from replaylake.datastore.replay.live.runs import IntervalSet, StepInterval
 from replaylake.datastore.replay.packing.packing import pack
 from replaylake.datastore.replay.packing.run_table import make_run_table

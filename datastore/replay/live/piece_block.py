@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.episode import Episode, validate
 from replaylake.datastore.episodes.episode_columns import EpisodeColumns
-from replaylake.datastore.episodes.episodes import validate_all, validate_as_one
 from replaylake.datastore.episodes.rows import check_ids, encode
 from replaylake.datastore.episodes.spaces import Array, Values, as_batch, concatenate, leaves
+from replaylake.datastore.episodes.validation import validate_all, validate_as_one
 from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.live.cutting import PackedBlock
+from replaylake.datastore.replay.live.packed_block import PackedBlock
 from replaylake.datastore.replay.live.runs import StepInterval
 from replaylake.datastore.replay.packing.fields import (
     UNKNOWN_VERSION,

@@ -14,7 +14,7 @@ from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Dict, Space, Tuple, as_values, leaves
 from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE, KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.live.cutting import PackedBlock
+from replaylake.datastore.replay.live.packed_block import PackedBlock
 from replaylake.datastore.replay.live.runs import StepInterval
 from replaylake.datastore.replay.packing.fields import put, put_column, put_values
 from replaylake.datastore.replay.packing.row_keys import keys_of_steps

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError
-from replaylake.datastore.replay.live.contents import LiveContents
+from replaylake.datastore.replay.live.live_contents import LiveContents
 from replaylake.datastore.replay.live.runs import LiveRun
 from replaylake.datastore.replay.live.step_block import PendingSteps, pack_steps
 from replaylake.datastore.replay.packing.row_keys import pair_digests, pair_name

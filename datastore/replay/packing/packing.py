@@ -22,18 +22,18 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import leaves
-from replaylake.datastore.replay.arrays import READ_THREADS, RowGroup
-from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
-from replaylake.datastore.replay.memory import (
+from replaylake.datastore.replay.array_allocator import (
     BOOTSTRAPPABLE_STEPS,
     RECORDS,
     STEPS,
     Allocate,
     allocate_in_memory,
 )
-from replaylake.datastore.replay.packing.fill import RecordFiller
+from replaylake.datastore.replay.arrays import READ_THREADS, RowGroup
+from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
+from replaylake.datastore.replay.packing.record_filler import RecordFiller
+from replaylake.datastore.replay.packing.row_ranges import FINAL, LAST, TERMINATED, TRUNCATED
 from replaylake.datastore.replay.packing.run_table import RunTable, make_run_table
-from replaylake.datastore.replay.packing.stretches import FINAL, LAST, TERMINATED, TRUNCATED
 from replaylake.datastore.replay.record_runs import Runs
 from replaylake.datastore.replay.records import PADDING, Packed, Records
 from replaylake.datastore.storage.table.shard import blob_of

@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replaylake.datastore.replay.arrays import RowGroup, for_each_verified_group
-from replaylake.datastore.replay.packing.stretches import (
+from replaylake.datastore.replay.packing.row_ranges import (
     FINAL,
     LAST,
     NO_ROW_RANGES,

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from replaylake.datastore.errors import LogCorruptError
-from replaylake.datastore.storage.log.shared_map import PersistentMap
+from replaylake.datastore.storage.log.persistent_map import PersistentMap
 from replaylake.datastore.storage.log.state import FileEntry, LogState
 
 # What Arrow and the code below raise on damaged bytes, or on a file that another engine laid out.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from replaylake.datastore.errors import FormatTooNewError
-from replaylake.datastore.storage.log.shared_map import PersistentMap
+from replaylake.datastore.storage.log.persistent_map import PersistentMap
 
 FORMAT_VERSION: Final = 1
 _FORMAT_KEY: Final = "replaylake.format_version"

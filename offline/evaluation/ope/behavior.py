@@ -20,11 +20,11 @@ from replaylake.datastore.episodes.spaces import Array, Box, Discrete, Values, t
 from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.offline.algorithms.catalog import make_learner
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.evaluation.ope.calibration import calibration_error, reliability
 from replaylake.offline.evaluation.ope.folds import each_fold, episode_folds
 from replaylake.offline.evaluation.ope.moments import observation_moments
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
-from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.learner import Learner
 from replaylake.offline.learning.options import expect
 from replaylake.offline.networks.graph import TorchPolicy

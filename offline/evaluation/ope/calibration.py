@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
 from replaylake.offline.evaluation.ope.weights import rounding_of
 
 # Finer where probabilities of many actions crowd.

@@ -19,11 +19,11 @@ from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.replay.view import ReplayView
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.evaluation.ope.d3rlpy_fqe_model import FQEModel
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig, OnProgress
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays, from_view
-from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.networks.actors import NO_STATISTICS
 
 _CHECK_UPDATES: Final = 250

@@ -19,16 +19,16 @@ from replaylake.datastore.episodes.spaces import (
     take,
 )
 from replaylake.datastore.errors import SpaceUnsupportedError
+from replaylake.offline.d3rlpy.algorithms import D3rlpyAlgorithm
 from replaylake.offline.d3rlpy.features import observation_features
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.d3rlpy.randomness import IsolatedRandomState
-from replaylake.offline.d3rlpy.shortcuts import apply_optimizations
-from replaylake.offline.d3rlpy.table import D3rlpyAlgorithm
+from replaylake.offline.d3rlpy.optimizations import apply_optimizations
+from replaylake.offline.d3rlpy.random_state import IsolatedRandomState
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays
 from replaylake.offline.evaluation.ope.value_network import map_chunks
-from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.action_scaling import ActionScaling, action_scaling
 
 # No line of the table: it learns what a policy is worth, and none to act with.

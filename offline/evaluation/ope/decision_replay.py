@@ -28,8 +28,8 @@ from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, Ep
 from replaylake.datastore.feedback.logged_decisions import DecisionReader, LoggedDecisions
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.exploration import Exploration
-from replaylake.offline.evaluation.ope.asked_policy import as_dtypes, load_evaluated_policy
-from replaylake.offline.evaluation.ope.question import EvaluationRequest
+from replaylake.offline.evaluation.ope.evaluated_policy import as_dtypes, load_evaluated_policy
+from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 
 # Single decisions that are timed.

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import take
 from replaylake.datastore.lake.logged_steps import LoggedSteps
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.evaluation.ope.d3rlpy_fqe import fit_by_d3rlpy
 from replaylake.offline.evaluation.ope.folds import each_fold, episode_folds
 from replaylake.offline.evaluation.ope.fqe import fit
@@ -30,7 +31,6 @@ from replaylake.offline.evaluation.ope.value_network import (
     make_adam,
     map_chunks,
 )
-from replaylake.offline.facts import DatasetStatistics
 
 # Of the reward model: a fold's predictions come from the four others.
 REWARD_FOLDS: Final = 5

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.statistic import (
     Statistic,
     mean_of,

@@ -17,8 +17,8 @@ from replaylake.offline.evaluation.ope.intervals import (
     all_intervals,
     widen_to_rounding,
 )
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
+from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.statistic import (
     Bounds,
     Statistic,

@@ -17,16 +17,6 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.logged_steps import LoggedSteps
-from replaylake.offline.evaluation.ope.asked_policy import (
-    EvaluatedPolicy,
-    evaluated_reward,
-    load_evaluated_policy,
-)
-from replaylake.offline.evaluation.ope.chosen_episodes import (
-    SelectedEpisodes,
-    drop_without_first_step,
-    select_episodes,
-)
 from replaylake.offline.evaluation.ope.diagnostics import diagnose
 from replaylake.offline.evaluation.ope.direct import (
     PredictedValues,
@@ -36,7 +26,18 @@ from replaylake.offline.evaluation.ope.direct import (
 )
 from replaylake.offline.evaluation.ope.estimate import Estimate, Estimates, estimate
 from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, REPLAYLAKE
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
+from replaylake.offline.evaluation.ope.evaluated_policy import (
+    EvaluatedPolicy,
+    evaluated_reward,
+    load_evaluated_policy,
+)
+from replaylake.offline.evaluation.ope.evaluation_request import (
+    EvaluationRequest,
+    PolicyReport,
+    ProgressCallbacks,
+)
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
+from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.probabilities import (
     BehaviorProbabilities,
     Probabilities,
@@ -44,12 +45,11 @@ from replaylake.offline.evaluation.ope.probabilities import (
     drop_unknown_target,
     target_probabilities,
 )
-from replaylake.offline.evaluation.ope.question import (
-    EvaluationRequest,
-    PolicyReport,
-    ProgressCallbacks,
+from replaylake.offline.evaluation.ope.selected_episodes import (
+    SelectedEpisodes,
+    drop_without_first_step,
+    select_episodes,
 )
-from replaylake.offline.evaluation.ope.refusal import NotEstimableError
 from replaylake.offline.evaluation.ope.training_set import find_training_episodes
 from replaylake.offline.evaluation.ope.value_table import has_table
 from replaylake.offline.evaluation.ope.verdict import SUPPORTED, WEAK, Verdict

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
 from replaylake.offline.evaluation.ope.statistic import (
     Bounds,
     Statistic,

@@ -16,7 +16,7 @@ from replaylake.datastore.episodes.spaces import (
     children,
     leaves,
 )
-from replaylake.offline.facts import Moments
+from replaylake.offline.dataset_statistics import Moments
 
 
 def observation_moments(space: Space, observations: Values) -> dict[str, Moments]:

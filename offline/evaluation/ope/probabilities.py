@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import EmptyReplayError, QueryRefusedError, SpaceUnsupportedError
 from replaylake.datastore.lake.logged_steps import LoggedSteps
-from replaylake.offline.evaluation.ope.asked_policy import EvaluatedPolicy
 from replaylake.offline.evaluation.ope.behavior import fit_behavior
-from replaylake.offline.evaluation.ope.question import EvaluationRequest, ProgressCallbacks
+from replaylake.offline.evaluation.ope.evaluated_policy import EvaluatedPolicy
+from replaylake.offline.evaluation.ope.evaluation_request import (
+    EvaluationRequest,
+    ProgressCallbacks,
+)
 
 # What `read_logged_steps` calls what the question's SQL gave.
 TARGET: Final = "target-prob"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
+from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.weights import WeightSummary, sum_by_step
 
 

@@ -24,11 +24,11 @@ from replaylake.datastore.episodes.spaces import (
     take,
 )
 from replaylake.datastore.errors import SpaceUnsupportedError, TrainingError
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig, OnProgress
 from replaylake.offline.evaluation.ope.moments import observation_moments
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays
-from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.learning.action_scaling import ActionScaling, action_scaling
 from replaylake.offline.learning.flat import FlatGroup, flatten_parameters
 from replaylake.offline.networks.critics import Critics, QNetworks

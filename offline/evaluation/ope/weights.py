@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
+from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 
 # Squares of weights, and sums of them over 1e50 episodes, still are finite float64.
 MAX_WEIGHT: Final = 1e120

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replaylake.offline.running.training.data import OnReading
-from replaylake.offline.running.training.lake_run import OnMetrics
+from replaylake.offline.running.training.lake_observer import OnMetrics
 from replaylake.offline.running.training.trainer import TrainProgress
 
 

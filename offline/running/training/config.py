@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import Lake
-from replaylake.offline.learning.normalisation import REWARD_NORMALIZATIONS, RewardNormalization
+from replaylake.offline.learning.normalization import REWARD_NORMALIZATIONS, RewardNormalization
 from replaylake.offline.learning.options import expect, from_options
 
 Select = Literal["auto", "environment", "fqe", "loss", "last"]

@@ -29,7 +29,7 @@ from replaylake.offline.algorithms.catalog import (
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.evaluation.evaluate import check_spaces
 from replaylake.offline.running.training.config import TRAIN_OPTIONS, TrainRequest
-from replaylake.offline.running.training.selection import (
+from replaylake.offline.running.training.policy_selection import (
     MeasureName,
     has_own_reward,
     measure_name,

@@ -16,12 +16,16 @@ from replaylake.datastore.replay.view import ReplayView
 from replaylake.offline.algorithms.catalog import make_learner, not_replayable_error
 from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
 from replaylake.offline.learning.learner import Learner
-from replaylake.offline.learning.normalisation import fit_statistics
+from replaylake.offline.learning.normalization import fit_statistics
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.training.config import TrainRequest
 from replaylake.offline.running.training.data import OnReading, TrainingData, open_data
-from replaylake.offline.running.training.selection import Measure, PolicySelection, make_measure
-from replaylake.offline.running.training.team import (
+from replaylake.offline.running.training.policy_selection import (
+    Measure,
+    PolicySelection,
+    make_measure,
+)
+from replaylake.offline.running.training.process_group import (
     SINGLE_PROCESS,
     DataParallelLearner,
     LeaderMeasure,

@@ -19,7 +19,7 @@ from replaylake.datastore.replay.batch_source import PrioritizedSource
 from replaylake.offline.learning.learner import Learner, Update
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.training.config import TrainConfig
-from replaylake.offline.running.training.selection import PolicySelection
+from replaylake.offline.running.training.policy_selection import PolicySelection
 
 # Reading a metric waits for a GPU; on the CPU it costs nothing.
 GPU_CHECK_UPDATES: Final = 50

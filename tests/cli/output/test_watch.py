@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from replaylake.cli.output.report import CommandOutput
+from replaylake.cli.output.command_output import CommandOutput
 from replaylake.cli.output.watch import EventFile, Watchers, watchers
 from replaylake.datastore.errors import ExtraMissingError
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -125,7 +125,7 @@ def test_without_wandb_the_extra_is_named_before_anything_runs(
 # when the process has ended.
 _PROGRAM = """
 import sys
-from replaylake.cli.output.report import CommandOutput
+from replaylake.cli.output.command_output import CommandOutput
 from replaylake.cli.output.watch import watchers
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import open_lake

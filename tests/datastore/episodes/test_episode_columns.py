@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.episode_columns import EpisodeColumns
-from replaylake.datastore.episodes.episodes import validate_all
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
+from replaylake.datastore.episodes.validation import validate_all
 from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.lake.lake import open_lake
 

@@ -24,9 +24,9 @@ from replaylake.datastore.feedback.decisions import (
     rewards_encoder,
     rewards_schema,
 )
+from replaylake.datastore.feedback.join import join_feedback
+from replaylake.datastore.feedback.joiner import FeedbackJoiner
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
-from replaylake.datastore.feedback.rounds import FeedbackJoiner
-from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.feedback.status import feedback_status
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
@@ -333,7 +333,7 @@ def test_a_run_that_is_killed_between_its_commits_is_made_good(
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("replaylake.datastore.feedback.sessionise.apply_late", die)
+    monkeypatch.setattr("replaylake.datastore.feedback.join.apply_late", die)
     with pytest.raises(KeyboardInterrupt):
         log.run(30)
     monkeypatch.undo()

@@ -17,14 +17,14 @@ from replaylake.datastore.feedback.decisions import (
     ensure_feedback_tables,
     rewards_encoder,
 )
-from replaylake.datastore.feedback.received import (
+from replaylake.datastore.feedback.join import join_feedback
+from replaylake.datastore.feedback.received_table import (
     encode_received,
     ensure_received_table,
     make_received_piece,
 )
 from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.datastore.feedback.segments import frame_records, journal_folder
-from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.feedback.status import feedback_status
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.fsck.fsck import fsck

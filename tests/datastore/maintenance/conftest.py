@@ -14,7 +14,7 @@ from replaylake.datastore.feedback.decisions import (
     ensure_feedback_tables,
     rewards_encoder,
 )
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 
 

@@ -150,7 +150,7 @@ def test_a_tag_that_is_set_while_the_log_expires_keeps_its_version(
         return secure(folder)
 
     later = in_days(8)
-    monkeypatch.setattr(LogFolder, "pointer", tag_meanwhile)
+    monkeypatch.setattr(LogFolder, "read_pointer", tag_meanwhile)
     a, _, _ = maintain(two, now_ms=later)
     assert "a@2 (tag paper): named while versions before" in a.error
     monkeypatch.undo()

@@ -20,7 +20,7 @@ from replaylake.datastore.feedback.decisions import (
     ensure_feedback_tables,
     rewards_encoder,
 )
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.trim import trim

@@ -14,7 +14,7 @@ from replaylake.datastore.errors import ConfigInvalidError, LogCorruptError, Not
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance import vacuum as vacuum_module
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.maintenance.kept import RetainedFiles
+from replaylake.datastore.maintenance.retained_files import RetainedFiles
 from replaylake.datastore.maintenance.retention import set_retention
 from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.datastore.names import new_ulid

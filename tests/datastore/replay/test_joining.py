@@ -16,8 +16,8 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.replay.array_allocator import is_mapped
 from replaylake.datastore.replay.items.transitions import Transitions
-from replaylake.datastore.replay.memory import is_mapped
 from replaylake.datastore.replay.view import ReplayView, concatenate
 
 Make = Callable[..., Episode]
@@ -105,7 +105,7 @@ import pickle, sys
 import numpy as np
 with open(sys.argv[1], "rb") as file:
     view = pickle.load(file)
-from replaylake.datastore.replay.memory import is_mapped
+from replaylake.datastore.replay.array_allocator import is_mapped
 batch = view.uniform(64, seed=5).sample()
 print(is_mapped(view.packed.records.words), batch.keys.sum(), batch.rewards.sum())
 print(view.num_steps, view.num_episodes, view.has_masked_actions, [o.name for o in view.origins])

@@ -31,7 +31,9 @@ from replaylake.datastore.query.expressions import (
     select_steps,
 )
 from replaylake.datastore.replay.layout import make_layout
-from replaylake.datastore.replay.packing import fill, packing, stretches
+from replaylake.datastore.replay.packing import packing
+from replaylake.datastore.replay.packing import record_filler as fill
+from replaylake.datastore.replay.packing import row_ranges as stretches
 from replaylake.datastore.replay.packing.packing import pack
 from replaylake.datastore.replay.packing.row_keys import pair_name, row_keys
 from replaylake.datastore.replay.records import PADDING, Packed

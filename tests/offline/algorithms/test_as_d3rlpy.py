@@ -19,7 +19,7 @@ from replaylake.offline.algorithms.sac import SACConfig, sac
 from replaylake.offline.algorithms.td3 import TD3Config, td3
 from replaylake.offline.algorithms.td3_plus_bc import TD3PlusBCConfig, td3_plus_bc
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.learner import GradientLearner
 
 OBSERVATION = Box((4,))

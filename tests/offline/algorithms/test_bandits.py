@@ -15,7 +15,7 @@ from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.dr_bandit import DRBanditConfig, dr_bandit
 from replaylake.offline.algorithms.ips_bandit import IPSBanditConfig, ips_bandit
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy, run_graph

@@ -16,7 +16,7 @@ from replaylake.offline.algorithms.iql import IQLConfig, iql
 from replaylake.offline.algorithms.sac import SACConfig, sac
 from replaylake.offline.algorithms.td3 import TD3Config, td3
 from replaylake.offline.algorithms.td3_plus_bc import TD3PlusBCConfig, td3_plus_bc
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy

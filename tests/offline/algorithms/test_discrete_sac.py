@@ -11,7 +11,7 @@ from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedErro
 from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.offline.algorithms.discrete_sac import DiscreteSACConfig, discrete_sac
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy

@@ -10,7 +10,7 @@ from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.discrete_cql import DiscreteCQLConfig, discrete_cql
 from replaylake.offline.algorithms.dqn import DQNConfig, dqn
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy, run_graph

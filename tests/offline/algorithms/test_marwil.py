@@ -9,7 +9,7 @@ from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedErro
 from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.algorithms.marwil import MARWILConfig, marwil
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.graph import TorchPolicy, run_graph

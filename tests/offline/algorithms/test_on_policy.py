@@ -561,7 +561,7 @@ OWN = """
 from dataclasses import dataclass, replace
 from replaylake.offline.learning.algorithm import Algorithm, OnPolicy
 from replaylake.offline.algorithms.bc import BCConfig, bc
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 
 @dataclass(frozen=True)
 class OwnConfig:

@@ -6,8 +6,8 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.offline.d3rlpy.algorithms import D3RLPY_ALGORITHMS
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
-from replaylake.offline.d3rlpy.table import D3RLPY_ALGORITHMS
 from replaylake.offline.networks.actors import NO_STATISTICS
 
 OBSERVATION = Box((4,))

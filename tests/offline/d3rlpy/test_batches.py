@@ -8,7 +8,7 @@ from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.offline.d3rlpy.batches import D3rlpyBatches
-from replaylake.offline.facts import DatasetStatistics, RewardScaling
+from replaylake.offline.dataset_statistics import DatasetStatistics, RewardScaling
 
 DQN = ("dqn", "discrete")
 CLONING = ("bc", "discrete")

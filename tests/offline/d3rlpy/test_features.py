@@ -6,7 +6,7 @@ from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.offline.d3rlpy.features import Frames
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
-from replaylake.offline.facts import DatasetStatistics, Moments
+from replaylake.offline.dataset_statistics import DatasetStatistics, Moments
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.networks.graph import TorchPolicy
 

@@ -21,10 +21,10 @@ from replaylake.datastore.lake.policies.package import (
 )
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.offline.algorithms.catalog import make_learner
+from replaylake.offline.d3rlpy.algorithms import D3RLPY_ALGORITHMS
 from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.d3rlpy.library import load_d3rlpy
-from replaylake.offline.d3rlpy.table import D3RLPY_ALGORITHMS
-from replaylake.offline.facts import DatasetStatistics
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.export import export_onnx
 
 NUM_ROWS = 1000

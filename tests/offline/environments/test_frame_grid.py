@@ -22,8 +22,8 @@ from replaylake.offline.environments.frame_grid import (
     move_cell,
 )
 from replaylake.offline.environments.ids import make, spaces_of
-from replaylake.offline.environments.pictures import make_rendering, render_frame
-from replaylake.offline.environments.recorder import record
+from replaylake.offline.environments.recording_wrapper import record
+from replaylake.offline.environments.rendering import make_rendering, render_frame
 from replaylake.offline.running.train import TrainConfig, train
 
 ENV = "ReplayLake/FrameGrid-v0"

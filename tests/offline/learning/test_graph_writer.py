@@ -7,9 +7,9 @@ from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
 from replaylake.datastore.errors import PackageInvalidError
 from replaylake.datastore.lake.policies.package import graph_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.offline.algorithms.builtin import BUILTIN
 from replaylake.offline.algorithms.catalog import make_learner
-from replaylake.offline.algorithms.table import BUILTIN
-from replaylake.offline.facts import DatasetStatistics, Moments
+from replaylake.offline.dataset_statistics import DatasetStatistics, Moments
 from replaylake.offline.learning.algorithm import PolicyModule
 from replaylake.offline.learning.export import export_onnx, random_inputs
 from replaylake.offline.learning.graph_writer import GraphWriter

@@ -9,7 +9,7 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalidError, PackageInvalidError
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.replay.to_torch import to_torch
-from replaylake.offline.facts import DatasetStatistics, RewardScaling
+from replaylake.offline.dataset_statistics import DatasetStatistics, RewardScaling
 from replaylake.offline.learning.algorithm import Algorithm, Losses, Networks, Target
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.networks.actors import CategoricalNetwork

@@ -13,7 +13,7 @@ from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.lake.policies.graph_policy import graph_inputs
 from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.offline.facts import DatasetStatistics, Moments
+from replaylake.offline.dataset_statistics import DatasetStatistics, Moments
 from replaylake.offline.learning.algorithm import PolicyModule
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.networks.actors import CategoricalNetwork

@@ -10,7 +10,7 @@ from replaylake.datastore.lake.policies.package import graph_policy, load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.offline.environments.ids import make, spaces_of
-from replaylake.offline.environments.recorder import record
+from replaylake.offline.environments.recording_wrapper import record
 from replaylake.offline.evaluation.evaluate import evaluate
 from replaylake.offline.learning.algorithm import PolicyModule
 from replaylake.offline.learning.export import export_onnx

@@ -23,9 +23,9 @@ from replaylake.datastore.lake.policies.package import (
     load_policy,
 )
 from replaylake.offline.algorithms.catalog import make_learner
+from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.environments.ids import make
 from replaylake.offline.evaluation.evaluate import evaluate
-from replaylake.offline.facts import DatasetStatistics
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.train import TrainConfig, train
 

@@ -7,7 +7,7 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalidError, RolloutError, SchemaMismatchError
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
-from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.collecting.multi_agent import MultiAgentWorker
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 from replaylake.online.collecting.workers import make_worker

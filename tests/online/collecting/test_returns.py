@@ -1,5 +1,5 @@
 from replaylake.online.collecting.returns import RecentReturns
-from replaylake.online.collecting.track import EpisodeEnd
+from replaylake.online.collecting.step_buffer import EpisodeEnd
 
 
 def ends(number, **returns):

@@ -16,7 +16,7 @@ from replaylake.datastore.errors import (
     SpaceUnsupportedError,
 )
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
-from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 
 _RANDOM = BehaviorPolicy()

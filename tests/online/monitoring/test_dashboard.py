@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaylake.online.monitoring.dashboard import dashboard, dashboard_json
-from replaylake.online.monitoring.exported import METRIC_FAMILIES
+from replaylake.online.monitoring.metric_families import METRIC_FAMILIES
 from replaylake.online.monitoring.prometheus import MetricsServer
 from replaylake.online.monitoring.timings import Timings
 

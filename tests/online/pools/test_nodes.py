@@ -69,11 +69,11 @@ import json, os, signal, sys, time
 from contextlib import suppress
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.online.collecting.acting import BehaviorPolicy
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.pools.nodes import current_node, pin_to_node
 from replaylake.online.pools.pool import WorkerLost
 from replaylake.online.pools.ray_pool import RayPool
-from replaylake.online.collecting.shipment import WorkerSpec
+from replaylake.online.collecting.rollout_batch import WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
 
 place, address, package, second = sys.argv[1:]

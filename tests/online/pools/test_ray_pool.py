@@ -15,8 +15,8 @@ import pytest
 from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError, RolloutError
 from replaylake.offline.environments.spaces import from_gymnasium
 from replaylake.offline.running.local_ray import open_ray
-from replaylake.online.collecting.acting import BehaviorPolicy
-from replaylake.online.collecting.shipment import EpisodeNumbers, RolloutBatch, WorkerSpec
+from replaylake.online.collecting.behavior_policy import BehaviorPolicy
+from replaylake.online.collecting.rollout_batch import EpisodeNumbers, RolloutBatch, WorkerSpec
 from replaylake.online.collecting.worker import EpisodeEnd, RolloutConfig
 from replaylake.online.pools.pool import WorkerLost
 from replaylake.online.pools.ray_pool import RayPool, WorkerState, death_reason

@@ -3,9 +3,9 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.online.collecting.shipment import RolloutBatch
+from replaylake.online.collecting.rollout_batch import RolloutBatch
+from replaylake.online.recording.episode_committer import EpisodeCommitter
 from replaylake.online.recording.feed import ArrivedSteps, DirectFeed, LakeFeed
-from replaylake.online.recording.recorder import EpisodeCommitter
 
 
 def episode(number, num_steps=4):

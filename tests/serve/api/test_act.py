@@ -17,7 +17,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.serving import Limits, ServingState
+from replaylake.serve.serving_state import Limits, ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]

@@ -13,7 +13,7 @@ from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]

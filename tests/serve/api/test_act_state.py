@@ -14,7 +14,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import check_servable, load_serving
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 from replaylake.serve.versions.state_tokens import StateSigner
 

@@ -19,7 +19,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.act_request import ActReader
 from replaylake.serve.api.bodies import parse_msgpack, read_fields
 from replaylake.serve.api.values import encode_observations, read_values
-from replaylake.serve.exchange import Request, RequestRefusedError
+from replaylake.serve.messages import Request, RequestRefusedError
 
 SPEC = PolicySpec(Box((4,)), Discrete(2), "categorical")
 READER = ActReader(SPEC)

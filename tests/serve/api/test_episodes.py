@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from replaylake.datastore.episodes.spaces import Box, Dict, Text
 from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.feedback.journal import JournalConfig
-from replaylake.datastore.feedback.sessionise import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
@@ -23,7 +23,7 @@ from replaylake.serve.api.arrays import array_map
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.safety.limits import Limits
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
 EPISODE = {

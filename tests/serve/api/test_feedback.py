@@ -12,14 +12,14 @@ import pytest
 from hypothesis import strategies as st
 
 from replaylake.datastore.feedback.decision_id import DecisionSigner
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.recording.sessioniser import FeedbackJoinProcess
-from replaylake.serve.serving import Limits, ServingState
+from replaylake.serve.recording.feedback_join_process import FeedbackJoinProcess
+from replaylake.serve.serving_state import Limits, ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]

@@ -7,14 +7,14 @@ import pytest
 
 from replaylake.datastore.episodes.spaces import Box, MultiBinary, MultiDiscrete
 from replaylake.datastore.feedback.decision_id import DecisionSigner
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.serving import Limits, ServingState
+from replaylake.serve.serving_state import Limits, ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
 # Logits of the first element (2) and of the second (3): the observation's, and more of them.

@@ -7,7 +7,7 @@ import pytest
 
 from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.errors import SchemaMismatchError
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import open_lake

@@ -26,7 +26,7 @@ from replaylake.serve.api.openapi import document
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.safety.tokens import Tokens
-from replaylake.serve.serving import ServingState
+from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
 SPACES = [

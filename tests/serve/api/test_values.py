@@ -18,7 +18,7 @@ from replaylake.datastore.episodes.spaces import (
 )
 from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.serve.api.values import _check_value, depth_of, num_dims, read_values
-from replaylake.serve.exchange import RequestRefusedError
+from replaylake.serve.messages import RequestRefusedError
 
 SPACES = [
     Box((3,)), Box((2, 2), "float64"), Box((2,), "uint8", 0, 255), Box((1,), "int64"), Box(()),

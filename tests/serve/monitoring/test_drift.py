@@ -9,14 +9,14 @@ from replaylake.datastore.episodes.encoding import Encoding, Field
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
-from replaylake.serve.monitoring.cells import SharedCounters
 from replaylake.serve.monitoring.drift import MAX_ELEMENTS, training_moments
-from replaylake.serve.monitoring.recent import (
+from replaylake.serve.monitoring.recent_statistics import (
     TIME_CONSTANT_S,
     RecentMeans,
     RecentStatistics,
     merge_sums,
 )
+from replaylake.serve.monitoring.shared_counters import SharedCounters
 from replaylake.serve.versions.router import ServedPolicy
 
 SPEC = PolicySpec(Box((2,)), Discrete(3), "categorical")

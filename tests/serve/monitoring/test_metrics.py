@@ -18,12 +18,12 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.datastore.maintenance import grafana
 from replaylake.serve.app import create_app
-from replaylake.serve.door.connections import NUM_REFUSED
+from replaylake.serve.http.connections import NUM_REFUSED
 from replaylake.serve.monitoring.dashboard import dashboard
-from replaylake.serve.monitoring.exported import METRIC_FAMILIES
+from replaylake.serve.monitoring.metric_families import METRIC_FAMILIES
 from replaylake.serve.monitoring.metrics import Metrics
-from replaylake.serve.serving import ServingState
-from replaylake.serve.versions.reload import AliasFollower, FollowedAlias, VersionRefusal
+from replaylake.serve.serving_state import ServingState
+from replaylake.serve.versions.alias_follower import AliasFollower, FollowedAlias, VersionRefusal
 from replaylake.serve.versions.router import Router, ServedPolicy
 
 FILE = Path(__file__).parents[3] / "docs" / "grafana" / "serving.json"

@@ -16,7 +16,7 @@ from replaylake.datastore.errors import (
     ServeError,
     SpaceUnsupportedError,
 )
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.config import ServeConfig

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from replaylake.datastore.feedback.sessionise import join_feedback
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.processes.supervisor import Supervisor, signal_wakeup
 

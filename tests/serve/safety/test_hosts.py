@@ -4,7 +4,7 @@ import pytest
 
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.serve.config import ServeConfig
-from replaylake.serve.exchange import RequestRefusedError
+from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.limits import Safety
 

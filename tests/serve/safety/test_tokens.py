@@ -3,7 +3,7 @@
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.serve.exchange import RequestRefusedError
+from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.safety.limits import Safety, check_exposure
 from replaylake.serve.safety.tokens import Tokens, read_tokens, role_of
 

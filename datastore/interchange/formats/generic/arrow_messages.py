@@ -8,8 +8,8 @@ from typing import Final
 import pyarrow as pa
 
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 _MAGIC: Final = b"ARROW1\0\0"
 # Slots of the flatbuffers in Arrow's Message.fbs: Message.header, RecordBatch.length,

@@ -38,10 +38,10 @@ from replaylake.datastore.interchange.formats.generic.standard import (
 )
 from replaylake.datastore.interchange.formats.generic.text_rows import csv_header, csv_lines
 from replaylake.datastore.interchange.formats.tabular.fields import ALIASES, DONE_ALIASES
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 _BLOCK_BYTES: Final = 4 << 20
 _SAMPLE_BYTES: Final = 1 << 18

@@ -20,10 +20,10 @@ from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.generic.standard import TEXT_TABLE_BYTES, write_tables
 from replaylake.datastore.interchange.formats.generic.text_rows import json_lines
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource, is_encodable
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 _BLOCK_BYTES: Final = 16 << 20
 _BOM: Final = b"\xef\xbb\xbf"

@@ -18,11 +18,11 @@ from replaylake.datastore.interchange.formats.generic.standard import (
     standard_schema,
     write_tables,
 )
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 # What pyarrow raises for torn files and flipped bytes; names in a footer may be no text.
 PARQUET_ERRORS: Final = (pa.ArrowException, OSError, UnicodeDecodeError)

@@ -31,7 +31,7 @@ from replaylake.datastore.episodes.spaces import (
 from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions, WriteResult
 from replaylake.datastore.interchange.formats.tabular.episode_rows import to_column
-from replaylake.datastore.interchange.formats.tabular.reading import Declaration
+from replaylake.datastore.interchange.formats.tabular.reader import Declaration
 from replaylake.datastore.storage.arrow_values import combine_chunks
 from replaylake.datastore.storage.table.table_schema import conform
 

@@ -21,8 +21,8 @@ import numpy as np
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ExtraMissingError, SourceInvalidError
 from replaylake.datastore.interchange.sources.limits import refuse_bomb
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 NUMBERS: Final = "numbers"
 TEXT: Final = "text"

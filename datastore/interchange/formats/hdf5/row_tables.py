@@ -27,8 +27,8 @@ from replaylake.datastore.interchange.formats.tabular.infos import (
     TIMESTAMP_INFO,
 )
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
-from replaylake.datastore.interchange.sources.refusal import format_names
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import format_names
 
 REQUIRED: Final = ("observations", "actions", "rewards", "terminals")
 _OUR_NAMES: Final = ("observation", "action", "reward", "terminated")

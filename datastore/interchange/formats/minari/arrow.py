@@ -26,8 +26,8 @@ from replaylake.datastore.interchange.formats.tabular.arrays import decode, is_t
 from replaylake.datastore.interchange.formats.tabular.episode_rows import EpisodeRows, iter_chunks
 from replaylake.datastore.interchange.formats.tabular.infos import with_times
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 
 @dataclass(frozen=True)

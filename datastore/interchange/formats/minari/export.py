@@ -23,11 +23,11 @@ from replaylake.datastore.episodes.spaces import (
 )
 from replaylake.datastore.errors import SpaceUnsupportedError, StorageError
 from replaylake.datastore.interchange.formats.format import WriteResult
-from replaylake.datastore.interchange.formats.hdf5.own_columns import label_columns
+from replaylake.datastore.interchange.formats.hdf5.column_names import label_columns
 from replaylake.datastore.interchange.formats.hdf5.writer import Hdf5Writer
 from replaylake.datastore.interchange.formats.minari.spaces import to_json_text
 from replaylake.datastore.interchange.formats.tabular.infos import collect_infos, require_rewards
-from replaylake.datastore.interchange.sources.refusal import format_names
+from replaylake.datastore.interchange.sources.source_errors import format_names
 
 MAIN_FILE: Final = "main_data.hdf5"
 METADATA: Final = "metadata.json"

@@ -12,17 +12,17 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
+from replaylake.datastore.interchange.formats.hdf5.column_names import restore_names
 from replaylake.datastore.interchange.formats.hdf5.files import Hdf5File, is_hdf5
-from replaylake.datastore.interchange.formats.hdf5.own_columns import restore_names
 from replaylake.datastore.interchange.formats.minari.arrow import ArrowEpisode, EpisodeFolders
 from replaylake.datastore.interchange.formats.minari.export import MAIN_FILE, METADATA, write_minari
 from replaylake.datastore.interchange.formats.minari.hdf5 import Hdf5Tables, list_groups
 from replaylake.datastore.interchange.formats.minari.spaces import parse_space
 from replaylake.datastore.interchange.formats.minari.storage import Spaces
 from replaylake.datastore.interchange.formats.tabular.infos import INFOS, find_declared_fields
-from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
-from replaylake.datastore.interchange.sources.refusal import format_names
+from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import format_names
 
 _LARGEST_METADATA: Final = 64 << 20
 # What main_data.hdf5 said of itself before 0.5, when there was no metadata.json.

@@ -20,7 +20,7 @@ from replaylake.datastore.interchange.formats.format import ReadOptions, SourceR
 from replaylake.datastore.interchange.formats.npz.arrays import NpzArray, npz_arrays
 from replaylake.datastore.interchange.formats.tabular.episode_rows import CHUNK_BYTES, to_column
 from replaylake.datastore.interchange.formats.tabular.fields import ALIASES, DONE_ALIASES
-from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
 from replaylake.datastore.interchange.sources.source import SourceFile
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array, num_bytes
 from replaylake.datastore.errors import ExtraMissingError, SourceInvalidError
-from replaylake.datastore.interchange.formats.packed.pickle_machine import (
+from replaylake.datastore.interchange.formats.packed.pickle_vm import (
     NUMBERS,
     NotAnArrayError,
     PendingArray,

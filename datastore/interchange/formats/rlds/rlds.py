@@ -40,10 +40,10 @@ from replaylake.datastore.interchange.formats.rlds.features import (
     list_unread,
 )
 from replaylake.datastore.interchange.formats.rlds.tfrecord import Feature, parse_example, records
-from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 _CHUNK_BYTES: Final = 16 << 20
 _OBSERVATION: Final = "observation"

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ExtraMissingError, SourceInvalidError
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 Feature = list[bytes] | Array
 """The values of one feature: a list of bytes, float32 [n] or int64 [n]."""

@@ -20,8 +20,8 @@ from replaylake.datastore.interchange.formats.generic.parquet import PARQUET_ERR
 from replaylake.datastore.interchange.formats.packed.packed import UnreadPart, decode_message
 from replaylake.datastore.interchange.formats.tabular.episode_rows import EpisodeRows, iter_chunks
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 ITEM: Final = "item"
 # States held at a time; one is an episode of up to some MB.

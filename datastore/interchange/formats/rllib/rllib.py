@@ -34,10 +34,10 @@ from replaylake.datastore.interchange.formats.rllib.unpacking import (
     UnpackedTables,
 )
 from replaylake.datastore.interchange.formats.tabular.arrays import is_text
-from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 # Of RLlib's own column names, those that no other format of ours has.
 _RLLIB_COLUMNS: Final = {

@@ -11,7 +11,7 @@ from typing import Final
 
 from replaylake.datastore.episodes.schema import STANDARD_COLUMNS
 from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
-from replaylake.datastore.interchange.sources.refusal import format_names
+from replaylake.datastore.interchange.sources.source_errors import format_names
 from replaylake.datastore.names import is_column_name
 
 # What a misspelt name is compared with.

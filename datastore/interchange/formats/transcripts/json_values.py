@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, Final
 
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.tabular.tables import is_encodable
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
 from replaylake.datastore.interchange.sources.source import SourceFile
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 # One value may be this long, in characters: a log's records are apart from one another.
 MAX_VALUE_CHARS: Final = 64 << 20

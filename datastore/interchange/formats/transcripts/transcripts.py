@@ -18,7 +18,7 @@ from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Text
 from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
-from replaylake.datastore.interchange.formats.tabular.reading import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource, is_encodable
 from replaylake.datastore.interchange.formats.transcripts.dialogues import (
     GENERATED,

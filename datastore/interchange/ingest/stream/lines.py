@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Final, Protocol
 
 from replaylake.datastore.errors import NotFoundError, SourceInvalidError
-from replaylake.datastore.interchange.sources.refusal import unreadable_error
+from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 _READ_BYTES: Final = 1 << 20
 # A line beyond it is no step: memory holds no more of what has no end.

@@ -18,8 +18,8 @@ from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.interchange.formats.checks import Finding
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.ingest.stream.follower import StreamIngester
 from replaylake.datastore.interchange.ingest.stream.grammar import Grammar
+from replaylake.datastore.interchange.ingest.stream.ingester import StreamIngester
 from replaylake.datastore.interchange.ingest.stream.lines import Lines
 from replaylake.datastore.interchange.ingest.stream.receipt import StreamProgress, StreamReceipt
 from replaylake.datastore.lake.lake import Lake

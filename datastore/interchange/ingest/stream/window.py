@@ -14,11 +14,11 @@ from replaylake.datastore.episodes.encoding import NO_ENCODING
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.checks import Finding
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
 from replaylake.datastore.interchange.ingest.stream.grammar import GROUP, Grammar, StreamRow
 from replaylake.datastore.interchange.sources.source import SourceFile
-from replaylake.datastore.interchange.sources.stored import SourceBytes
+from replaylake.datastore.interchange.sources.source_bytes import SourceBytes
 
 
 class Window:

@@ -20,7 +20,7 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.interchange.export.export import export
-from replaylake.datastore.interchange.export.selection import select_for_export
+from replaylake.datastore.interchange.export.export_selection import select_for_export
 from replaylake.datastore.interchange.export.stored_episodes import (
     PendingEpisodes,
     iter_stored_episodes,

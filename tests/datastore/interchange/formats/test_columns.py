@@ -20,7 +20,7 @@ from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, Sou
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import ReadOptions, RejectedEpisode
 from replaylake.datastore.interchange.formats.generic.csv import CsvTables
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.sources.source import find_source

@@ -13,7 +13,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
-from replaylake.datastore.interchange.formats.d4rl.d4rl import D4rlFormat
+from replaylake.datastore.interchange.formats.d4rl import D4rlFormat
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import (
     ReadOptions,

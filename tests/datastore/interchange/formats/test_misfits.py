@@ -23,7 +23,7 @@ from replaylake.datastore.interchange.formats.generic.csv import (
     text_columns,
 )
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
 from replaylake.datastore.interchange.ingest.ingest import NothingValidError, ingest
 from replaylake.datastore.interchange.sources.source import find_source

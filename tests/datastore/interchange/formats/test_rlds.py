@@ -25,7 +25,7 @@ from replaylake.datastore.interchange.formats.format import (
 )
 from replaylake.datastore.interchange.formats.rlds.features import episode_spec
 from replaylake.datastore.interchange.formats.rlds.rlds import RldsTables, find_shards
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.receipt import Counts

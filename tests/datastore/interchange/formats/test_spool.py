@@ -14,7 +14,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import StorageError
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import (
     CachedTables,
     Chunk,

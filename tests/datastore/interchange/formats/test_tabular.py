@@ -25,7 +25,7 @@ from replaylake.datastore.interchange.formats.format import (
     SourceReader,
 )
 from replaylake.datastore.interchange.formats.generic.parquet import ParquetTables
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
 from replaylake.datastore.interchange.sources.source import find_source
 

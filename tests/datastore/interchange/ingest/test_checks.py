@@ -15,10 +15,10 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.interchange.formats.checks import CHECKS, Check, CheckCounts
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.ingest.door import SourceValidator
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.inspection import Duplicates
 from replaylake.datastore.interchange.ingest.receipt import Counts, IngestReceipt
+from replaylake.datastore.interchange.ingest.source_validator import SourceValidator
 from replaylake.datastore.lake.lake import Lake, open_lake
 
 _DOCS = (Path(__file__).parents[4] / "docs" / "FORMATS.md").read_text()

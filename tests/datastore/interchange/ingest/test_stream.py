@@ -23,7 +23,8 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.ingest.stream import follower, pieces
+from replaylake.datastore.interchange.ingest.stream import ingester as follower
+from replaylake.datastore.interchange.ingest.stream import writer as pieces
 from replaylake.datastore.interchange.ingest.stream.lines import Line, LineReader
 from replaylake.datastore.interchange.ingest.stream.receipt import StreamProgress, StreamReceipt
 from replaylake.datastore.interchange.ingest.stream.stream import follow

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.errors import EpisodeInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions
-from replaylake.datastore.interchange.formats.tabular.reading import TabularReader
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.ingest.ingest import NothingValidError, ingest
 from replaylake.datastore.interchange.ingest.inspection import IngestProgress
 from replaylake.datastore.interchange.ingest.receipt import Counts

@@ -212,7 +212,7 @@ def test_a_registration_whose_reply_was_lost_keeps_its_version(
             return False
         return done
 
-    monkeypatch.setattr(LocalStorage, "put_new", lose_a_reply)
+    monkeypatch.setattr(LocalStorage, "put_if_absent", lose_a_reply)
     ref = register(registry, package)
     assert lost
     assert str(ref) == "cql:2"

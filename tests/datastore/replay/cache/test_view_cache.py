@@ -21,12 +21,12 @@ from replaylake.datastore.maintenance.purge.purge import purge
 from replaylake.datastore.maintenance.retention import set_retention
 from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.replay.array_allocator import is_mapped
+from replaylake.datastore.replay.cache.cache_writer import CacheWriter
 from replaylake.datastore.replay.cache.cached_view import collect_arrays, make_metadata
 from replaylake.datastore.replay.cache.draft import Draft, DraftStoppedError, find_abandoned_drafts
-from replaylake.datastore.replay.cache.keeping import CacheWriter
 from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.replay.layout import RecordLayout
-from replaylake.datastore.replay.memory import is_mapped
 from replaylake.datastore.replay.records import Packed
 from replaylake.datastore.replay.view import ReplayView
 
@@ -280,7 +280,7 @@ def test_a_view_is_written_after_the_first_batches(monkeypatch: pytest.MonkeyPat
     assert at[0] - began > 0.2
     assert keeping.wait_folder() == Path("there")
     # Unless somebody waits for it.
-    monkeypatch.setattr("replaylake.datastore.replay.cache.keeping._DELAY_S", 60.0)
+    monkeypatch.setattr("replaylake.datastore.replay.cache.cache_writer._DELAY_S", 60.0)
     began = time.monotonic()
     assert CacheWriter(write).wait_folder() == Path("there")
     assert time.monotonic() - began < 30

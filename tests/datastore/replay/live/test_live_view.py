@@ -266,7 +266,7 @@ def test_steps_are_counted_once_they_can_be_sampled(
             counts.append((view.num_steps, view.num_transitions))
             came(*arguments, **options)
 
-        monkeypatch.setattr(items, "came", counted)
+        monkeypatch.setattr(items, "add_runs", counted)
         assert view.wait_for(dataset.append([make_told(0)]).version)
         assert counts == [(0, 0)]
         assert (view.num_steps, view.num_transitions) == (10, 10)

@@ -6,7 +6,7 @@ from replaylake.offline.evaluation.ope.calibration import (
     calibration_error,
     reliability,
 )
-from replaylake.offline.evaluation.ope.logged import one_step_episodes
+from replaylake.offline.evaluation.ope.logged_episodes import one_step_episodes
 
 PROBS = np.array([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
 

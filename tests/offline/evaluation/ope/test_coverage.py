@@ -6,7 +6,7 @@ import pytest
 from replaylake.offline.evaluation.ope.estimate import estimate
 from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, default_estimators
 from replaylake.offline.evaluation.ope.intervals import all_intervals
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
 from replaylake.offline.evaluation.ope.statistic import Bounds, difference_of, mean_of
 from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 

@@ -10,9 +10,9 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
+from replaylake.offline.dataset_statistics import DatasetStatistics, Moments
 from replaylake.offline.evaluation.ope.d3rlpy_fqe import d3rlpy_fqe
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-from replaylake.offline.facts import DatasetStatistics, Moments
 from replaylake.offline.networks.graph import PolicyGraph, TorchPolicy
 
 QUICK = FQEConfig(updates=400, batch_size=64, learning_rate=3e-3, hidden_sizes=(16,))

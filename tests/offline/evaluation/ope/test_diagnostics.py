@@ -3,7 +3,7 @@ import pytest
 
 from replaylake.offline.evaluation.ope.diagnostics import diagnose
 from replaylake.offline.evaluation.ope.estimate import estimate
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
 from replaylake.offline.evaluation.ope.verdict import verdict
 
 

@@ -8,8 +8,8 @@ from replaylake.offline.evaluation.ope.importance import (
     per_decision_importance_sampling,
     weighted_per_decision_importance_sampling,
 )
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
+from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 
 

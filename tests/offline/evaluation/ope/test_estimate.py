@@ -7,7 +7,7 @@ import pytest
 from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.offline.evaluation.ope.estimate import estimate, estimate_differences
 from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, default_estimators
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
 
 ONE_STEP = {"ips", "snips", "clipped_ips", "switch_dr", "dr_os", "sndr", "dr", "dm"}
 LONGER = {"is", "wis", "clipped_is", "pdis", "wpdis", "wdr", "dr", "fqe"}

@@ -22,8 +22,8 @@ from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.evaluation.ope.behavior import BehaviorConfig
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
+from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-from replaylake.offline.evaluation.ope.question import EvaluationRequest
 
 
 class Gaussian(nn.Module):

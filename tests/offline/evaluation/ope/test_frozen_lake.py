@@ -8,7 +8,7 @@ import pytest
 
 from replaylake.offline.evaluation.ope.diagnostics import diagnose
 from replaylake.offline.evaluation.ope.estimate import estimate
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
 from replaylake.offline.evaluation.ope.verdict import verdict
 
 HORIZON = 100

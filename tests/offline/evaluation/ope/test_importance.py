@@ -5,8 +5,8 @@ import pyarrow.csv
 import pytest
 
 from replaylake.offline.evaluation.ope import importance
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
+from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 
 

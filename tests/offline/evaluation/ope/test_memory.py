@@ -16,8 +16,8 @@ from replaylake.datastore.lake.policies.graph_policy import GraphPolicy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.evaluation.ope import target_policy
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
-from replaylake.offline.evaluation.ope.promotion import evaluate_gate
-from replaylake.offline.evaluation.ope.question import EvaluationRequest
+from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
+from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 
 LENGTHS = [3, 1, 7, 7, 2, 5]

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from replaylake.offline.evaluation.ope.logged import LoggedEpisodes, one_step_episodes
-from replaylake.offline.evaluation.ope.refusal import NotEstimableError
+from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
+from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.weights import importance_weights, largest_ratio, summary
 
 

@@ -10,7 +10,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.learning.learner import Update
 from replaylake.offline.networks.graph import PolicyGraph
 from replaylake.offline.running.training.config import TrainConfig
-from replaylake.offline.running.training.selection import PolicySelection
+from replaylake.offline.running.training.policy_selection import PolicySelection
 from replaylake.offline.running.training.trainer import GPU_CHECK_UPDATES, Trainer
 
 

@@ -1,1 +1,0 @@
-"""D4RL: datasets of HDF5 arrays with a row a step."""

@@ -1,1 +1,0 @@
-"""LeRobot: folders of Parquet and metadata, with videos as references."""

@@ -1,0 +1,184 @@
+"""Earlier versions: what they have that the newest has not, and which of them name some shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID
+from replaylake.datastore.feedback.decisions import DECISION_ID
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.maintenance.delete import find_feedback, select_episode_ids
+from replaylake.datastore.maintenance.received_removal import select_received
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_arrow,
+    scan_connection,
+)
+from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.storage import Blob
+from replaylake.datastore.storage.table.shard import FOLDER
+from replaylake.datastore.storage.table.table import Table, TableSnapshot
+
+# Finds the ids that a condition selects in a version.
+Select = Callable[[TableSnapshot, str], pa.Array]
+
+
+def select_in_all_versions(table: Table, condition: str, select: Select | None = None) -> pa.Array:
+    """Return the ids of the episodes that a condition selects, in the last version that has each.
+
+    `select` is for a table of other rows than steps. Of a version of which shards are gone, what is
+    left counts. Cost: a scan of the newest version, and one of the ids for each commit that took
+    rows out.
+    """
+    newest = table.snapshot()
+    select = select or select_episode_ids
+    chosen = [select(newest, condition)]
+    decided = _ids(newest, newest.files)
+    for before, after, removed in _removals(table):
+        gone = _without(_ids(before, removed), [decided, _ids(after, after.files)])
+        if not len(gone):
+            continue
+        decided = _union([decided, gone])
+        found = select(before, condition)
+        chosen.append(found.filter(pc.is_in(found, value_set=gone)))
+    return _union(chosen)
+
+
+def find_feedback_in_all_versions(handle: Dataset, episodes: pa.Array) -> pa.Array:
+    """Return the ids of the decisions of episodes, in any version.
+
+    An old row of decisions that is in the newest version no more counts as theirs by its client's
+    id alone: which of that client's episodes it was of cannot be told.
+    """
+    steps = _old_rows(handle.table, [EPISODE_ID, DECISION_ID, SOURCE_EPISODE_ID])
+    mine = steps.filter(pc.is_in(steps.column(EPISODE_ID), value_set=episodes))
+    found = [find_feedback(handle, handle.table.snapshot(), episodes), _column(mine, DECISION_ID)]
+    if handle.decisions.exists():
+        clients = _column(mine, SOURCE_EPISODE_ID)
+        rows = _old_rows(handle.decisions, [DECISION_ID, EPISODE_ID])
+        same = rows.filter(pc.is_in(rows.column(EPISODE_ID), value_set=clients))
+        live = handle.decisions.snapshot().read([DECISION_ID]).column(DECISION_ID)
+        others = steps.filter(pc.invert(pc.is_in(steps.column(EPISODE_ID), value_set=episodes)))
+        kept = [live.combine_chunks(), _column(others, DECISION_ID)]
+        found.append(_without(_column(same, DECISION_ID), kept))
+    return _union(found)
+
+
+def select_waiting_in_all_versions(handle: Dataset, condition: str) -> pa.Array:
+    """Return received episodes that a condition selects, and of which no version has a step."""
+    found = select_in_all_versions(handle.received, condition, select_received)
+    return _without(found, [_column(_old_rows(handle.table, [EPISODE_ID]), EPISODE_ID)])
+
+
+def list_named_paths(table: Table) -> set[str]:
+    """Return the paths below the table of all shards that a version of its log names."""
+    paths = set(table.log.at(table.log.oldest()).files)
+    for _, actions in _commits(table):
+        paths |= {add["path"] for action in actions if (add := action.get("add"))}
+    return paths
+
+
+def find_versions_with(table: Table, paths: Collection[str]) -> tuple[tuple[int, int], ...]:
+    """Return ranges (both ends in) of the versions that name one of these files of the lake."""
+    wanted = {path.removeprefix(f"{table.root}/") for path in paths}
+    live = wanted & set(table.log.at(table.log.oldest()).files)
+    ranges: list[tuple[int, int]] = []
+    begin = table.log.oldest() if live else None
+    for version, actions in _commits(table):
+        for action in actions:
+            if (add := action.get("add")) and add["path"] in wanted:
+                live.add(add["path"])
+            elif remove := action.get("remove"):
+                live.discard(remove["path"])
+        if live and begin is None:
+            begin = version
+        elif not live and begin is not None:
+            ranges.append((begin, version - 1))
+            begin = None
+    if begin is not None:
+        ranges.append((begin, table.log.newest().version))
+    return tuple(ranges)
+
+
+def _commits(table: Table) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield the commits after the oldest version."""
+    for version in range(table.log.oldest() + 1, table.log.newest().version + 1):
+        yield version, table.log.actions(version)
+
+
+def _removals(
+    table: Table,
+) -> Iterator[tuple[TableSnapshot, TableSnapshot, list[FileEntry]]]:
+    """Yield what is left of the versions before and after each commit that took rows out.
+
+    Newest first, with the shards that it took out.
+    """
+    commits = list(_commits(table))
+    present = {f"{FOLDER}/{name}" for name in table.storage.names(f"{table.root}/{FOLDER}")}
+    for version, actions in reversed(commits):
+        removed = {
+            remove["path"]
+            for action in actions
+            if (remove := action.get("remove")) and remove.get("dataChange", True)
+        }
+        if removed & present:
+            before, after = (
+                replace(one, files=tuple(e for e in one.files if e.path in present))
+                for one in (table.snapshot(version - 1), table.snapshot(version))
+            )
+            yield before, after, [e for e in before.files if e.path in removed]
+
+
+def _ids(snapshot: TableSnapshot, entries: Collection[FileEntry]) -> pa.Array:
+    if not entries:
+        return pa.array([], pa.string())
+    with fetch_files(snapshot, list(entries)) as paths, scan_connection() as connection:
+        query = f"SELECT DISTINCT {EPISODE_ID} AS key FROM {from_clause(snapshot, paths)}"
+        return query_arrow(connection, query).column("key").combine_chunks()
+
+
+def _old_rows(table: Table, columns: list[str]) -> pa.Table:
+    """Return columns of all shards of a table that are there and can be read, as text."""
+    schema = pa.schema([(name, pa.string()) for name in columns])
+    tables = [schema.empty_table()]
+    for name in table.storage.names(f"{table.root}/{FOLDER}"):
+        path = f"{table.root}/{FOLDER}/{name}"
+        blob = Blob(path)
+        try:
+            (local,) = table.storage.fetch([blob])
+            with pq.ParquetFile(local) as file:
+                present = [name for name in columns if name in file.schema_arrow.names]
+                rows = file.read(columns=present)
+        except (pa.ArrowException, OSError):
+            continue  # whether it may stay is for the scan at the end to say
+        finally:
+            table.storage.release([blob])
+        cells = [
+            rows.column(name).cast(pa.string())
+            if name in present
+            else pa.nulls(rows.num_rows, pa.string())
+            for name in columns
+        ]
+        tables.append(pa.table(cells, schema=schema))
+    return pa.concat_tables(tables)
+
+
+def _column(rows: pa.Table, name: str) -> pa.Array:
+    return rows.column(name).combine_chunks().drop_null().unique()
+
+
+def _union(arrays: list[pa.Array]) -> pa.Array:
+    return pa.chunked_array(arrays, pa.string()).combine_chunks().unique()
+
+
+def _without(array: pa.Array, others: list[pa.Array]) -> pa.Array:
+    for other in others:
+        array = array.filter(pc.invert(pc.is_in(array, value_set=other)))
+    return array

@@ -1,0 +1,124 @@
+"""Chosen episodes: those of a log that off-policy evaluation is asked of and that can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replaylake.datastore.errors import EmptyReplayError
+from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.logged_steps import LoggedSteps, read_logged_steps
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.offline.evaluation.ope.evaluation_request import (
+    EvaluatedReward,
+    EvaluationRequest,
+    ProgressCallbacks,
+)
+from replaylake.offline.evaluation.ope.probabilities import BEHAVIOR, TARGET
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedEpisodes:
+    """The episodes that a question is asked of, as far as they can tell of anything.
+
+    reward: what the rewards of `steps` are. left_out: how many more were selected, by why they do
+    not count.
+    """
+
+    snapshot: Snapshot
+    reward: EvaluatedReward
+    holdout: Holdout | None
+    steps: LoggedSteps
+    left_out: Mapping[str, int]
+
+
+def select_episodes(
+    snapshot: Snapshot,
+    question: EvaluationRequest,
+    reward: EvaluatedReward,
+    holdout: Holdout | None,
+    listener: ProgressCallbacks,
+) -> SelectedEpisodes:
+    """Read the episodes that a question is asked of, with `reward`. Raises: as evaluate_policy."""
+    listener.stage("reading the steps")
+    steps, left_out = _drop_unusable(_read(snapshot, question, reward, holdout), question)
+    return SelectedEpisodes(snapshot, reward, holdout, steps, left_out)
+
+
+def drop_without_first_step(chosen: SelectedEpisodes) -> SelectedEpisodes:
+    """Leave out episodes whose first step is not there: a policy that remembers needs it.
+
+    Steps count from 0, or from 1 where no step of the whole snapshot is a 0. Raises:
+    EmptyReplayError where no episode is left.
+    """
+    snapshot, steps = chosen.snapshot, chosen.steps
+    begins = steps.step_numbers[steps.offsets[:-1]]
+    if not begins.any():
+        return chosen
+    (least,) = snapshot.sql("SELECT min(first_step) FROM episodes").column(0).to_pylist()
+    late = begins > min(1, int(least))
+    if not late.any():
+        return chosen
+    if late.all():
+        raise EmptyReplayError(
+            f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found "
+            f"{steps.num_episodes:,} episodes that begin at step {begins.min()} or later, expected "
+            "some from their first step, from which a policy that remembers is followed. Widen "
+            "--where, or ingest the steps before."
+        )
+    reason = "without the first step, of a policy that remembers"
+    left_out = {**chosen.left_out, reason: int(late.sum())}
+    return replace(chosen, steps=steps.select(~late), left_out=left_out)
+
+
+def _read(
+    snapshot: Snapshot,
+    question: EvaluationRequest,
+    reward: EvaluatedReward,
+    holdout: Holdout | None,
+) -> LoggedSteps:
+    where = question.where
+    if holdout is not None:
+        holdout.check(snapshot, where)
+        where = holdout.within(where, True)
+    asked = {TARGET: question.target_prob, BEHAVIOR: question.behavior_prob}
+    columns = {name: sql for name, sql in asked.items() if sql is not None}
+    expression = None if reward.is_stored else reward.expression
+    steps = read_logged_steps(snapshot, where, reward=expression, columns=columns)
+    if not steps.num_episodes:
+        raise EmptyReplayError(
+            f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found no episode "
+            f"where {where or 'true'}, expected at least two. Widen the condition."
+        )
+    return steps
+
+
+def _drop_unusable(
+    steps: LoggedSteps, question: EvaluationRequest
+) -> tuple[LoggedSteps, dict[str, int]]:
+    """Leave out episodes whose return is not known, each counted by its first fault.
+
+    Raises: EmptyReplayError where none is left.
+    """
+    faults: dict[str, NDArray[np.bool_]] = {}
+    if not question.with_incomplete:
+        faults["not seen to end"] = ~(steps.terminated | steps.truncated)
+    faults["with a step missing"] = steps.has_gaps()
+    faults["with an unknown reward"] = steps.any_step(~np.isfinite(steps.rewards))
+    keep = np.ones(steps.num_episodes, np.bool_)
+    left_out = {}
+    for reason, flags in faults.items():
+        if num := int((keep & flags).sum()):
+            left_out[reason] = num
+        keep &= ~flags
+    if not keep.any():
+        said = ", ".join(f"{num:,} {reason}" for reason, num in left_out.items())
+        raise EmptyReplayError(
+            f"off-policy evaluation: found {steps.num_episodes:,} episodes, none usable ({said}), "
+            "expected at least two with an end and all rewards. --incomplete takes those that were "
+            "not seen to end as they are; --reward 'coalesce(reward, 0)' gives rewards."
+        )
+    return steps.select(keep), left_out

@@ -1,0 +1,222 @@
+"""Team: learners that make each update together, every one on its part of the batch.
+
+All draw the same batches and hold the same weights. Gradients are averaged before they are stepped
+down; losses and priorities are those of the whole batch again afterwards. The first learner alone
+measures, saves and registers, and says when it is over: the others follow what it decides, and
+nobody waits for one that has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from replaylake.datastore.episodes.batch import Batch
+from replaylake.datastore.episodes.spaces import Array
+from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.replay.items.sequences import Sequences
+from replaylake.datastore.replay.items.transitions import Transitions
+from replaylake.datastore.replay.view import ReplayView
+from replaylake.offline.learning.algorithm import OnPolicy
+from replaylake.offline.learning.learner import Learner, Update
+from replaylake.offline.networks.graph import PolicyGraph
+from replaylake.offline.running.training.policy_selection import Measure, MeasureName
+from replaylake.offline.running.training.trainer import GPU_CHECK_UPDATES
+
+
+class ProcessGroup(Protocol):
+    """One learner's place among the others. All call `add` and `told` in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """Its number, from 0: who has number 0 leads."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        ...
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Put the sum over all learners in place of each value. Raises: TrainingError."""
+        ...
+
+    def broadcast(self, value: float) -> float:
+        """Return the leader's value. Raises: TrainingError."""
+        ...
+
+
+class SingleProcessGroup:
+    """A team of one."""
+
+    rank: Final = 0
+    size: Final = 1
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Leave them as they are."""
+
+    def broadcast(self, value: float) -> float:
+        """Return it."""
+        return value
+
+
+SINGLE_PROCESS: Final = SingleProcessGroup()
+
+
+def make_gradient_average(team: ProcessGroup) -> Callable[[torch.Tensor], None] | None:
+    """Return what averages gradients over the team, in place; None for a team of one."""
+    if team.size == 1:
+        return None
+
+    def average(gradients: torch.Tensor) -> None:
+        team.all_reduce(gradients)
+        gradients.mul_(1 / team.size)
+
+    return average
+
+
+class DataParallelLearner:
+    """A learner that is given whole batches and learns from its part of them.
+
+    The weights are those of one learner with the whole batch, to float32's rounding, where a loss
+    is a mean over rows.
+    """
+
+    def __init__(
+        self, learner: Learner, team: ProcessGroup, device: torch.device | str = "cpu"
+    ) -> None:
+        """learner: averages its gradients over the team. device: where it computes."""
+        self._learner = learner
+        self._team = team
+        self._device = torch.device(device)
+        # Reading the leader's decision waits for a GPU.
+        self._read_updates = 1 if self._device.type == "cpu" else GPU_CHECK_UPDATES
+        self._num_updates = 0
+        self._asked: Callable[[], bool] = lambda: False
+        self._is_ending = False
+
+    def should_end(self, asked: Callable[[], bool]) -> Callable[[], bool]:
+        """Return whether the leader was asked to end in the last update, by what it knows."""
+        self._asked = asked
+        return lambda: self._is_ending
+
+    @property
+    def discount(self) -> float:
+        """Gamma."""
+        return self._learner.discount
+
+    @property
+    def item(self) -> Transitions | Sequences:
+        """What the rows of its batches are."""
+        return self._learner.item
+
+    @property
+    def on_policy(self) -> OnPolicy | None:
+        """How it learns from what its own policy just did."""
+        return self._learner.on_policy
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved options."""
+        return self._learner.config
+
+    @property
+    def normalization(self) -> Mapping[str, Any]:
+        """What inputs and outputs are scaled by."""
+        return self._learner.normalization
+
+    def prepare(self, view: ReplayView) -> None:
+        """Look at all of what batches will be drawn from."""
+        self._learner.prepare(view)
+
+    def update(self, batch: Batch) -> Update:
+        """Learn from this learner's part; return metrics and priorities of the whole batch.
+
+        Raises: ConfigInvalidError for a batch that cannot be divided; TrainingError where another
+        learner is gone.
+        """
+        num, size = len(batch), self._team.size
+        if num % size:
+            raise ConfigInvalidError(
+                f"training: found a batch of {num} rows for {size} learners, expected a multiple."
+            )
+        part = slice(num // size * self._team.rank, num // size * (self._team.rank + 1))
+        result = self._learner.update(batch_part(batch, part))
+        names, priorities = sorted(result.metrics), result.priorities
+        # One exchange for all: it costs the same for one number and for some hundreds.
+        is_asked = self._team.rank == 0 and self._asked()
+        shared = torch.zeros(1 + len(names) + (0 if priorities is None else num))
+        shared[0] = float(is_asked)
+        if priorities is not None:
+            shared[1 + len(names) :][part] = torch.from_numpy(np.asarray(priorities))
+        shared = shared.to(self._device)
+        for i, name in enumerate(names):
+            shared[1 + i] = result.metrics[name] / size  # type: ignore[operator]
+        self._team.all_reduce(shared)
+        self._num_updates += 1
+        if self._num_updates % self._read_updates == 0:
+            self._is_ending = bool(shared[0])
+        metrics = dict(zip(names, shared[1 : 1 + len(names)].unbind(), strict=True))
+        if priorities is not None:
+            priorities = shared[1 + len(names) :].cpu().numpy()
+        return Update(metrics, priorities)
+
+    def policy(self) -> PolicyGraph:
+        """Return the policy as it is now."""
+        return self._learner.policy()
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return everything that a later update depends on."""
+        return self._learner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Continue from what state_dict returned."""
+        self._learner.load_state_dict(state)
+
+
+def sync_stop(learner: Learner, asked: Callable[[], bool]) -> Callable[[], bool]:
+    """Return whether the run ends here: as asked, or in a team what its leader was asked."""
+    return learner.should_end(asked) if isinstance(learner, DataParallelLearner) else asked
+
+
+@dataclass(frozen=True)
+class LeaderMeasure:
+    """A measure that the leader takes, and tells the others."""
+
+    measure: Measure
+    group: ProcessGroup
+
+    @property
+    def name(self) -> MeasureName:
+        """As `select` calls it."""
+        return self.measure.name
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether it is a return and no loss."""
+        return self.measure.higher_is_better
+
+    def check(self, policy: Any) -> None:
+        """Refuse as the measure does, on every learner."""
+        self.measure.check(policy)
+
+    def __call__(self, policy: Any) -> float:
+        """Return the leader's number, on every learner."""
+        return self.group.broadcast(self.measure(policy) if self.group.rank == 0 else 0.0)
+
+
+def batch_part(batch: Batch, rows: slice) -> Batch:
+    """Return some rows of a batch, as views."""
+    return Batch(**{name: _part(value, rows) for name, value in vars(batch).items()})
+
+
+def _part(value: Any, rows: slice) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {key: _part(sub, rows) for key, sub in value.items()}
+    return value[rows]

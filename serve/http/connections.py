@@ -1,0 +1,164 @@
+"""Connections: how many there may be, how long they may idle, and how slowly a client may speak.
+
+uvicorn waits for a request's head for ever and takes one of any size. `limit_connections` puts this
+in the place of its protocol, which also reaches the uvicorn that BentoML starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, ClassVar, Final
+from weakref import WeakSet
+
+import uvicorn.config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from replaylake.serve.http.deadlines import ARRIVALS, ARRIVED, ArrivalCounter
+from replaylake.serve.messages import RequestRefusedError, error_response
+from replaylake.serve.safety.limits import ConnectionLimits
+
+_CHECK_INTERVAL_S: Final = 0.5
+# httptools keeps the places of a URL's parts in 16 bits.
+_MAX_PATH_BYTES: Final = 65_535
+_REASONS: Final = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+# Connections of this process that were refused without a request, by status.
+NUM_REFUSED: Final[dict[int, int]] = dict.fromkeys(_REASONS, 0)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with limits on what a client may hold."""
+
+    limits: ClassVar[ConnectionLimits] = ConnectionLimits()
+    _arrivals: ClassVar[ArrivalCounter] = ArrivalCounter()
+    _server_states: ClassVar[WeakSet[Any]] = (
+        WeakSet()
+    )  # of uvicorn's ServerState, by which it is called
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, unless there are too many."""
+        super().connection_made(transport)
+        # loop.time() since when it waits for a request, and since when for the rest of a head.
+        self._idle_since: float | None = self.loop.time()
+        self._head_since: float | None = None
+        self._head_bytes = 0
+        self._unread_since: float | None = None
+        if len(self.connections) > self.limits.num and not self._close_idle_connection():
+            self._refuse(503, "connections", f"{len(self.connections) - 1}", "fewer; try again")
+        if self.server_state not in self._server_states:
+            self._server_states.add(self.server_state)
+            self.loop.call_later(_CHECK_INTERVAL_S, self._check_all)
+
+    def data_received(self, data: bytes) -> None:
+        """Take a packet."""
+        super().data_received(data)
+        if self._head_since is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.limits.head_bytes:
+                most = f"at most {self.limits.head_bytes} bytes"
+                self._refuse(431, "head", f"{self._head_bytes} bytes and no end", most)
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        super().on_message_begin()
+        self._head_since = self.loop.time()
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        """Start a request."""
+        self._idle_since = self._head_since = None
+        super().on_headers_complete()
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        scope[ARRIVED] = time.perf_counter()
+        scope[ARRIVALS] = self._arrivals
+        self._arrivals.record_arrival(self.loop)
+
+    def on_response_complete(self) -> None:
+        """End a request."""
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+        else:
+            # As there, but that it sets a timer a request to close connections that idle.
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
+            self._idle_since = self.loop.time()
+
+    def pause_writing(self) -> None:
+        """Note that the client does not take its answer."""
+        self._unread_since = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Note that it does."""
+        self._unread_since = None
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, and a path and query that are too long to be taken apart."""
+        num_bytes = len(self.url or b"")
+        if num_bytes > _MAX_PATH_BYTES:
+            most = f"at most {_MAX_PATH_BYTES} bytes; what is longer goes into the body"
+            self._refuse(431, "head", f"a path and query of {num_bytes} bytes", most)
+            return
+        self._refuse(400, "request", "no HTTP/1.1", "a request line, headers and a body")
+
+    def _refuse(self, status: int, field: str, found: str, expected: str) -> None:
+        if self.transport.is_closing():
+            return
+        NUM_REFUSED[status] += 1
+        answer = error_response(RequestRefusedError(status, field, found, expected))
+        head = (
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n" % (status, _REASONS[status], len(answer.body))
+        )
+        self.transport.write(head + answer.body)
+        self.transport.close()
+
+    def _close_idle_connection(self) -> bool:
+        idle = [
+            (other._idle_since, id(other), other)
+            for other in self.connections
+            if isinstance(other, LimitedProtocol)
+            and other is not self
+            and other._idle_since is not None
+            and not other.transport.is_closing()
+        ]
+        if not idle:
+            return False
+        min(idle)[2].transport.close()
+        return True
+
+    def _check_all(self) -> None:
+        now = self.loop.time()
+        for connection in tuple(self.connections):
+            if isinstance(connection, LimitedProtocol):
+                connection._check_timeouts(now)
+        if self.connections:
+            self.loop.call_later(_CHECK_INTERVAL_S, self._check_all)
+        else:
+            self._server_states.discard(self.server_state)
+
+    def _check_timeouts(self, now: float) -> None:
+        limits = self.limits
+        if self._unread_since is not None and now - self._unread_since > limits.unread_timeout_s:
+            self.transport.abort()
+        elif self._head_since is not None and now - self._head_since > limits.head_timeout_s:
+            found = f"no end of it after {limits.head_timeout_s:g} s"
+            self._refuse(408, "head", found, "it sooner")
+        elif self._idle_since is not None and now - self._idle_since > limits.idle_timeout_s:
+            self.transport.close()
+
+
+def limit_connections(limits: ConnectionLimits) -> None:
+    """Let every uvicorn of this process that is not told its protocol take ours."""
+    LimitedProtocol.limits = limits
+    # Its warnings are of what clients send: a line each would be theirs to fill a disk with.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    path = f"{LimitedProtocol.__module__}:{LimitedProtocol.__qualname__}"
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = path

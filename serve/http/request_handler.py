@@ -1,0 +1,361 @@
+"""The door: each request from its first byte to its answer, around the endpoint that makes it.
+
+In this order: the host and the origin, the token, the declared size, the body (with a limit on its
+size and its time, and on what all bodies take together), the queue, the endpoint within the
+deadline. Errors become statuses only here. What an endpoint is given has its whole body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from replaylake.datastore.errors import StorageError
+from replaylake.serve.http.deadlines import ARRIVALS, ARRIVED, Deadlines, RequestDeadline
+from replaylake.serve.messages import (
+    JSON,
+    Endpoint,
+    Request,
+    RequestRefusedError,
+    Response,
+    error_response,
+)
+from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.safety.limits import Limits
+from replaylake.serve.safety.tokens import role_of
+from replaylake.serve.serving_state import ServingState
+
+_logger = logging.getLogger(__name__)
+Scope = Mapping[str, Any]
+_CLIENT_DISCONNECTED: Final = 499  # nobody reads it; it is for the count
+_BEFORE_START: Final = Limits()
+_RETRY_LATER: Final = ((b"retry-after", b"1"),)
+_CLOSE_HEADER: Final = (b"connection", b"close")
+_MAX_ID_BYTES: Final = 128
+_TRACEBACK_EVERY_S: Final = 1.0
+# Probes come by whatever address a machine has, tell nothing and change nothing.
+_OF_ANY_HOST: Final = ("/livez", "/readyz")
+# Refusals of what a page of another site may have sent, by status and field.
+_OF_OTHER_SITES: Final = frozenset(
+    {(400, "host"), (421, "host"), (403, "origin"), (415, "content-type")}
+)
+
+
+class HandlerState:
+    """What the doors of one worker share: what is served, who waits, and what that takes."""
+
+    def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
+        self.serving, self.metrics = serving, metrics
+        self.waits = Deadlines()
+        self.num_inside = 0  # requests that an endpoint works on
+        self.buffered_bytes = 0  # of bodies that come in pieces
+
+
+class RequestHandler:
+    """An ASGI app around one endpoint."""
+
+    def __init__(self, route: str, endpoint: Endpoint, keeper: HandlerState) -> None:
+        self._route, self._endpoint, self._keeper = route, endpoint, keeper
+        self._role = role_of(route)
+        self._is_of_any_host = route in _OF_ANY_HOST
+        self._complaints = _RateLimitedLog(route)
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        began = scope.get(ARRIVED) or time.perf_counter()
+        keeper, serving = self._keeper, self._keeper.serving()
+        visit = _RequestState(scope, began, _BEFORE_START if serving is None else serving.limits)
+        arrivals = scope.get(ARRIVALS)
+        visit.num_behind = 0 if arrivals is None else arrivals.start_next()
+        visit.wait = keeper.waits.enter(began + visit.limits.deadline_s)
+        try:
+            answer = await self._answer(visit, receive, serving)
+        except _ClientDisconnectedError:
+            answer = None
+        finally:
+            keeper.waits.leave(visit.wait)
+            keeper.buffered_bytes -= visit.buffered_bytes
+        status = _CLIENT_DISCONNECTED if answer is None else answer.status
+        seconds = time.perf_counter() - began
+        keeper.metrics.count_request(self._route, status, seconds)
+        headers = () if serving is None else self._log(visit, answer, status, seconds, serving)
+        if answer is None:
+            return
+        is_plain = status == 200 and not (headers or answer.headers) and scope["method"] != "HEAD"
+        if is_plain and write_response(send, answer.content_type, answer.body):
+            return
+        headers = (
+            (b"content-type", answer.content_type.encode()),
+            (b"content-length", b"%d" % len(answer.body)),
+            *answer.headers,
+            *headers,
+        )
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        body = b"" if scope["method"] == "HEAD" else answer.body
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(
+        self, visit: _RequestState, receive: Any, serving: ServingState | None
+    ) -> Response:
+        try:
+            return await self._answer_or_refuse(visit, receive, serving)
+        except _ClientDisconnectedError:
+            raise
+        except Exception as error:
+            # Whatever we did not foresee is logged here, and the client learns no internals. A
+            # refusal that cannot be worded is among it: outside of the app BentoML answers nothing.
+            self._complaints.log("unexpected error", error)
+            return error_response(
+                RequestRefusedError(500, "server", "an internal error", "an answer; see its log")
+            )
+
+    async def _answer_or_refuse(
+        self, visit: _RequestState, receive: Any, serving: ServingState | None
+    ) -> Response:
+        keeper = self._keeper
+        try:
+            if serving is not None and not self._is_of_any_host:
+                # (host, port) of the socket, so far as the server knows.
+                address = visit.scope.get("server")
+                serving.hosts.check(visit.host, visit.origin, address[0] if address else None)
+            if self._role is not None and serving is not None:
+                serving.tokens.check(self._role, visit.authorization)
+            body = await _read_body(visit, receive, keeper)
+            if time.perf_counter() >= visit.wait.due:
+                raise _timeout_error(visit)
+            if keeper.num_inside >= visit.limits.queue and self._role is not None:
+                found = f"{keeper.num_inside} requests being worked on"
+                raise RequestRefusedError(503, "server", found, "fewer; try again", _RETRY_LATER)
+            keeper.num_inside += 1
+            try:
+                return await self._endpoint(visit.request(self._route, body))
+            finally:
+                keeper.num_inside -= 1
+        except RequestRefusedError as error:
+            if (error.status, error.field) in _OF_OTHER_SITES:
+                keeper.metrics.count_refused_header(error.field)
+            return error_response(error)
+        except asyncio.CancelledError:
+            if not visit.wait.is_overdue or visit.wait.task.cancelling() > 1:
+                raise
+            return error_response(_timeout_error(visit))
+        except StorageError as error:
+            self._complaints.log(f"decision log: {error}")
+            keeper.metrics.count_log_failure()
+            refused = ("log", "a disk that refuses", "room to log; try again later")
+            return error_response(RequestRefusedError(503, *refused, _RETRY_LATER))
+
+    def _log(
+        self,
+        visit: _RequestState,
+        answer: Response | None,
+        status: int,
+        seconds: float,
+        serving: ServingState,
+    ) -> tuple[tuple[bytes, bytes], ...]:
+        """Write the access log, if there is one; return the header that names its line."""
+        if serving.access_log is None:
+            return ()
+        request_id = visit.request_id or f"{serving.signer.worker}-{next(_numbers)}"
+        serving.access_log.write(
+            route=self._route,
+            method=visit.scope["method"],
+            status=status,
+            seconds=round(seconds, 6),
+            bytes_in=visit.num_bytes,
+            bytes_out=0 if answer is None else len(answer.body),
+            request_id=request_id,
+        )
+        return ((b"x-request-id", request_id.encode()),)
+
+
+_numbers = count(1)
+
+
+class _ClientDisconnectedError(Exception):
+    """The client hung up before its request was whole."""
+
+
+class _RequestState:
+    """One request at the door."""
+
+    __slots__ = (
+        "accept",
+        "authorization",
+        "buffered_bytes",
+        "content_type",
+        "deadline",
+        "declared_bytes",
+        "host",
+        "is_read",
+        "limits",
+        "num_behind",
+        "num_bytes",
+        "origin",
+        "request_id",
+        "scope",
+        "wait",
+    )
+    wait: RequestDeadline
+    num_behind: int
+
+    def __init__(self, scope: Scope, began: float, limits: Limits) -> None:
+        self.scope, self.limits = scope, limits
+        self.deadline = began + limits.deadline_s
+        self.buffered_bytes = self.num_bytes = self.declared_bytes = 0
+        self.is_read = False
+        self.content_type, self.accept = "", JSON
+        self.authorization = self.request_id = self.host = self.origin = None
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                self.content_type = value.split(b";", 1)[0].strip().lower().decode("latin-1")
+            elif name == b"host":
+                # Of two nobody can say which was meant: joined they are none.
+                self.host = value if self.host is None else self.host + b"," + value
+            elif name == b"accept":
+                self.accept = value.decode("latin-1")
+            elif name == b"content-length":
+                self.declared_bytes = int(value) if value.isdigit() else 0
+            elif name == b"origin":
+                self.origin = value if self.origin is None else self.origin + b"," + value
+            elif name == b"authorization":
+                self.authorization = value
+            elif name == b"x-request-id" and len(value) <= _MAX_ID_BYTES:
+                text = value.decode("latin-1")
+                self.request_id = text if text.isascii() and text.isprintable() else None
+
+    def request(self, route: str, body: bytes) -> Request:
+        scope = self.scope
+        return Request(
+            route,
+            scope["method"],
+            scope["path"],
+            scope["query_string"],
+            body,
+            self.content_type,
+            self.accept,
+            self.num_behind,
+        )
+
+
+async def _read_body(visit: _RequestState, receive: Any, keeper: HandlerState) -> bytes:
+    """Read the body without ever holding more than the limits.
+
+    Raises: RequestRefusedError: 413, or 503 where all bodies together are too large; _ClientGone.
+    """
+    max_bytes = visit.limits.body_bytes
+    if visit.declared_bytes > max_bytes:
+        raise _too_large_error(f"{visit.declared_bytes} bytes", max_bytes)
+    wait = visit.wait
+    wait.due = min(wait.due, wait.due - visit.limits.deadline_s + visit.limits.body_timeout_s)
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if message.get("more_body", False):
+        body = await _read_pieces(body, visit, receive, keeper)
+    elif message["type"] == "http.disconnect":
+        raise _ClientDisconnectedError
+    elif len(body) > max_bytes:
+        raise _too_large_error(f"more than {max_bytes} bytes", max_bytes)
+    visit.num_bytes = len(body)
+    visit.is_read = True
+    wait.due = visit.deadline
+    return body
+
+
+async def _read_pieces(
+    piece: bytes, visit: _RequestState, receive: Any, keeper: HandlerState
+) -> bytes:
+    limits, body = visit.limits, bytearray()
+    is_last = False
+    while True:
+        if len(body) + len(piece) > limits.body_bytes:
+            raise _too_large_error(f"more than {limits.body_bytes} bytes", limits.body_bytes)
+        if keeper.buffered_bytes + len(piece) > limits.buffered_bytes:
+            found = f"{keeper.buffered_bytes} bytes of other requests"
+            raise RequestRefusedError(
+                503, "body", found, "fewer; try again", (*_RETRY_LATER, _CLOSE_HEADER)
+            )
+        visit.buffered_bytes += len(piece)
+        keeper.buffered_bytes += len(piece)
+        body += piece
+        if is_last:
+            return bytes(body)
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _ClientDisconnectedError
+        piece, is_last = message.get("body", b""), not message.get("more_body", False)
+
+
+def _too_large_error(found: str, max_bytes: int) -> RequestRefusedError:
+    return RequestRefusedError(413, "body", found, f"at most {max_bytes} bytes")
+
+
+def _timeout_error(visit: _RequestState) -> RequestRefusedError:
+    limits = visit.limits
+    if not visit.is_read:
+        seconds = min(limits.body_timeout_s, limits.deadline_s)
+        found = f"no end of it after {seconds:g} s"
+        return RequestRefusedError(408, "body", found, "it sooner", (_CLOSE_HEADER,))
+    found = f"no answer after {limits.deadline_s:g} s"
+    return RequestRefusedError(504, "server", found, "one in time; try again, or ask for less")
+
+
+class _RateLimitedLog:
+    """What a route did not foresee, at most once a second: a flood of requests is none of lines."""
+
+    def __init__(self, route: str) -> None:
+        self._route = route
+        self._next, self._num_unsaid = 0.0, 0
+
+    def log(self, text: str, error: Exception | None = None) -> None:
+        """Log a line, with its traceback for an error, or count it for the next one."""
+        now = time.monotonic()
+        if now < self._next:
+            self._num_unsaid += 1
+            return
+        more = f" ({self._num_unsaid} more since the last line)" if self._num_unsaid else ""
+        self._next, self._num_unsaid = now + _TRACEBACK_EVERY_S, 0
+        _logger.error("%s: %s%s", self._route, text, more, exc_info=error)
+
+
+class _ResponseHead:
+    """The head of an answer that only its length tells from others; written anew with the date."""
+
+    def __init__(self) -> None:
+        self._of: list[tuple[bytes, bytes]] | None = None
+        self._text = b""
+
+    def __call__(self, default_headers: list[tuple[bytes, bytes]], content_type: str) -> bytes:
+        if default_headers is not self._of:
+            lines = [b"%s: %s\r\n" % header for header in default_headers]
+            self._text = b"HTTP/1.1 200 OK\r\n%scontent-type: " % b"".join(lines)
+            self._of = default_headers
+        return self._text + content_type.encode()
+
+
+_head = _ResponseHead()
+
+
+def write_response(send: Any, content_type: str, body: bytes) -> bool:
+    """Write an answer of status 200 at once: ASGI's two messages are two system calls.
+
+    Returns False, and writes nothing, where that is not to be done: `send` is not uvicorn's own
+    but of a middleware that has to see what is sent, the client does not read, or leaves.
+    """
+    if getattr(send, "__func__", None) is not RequestResponseCycle.send:
+        return False
+    cycle: RequestResponseCycle = send.__self__
+    if cycle.disconnected or not cycle.keep_alive or cycle.flow.write_paused:
+        return False
+    cycle.response_started = cycle.response_complete = True
+    cycle.message_event.set()
+    head = _head(cycle.default_headers, content_type)
+    cycle.transport.write(b"%s\r\ncontent-length: %d\r\n\r\n%s" % (head, len(body), body))
+    cycle.on_response()
+    return True
