@@ -140,7 +140,7 @@ def find_decisions(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -
 
 
 def set_aside_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
-    """Return the ids of the decisions of episodes that are in quarantine, and are no steps since."""
+    """Return the ids of decisions of quarantined episodes that have not become steps since."""
     none = pa.array([], pa.string())
     if not len(episodes) or not dataset.rejected.exists():
         return none

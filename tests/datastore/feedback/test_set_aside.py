@@ -120,7 +120,7 @@ def test_a_sum_beyond_float64_is_set_aside_and_the_others_go_on(log):
     receipt = log.run()
     assert (receipt.steps, receipt.joined, receipt.set_aside, receipt.quarantined) == (1, 1, 1, 1)
     assert receipt.waiting == receipt.unrewarded == 0
-    assert "1 set aside" in receipt.line()
+    assert "1 set aside" in receipt.to_line()
     assert log.rows("decision_id, reward") == [(good, 2.0)]
     counts = log.status()
     assert (counts.joined, counts.set_aside) == (1, 1)
