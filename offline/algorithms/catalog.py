@@ -31,8 +31,8 @@ from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.d3rlpy.options import check_options as check_d3rlpy_options
 from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.learner import GradientLearner, Learner
+from replaylake.offline.learning.learner_wrapper import FrameStackLearner
 from replaylake.offline.learning.options import check_keys, from_options, near_matches
-from replaylake.offline.learning.single_frames import SingleFrames
 from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.frame_stack import stack_space
 
@@ -252,7 +252,7 @@ def make_learner(
             facts=facts,
             reduce=reduce,
         )
-        return SingleFrames(learner, frame_stack)
+        return FrameStackLearner(learner, frame_stack)
     if info.provider == "d3rlpy":
         return D3rlpyLearner(
             d3rlpy_row(info),
