@@ -33,7 +33,6 @@ from replaylake.offline.evaluation.ope.evaluation_request import (
     ProgressCallbacks,
 )
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.probabilities import (
     BehaviorProbabilities,
     Probabilities,
@@ -50,7 +49,7 @@ from replaylake.offline.evaluation.ope.training_set import find_training_episode
 from replaylake.offline.evaluation.ope.value_table import has_table
 from replaylake.offline.evaluation.ope.verdict import SUPPORTED, WEAK, Verdict
 from replaylake.offline.evaluation.ope.verdict import verdict as judge
-from replaylake.offline.evaluation.ope.weights import importance_weights
+from replaylake.offline.evaluation.ope.weights import NotEstimableError, importance_weights
 
 _USE_FITTED_VALUES: Final = frozenset(e.name for e in ESTIMATORS.values() if e.uses_model)
 
