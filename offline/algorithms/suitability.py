@@ -64,7 +64,6 @@ class _TrainingSteps:
 
     @cached_property
     def statistics(self) -> DatasetStatistics:
-        """What they are scaled by."""
         return fit_statistics([self._snapshot])
 
 

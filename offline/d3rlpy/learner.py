@@ -102,7 +102,6 @@ class D3rlpyLearner:
 
     @property
     def discount(self) -> float:
-        """Gamma."""
         return self._item.discount
 
     @property
@@ -327,7 +326,6 @@ class _IsolatedRandomState:
             self._set(before)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the states, uint8 each."""
         return dict(self._own)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

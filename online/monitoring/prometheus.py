@@ -62,7 +62,6 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where Prometheus finds it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/metrics"
 

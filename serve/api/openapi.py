@@ -47,7 +47,6 @@ class Docs:
         self._serving = serving
 
     async def __call__(self, request: Request) -> Response:
-        """Answer one request. Raises: RequestRefusedError."""
         return json_response(document(self._serving()))
 
 

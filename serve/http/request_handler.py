@@ -67,7 +67,6 @@ class RequestHandler:
         self._complaints = _RateLimitedLog(route)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Answer one request."""
         began = scope.get(ARRIVED) or time.perf_counter()
         keeper, serving = self._keeper, self._keeper.serving()
         visit = _RequestState(scope, began, _BEFORE_START if serving is None else serving.limits)

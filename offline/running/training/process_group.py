@@ -55,7 +55,6 @@ class SingleProcessGroup:
         """Leave them as they are."""
 
     def broadcast(self, value: float) -> float:
-        """Return it."""
         return value
 
 
@@ -146,7 +145,6 @@ class LeaderMeasure:
 
     @property
     def name(self) -> MeasureName:
-        """As `select` calls it."""
         return self.measure.name
 
     @property
