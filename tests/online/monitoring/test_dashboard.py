@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replaylake.online.monitoring.metric_families import METRIC_FAMILIES
-from replaylake.online.monitoring.prometheus import MetricsServer
+from replaylake.online.monitoring.prometheus import METRIC_FAMILIES, MetricsServer
 from replaylake.online.monitoring.timings import Timings
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana" / "online.json").read_text())
