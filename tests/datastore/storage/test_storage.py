@@ -13,7 +13,7 @@ from replaylake.datastore.errors import InvalidNameError, StorageError
 from replaylake.datastore.storage.storage import LocalStorage
 
 
-def test_put_replaces_and_put_new_does_not(storage: LocalStorage) -> None:
+def test_put_replaces_and_put_if_absent_does_not(storage: LocalStorage) -> None:
     storage.put("a/b", b"one")
     storage.put("a/b", b"two")
     assert storage.get("a/b") == b"two"
@@ -86,7 +86,7 @@ class Calls:
         return recording
 
 
-@pytest.mark.parametrize(("operation", "naming"), [("put", "replace"), ("put_new", "link")])
+@pytest.mark.parametrize(("operation", "naming"), [("put", "replace"), ("put_if_absent", "link")])
 def test_a_blob_is_synced_before_its_name_and_its_name_before_we_return(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, operation: str, naming: str
 ) -> None:

@@ -30,7 +30,7 @@ def on_s3(bucket: str) -> Storage:
     return open_storage(f"s3://{bucket}/lake")
 
 
-def test_put_replaces_and_put_new_does_not(storage: Storage) -> None:
+def test_put_replaces_and_put_if_absent_does_not(storage: Storage) -> None:
     storage.put("a/b", b"one")
     storage.put("a/b", b"two")
     assert storage.get("a/b") == b"two"
