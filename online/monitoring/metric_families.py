@@ -16,9 +16,9 @@ RUN_LABELS: Final = ("run_id", "policy", "env")
 class MetricFamily:
     """One family.
 
-    name: without the `_total` that Prometheus adds to a counter. of: the run's metric; empty where
-    it is none, but goes with all. unit: Grafana's name of what one is. scale: of the exported
-    number to the run's, as Prometheus has base units.
+    name: without the `_total` that Prometheus adds to a counter. metric_name: the run's metric;
+    empty where it is none, but goes with all. unit: Grafana's name of what one is. scale: of the
+    exported number to the run's, as Prometheus has base units.
     """
 
     name: str

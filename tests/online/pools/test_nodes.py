@@ -97,7 +97,7 @@ def of_machine(pid):
 def node_of(seat):
     return pool._ray.get(seat.actor.__ray_call__.remote(lambda self: current_node()))
 
-(blind,) = pool._cluster.nodes.blind
+(blind,) = pool._cluster.nodes.without_lake
 (far,) = [worker for worker, seat in enumerate(pool._seats) if node_of(seat) == blind]
 lost, ends, written, working, there, num_far = [], [], [], {0, 1}, None, 0
 for worker in working:
