@@ -219,7 +219,7 @@ def test_open_games_are_taken_as_pieces_that_go_on(games):
             first = np.asarray(after.observations)[0]
             assert before.final_observation.tolist() == first.tolist()
         assert parts[-1].terminated
-    assert [end.ret for end in worker.take_ends()] == [12, 21]
+    assert [end.episode_return for end in worker.take_ends()] == [12, 21]
 
 
 def test_without_pieces_a_game_is_taken_once_it_is_over(games):
