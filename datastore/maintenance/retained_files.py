@@ -169,14 +169,12 @@ def _recent(table: Table, horizon_ms: int) -> tuple[list[VersionPin], set[str]]:
         lambda version: committed.get(version, 0) >= horizon_ms, range(state.version, 0, -1)
     )
     while successors := list(islice(replaced, FETCH_BATCH)):
-        for version, actions in zip(
-            successors, table.log.folder.read_commits(successors), strict=True
-        ):
-            if actions is None:  # dropped from the log since it was listed
+        for change in table.log.folder.read_changes(successors):
+            if change is None:  # dropped from the log since it was listed
                 return pins, _below(table, paths)
             # What is live at a version is live at its successor or was removed by it.
-            paths.update(action["remove"]["path"] for action in actions if "remove" in action)
-            pins.append(VersionPin(table.root, version - 1, "recent"))
+            paths.update(change.removed)
+            pins.append(VersionPin(table.root, change.version - 1, "recent"))
     return pins, _below(table, paths)
 
 

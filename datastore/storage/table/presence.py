@@ -84,13 +84,11 @@ def _explain_removal(log: CommitLog, version: int, newest: int, missing: list[st
     gone = set(missing)
     try:
         for later in range(version + 1, newest + 1):
-            actions = log.actions(later)
-            if any((action.get("remove") or {}).get("path") in gone for action in actions):
-                said = [action["commitInfo"] for action in actions if "commitInfo" in action]
-                operation = said[0].get("operation") if said else None
+            change = log.read_change(later)
+            if not gone.isdisjoint(change.removed):
                 return (
-                    f"Version {later} ({operation or 'unknown'}) took them out, and vacuum or "
-                    "purge has removed them since."
+                    f"Version {later} ({change.operation or 'unknown'}) took them out, and vacuum "
+                    "or purge has removed them since."
                 )
     except ReplayLakeError:  # the log no longer reaches back so far
         pass

@@ -313,7 +313,7 @@ def test_every_damage_to_a_commit_is_reported(storage: LocalStorage) -> None:
 def test_an_action_without_what_delta_requires_is_reported(storage: LocalStorage) -> None:
     created(storage)
     commit_path(storage, 1).write_text('{"add": {"partitionValues": {}}}\n')
-    with pytest.raises(LogCorruptError, match=r"versions 0\.\.1 hold an action without"):
+    with pytest.raises(LogCorruptError, match=r"0001\.json: holds an action without"):
         CommitLog(storage, "t").newest()
 
 
