@@ -198,12 +198,13 @@ def read_logged_feedback(
     read: written without it, it would have a false successor, and that one's step number twice when
     it comes. What is in a journal yet is no older than its first record; what gets into one after
     we looked was decided after `now`, but for the moment between taking its time and writing it,
-    which a live worker may be in. Of a remote lake other machines may have journals too: what was
-    decided within a minute waits. For the same reason a report by other names than decision_id is
-    looked at once it is older than the horizon: then the decision that it means is known.
+    which a live worker may be in. Where journals are no part of the lake other machines may have
+    some too: what was decided within a minute waits. For the same reason a report by other names
+    than decision_id is looked at once it is older than the horizon: then the decision that it means
+    is known.
     """
     looked = now - _IN_FLIGHT_US if has_live_worker(dataset.decisions) else now
-    if dataset.table.storage.is_remote:
+    if not dataset.table.storage.shares_state:
         looked = now - OTHER_SERVER_LAG_US
     horizon = min([looked, *first_pending(dataset.decisions, TIMESTAMP)])
     rewards, finals = read_rewards(dataset.rewards.snapshot())

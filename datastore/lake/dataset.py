@@ -41,7 +41,7 @@ from replaylake.datastore.names import check_dataset_name, new_ulid
 from replaylake.datastore.replay.live.live_view import LiveView, Since
 from replaylake.datastore.storage.log.commit_file import transaction_id
 from replaylake.datastore.storage.log.state import LogState
-from replaylake.datastore.storage.storage import LocalStorage, Storage
+from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.storage.table.table import Table, TableCommit
 from replaylake.datastore.storage.table.table_schema import read_configuration, table_schema
 
@@ -70,12 +70,13 @@ class Dataset:
 
         Raises: NotFoundError where the lake is on an object store.
         """
-        if not isinstance(self._storage, LocalStorage):
+        folder = self._storage.local_folder(self.name)
+        if folder is None:
             raise NotFoundError(
                 f"dataset {self.name!r}: found no folder of this machine, as the lake is at "
                 f"{self._storage.url}, expected one. Use `url`."
             )
-        return self._storage.local(self.name)
+        return folder
 
     @property
     def url(self) -> str:
