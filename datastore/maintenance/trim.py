@@ -26,21 +26,17 @@ from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import OPEN_S
-from replaylake.datastore.maintenance.received_removal import (
-    count_received,
-    find_written_received,
-    remove_received,
-)
-from replaylake.datastore.maintenance.rejected_removal import (
-    count_rejected,
-    remove_rejected,
-    select_rejected_before,
-)
 from replaylake.datastore.maintenance.removal import (
     count_decisions,
+    count_received,
+    count_rejected,
     find_decisions,
+    find_written_received,
     plan_removal,
     remove_decisions,
+    remove_received,
+    remove_rejected,
+    select_rejected_before,
     set_aside_of,
 )
 from replaylake.datastore.names import new_ulid

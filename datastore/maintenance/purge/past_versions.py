@@ -13,7 +13,7 @@ from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.maintenance.delete import find_feedback, select_episode_ids
-from replaylake.datastore.maintenance.received_removal import select_received
+from replaylake.datastore.maintenance.removal import select_received
 from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,
