@@ -111,7 +111,6 @@ class FeedbackCounts:
         return self.joined / settled if settled else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "join_rate": self.join_rate}
 
 
@@ -126,7 +125,6 @@ class FeedbackStatus:
     by_version: list[FeedbackCounts]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {
             "dataset": self.dataset,
             "version": self.version,

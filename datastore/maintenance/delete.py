@@ -73,7 +73,6 @@ class DeleteReceipt:
     num_undecided: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

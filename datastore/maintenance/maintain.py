@@ -54,7 +54,6 @@ class MaintainReceipt:
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

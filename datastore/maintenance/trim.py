@@ -76,7 +76,6 @@ class TrimReceipt:
     num_received: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

@@ -79,7 +79,6 @@ class VacuumReceipt:
         return sum(file.size_bytes for file in self.garbage)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {
             "deleted": self.deleted,
             "num_files": len(self.garbage),

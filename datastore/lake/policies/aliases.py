@@ -52,7 +52,6 @@ class Move:
     gate: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

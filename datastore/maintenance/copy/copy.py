@@ -71,7 +71,6 @@ class CopyReceipt:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "notes": list(self.notes)}
 
 

@@ -50,7 +50,6 @@ class FsckReport:
         return not self.num_errors
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {
             "clean": self.is_clean,
             "num_errors": self.num_errors,

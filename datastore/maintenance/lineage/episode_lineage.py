@@ -57,7 +57,6 @@ class TrainingUse:
     served: tuple[ServedVersion, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "served": [one.to_json() for one in self.served]}
 
 

@@ -103,7 +103,6 @@ class PurgeReceipt:
         return not self.left and not self.named_in and not self.num_undecided
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "is_proven": self.is_proven}
 
 
