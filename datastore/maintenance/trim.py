@@ -300,7 +300,7 @@ def _read_commit_times(table: Table, snapshot: TableSnapshot) -> pa.Table:
     times = {entry.since: 0 for entry in snapshot.files}
     for version in times:
         with suppress(NotFoundError):
-            times[version] = int(table.log.info(version).get("timestamp") or 0)
+            times[version] = table.log.read_change(version).timestamp_ms
     versions = sorted(times)
     following = dict(pairwise(versions))
     stamps = []

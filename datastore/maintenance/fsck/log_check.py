@@ -61,8 +61,7 @@ def repair_log(storage: Storage, root: str, checked: CheckedLog) -> list[str]:
         versions = folder.listing().checkpoints
         whole = [version for version in versions if folder.read_checkpoint(version) is not None]
         if whole and (newest := folder.read_checkpoint(whole[-1])) is not None:
-            pointer = {"version": newest.version, "size": newest.num_actions}
-            storage.put(folder.pointer_path, json.dumps(pointer).encode())
+            folder.write_pointer(newest.version, newest.num_actions)
             mended.append(folder.pointer_path)
     return mended
 

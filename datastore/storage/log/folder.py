@@ -86,6 +86,26 @@ class LogFolder:
         data = self.storage.get(path)
         return None if data is None else decode(data, path, version)
 
+    def read_commit_times(self) -> dict[int, int]:
+        """Return when each version was committed (ms since 1970), by the storage's clock.
+
+        Never less than for a version before it: a commit that a slow clock stamped came after them
+        all the same. A copy of the files is younger than they are. Cost: a listing.
+        """
+        stamps = {}
+        for file in self.storage.files(self.path):
+            match = _NAME.fullmatch(file.path.removeprefix(f"{self.path}/"))
+            if match and match.group(2) == "json":
+                stamps[int(match.group(1))] = file.modified_ms
+        committed, latest = {}, 0
+        for version in sorted(stamps):
+            committed[version] = latest = max(latest, stamps[version])
+        return committed
+
+    def is_empty(self) -> bool:
+        """Whether there is no file at all, be it one that can be read or not."""
+        return not self.storage.names(self.path)
+
     def has_commit(self, version: int) -> bool:
         return self.storage.get(self.commit_path(version)) is not None
 
