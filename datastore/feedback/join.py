@@ -116,7 +116,6 @@ class JoinReceipt:
     received: ReceivedResult = field(default_factory=ReceivedResult)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
     @property

@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.errors import AlreadyExistsError, EpisodeInvalidError
-from replaylake.datastore.lake.dataset import Dataset
-from replaylake.datastore.lake.rejected_rows import REJECTED_SCHEMA
+from replaylake.datastore.lake.dataset import REJECTED_SCHEMA, Dataset
 
 # The names of the checks, as `checks` has them.
 REWARD_CHECK: Final = "reward_sum"

@@ -73,7 +73,6 @@ Row = tuple[str, tuple[Panel, ...]]
 def dashboard(
     uid: str, title: str, description: str, choice: Choice, rows: Sequence[Row]
 ) -> dict[str, Any]:
-    """Return the dashboard."""
     return {
         "uid": uid,
         "title": title,
@@ -94,7 +93,6 @@ def dashboard(
 
 
 def to_text(dashboard: dict[str, Any]) -> str:
-    """Return the file's text."""
     return json.dumps(dashboard, indent=2) + "\n"
 
 

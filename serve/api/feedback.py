@@ -13,8 +13,24 @@ import numpy as np
 import orjson
 
 from replaylake.datastore.episodes.episode import MAX_STEP
+from replaylake.datastore.episodes.schema import (
+    EPISODE_ID,
+    FINAL_OBSERVATION,
+    REWARD,
+    STEP,
+    TERMINATED,
+    TIMESTAMP,
+    TRUNCATED,
+)
 from replaylake.datastore.feedback.decision_id import DecisionId
-from replaylake.datastore.feedback.decisions import LAST, SUM
+from replaylake.datastore.feedback.decisions import (
+    DECISION_ID,
+    FEEDBACK_ID,
+    LAST,
+    MODE,
+    REQUEST_ID,
+    SUM,
+)
 from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import check_fields, check_name, optional, read_fields
@@ -182,22 +198,25 @@ class FeedbackRequest:
         return self.place + name
 
     def to_record(self, timestamp: int) -> dict[str, Any]:
-        """Return it as the journal has it, received at `timestamp` (us)."""
+        """Return it as the journal has it, received at `timestamp` (us).
+
+        Each column of the table is there, but those of which the report says nothing.
+        """
         names = {
-            "decision_id": self.decision_id,
-            "request_id": self.request_id,
-            "episode_id": self.episode_id,
-            "step": self.step,
-            "feedback_id": self.feedback_id,
-            "final_observation": self.final_observation,
+            DECISION_ID: self.decision_id,
+            REQUEST_ID: self.request_id,
+            EPISODE_ID: self.episode_id,
+            STEP: self.step,
+            FEEDBACK_ID: self.feedback_id,
+            FINAL_OBSERVATION: self.final_observation,
         }
         given = {name: value for name, value in names.items() if value is not None}
         return given | {
-            "mode": self.mode,
-            "timestamp": timestamp,
-            "reward": self.reward,
-            "terminated": self.terminated,
-            "truncated": self.truncated,
+            MODE: self.mode,
+            TIMESTAMP: timestamp,
+            REWARD: self.reward,
+            TERMINATED: self.terminated,
+            TRUNCATED: self.truncated,
         }
 
     def identity(self) -> tuple[bytes, bytes] | None:

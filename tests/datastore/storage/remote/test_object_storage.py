@@ -79,6 +79,27 @@ def test_a_large_blob_of_another_buffer_type_comes_back_whole(storage: Storage) 
     storage.release([blob])
 
 
+def test_an_original_is_read_past_the_copies_of_this_machine(storage: Storage) -> None:
+    storage.put("d/x", b"first")
+    storage.fetch([Blob("d/x")])
+    storage.put("d/x", b"second")
+    with storage.open_original("d/x") as file:
+        assert file.read() == b"second"
+    with pytest.raises(FileNotFoundError, match="none"):
+        storage.open_original("d/none")
+
+
+def test_a_storage_says_what_it_can_do(storage: Storage, tmp_path: Path) -> None:
+    storage.put("d/x", b"1")
+    is_folder = isinstance(storage, LocalStorage)
+    assert storage.local_folder("d") == (tmp_path / "lake" / "d" if is_folder else None)
+    assert storage.local_folder("") == (tmp_path / "lake" if is_folder else None)
+    assert (storage.is_metered, storage.shares_state) == (not is_folder, is_folder)
+    assert not storage.is_link("d")
+    storage.trim_copies(0)
+    assert storage.get("d/x") == b"1"
+
+
 @pytest.mark.parametrize("path", ["../x", "a/../../x", "/x", "a//x", "./x", "a\0b"])
 def test_a_path_that_leads_out_is_refused_by_a_store(on_s3: Storage, path: str) -> None:
     for attempt in (
