@@ -59,7 +59,6 @@ class RequestRefusedError(Exception):
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    """Return an answer of JSON."""
     return Response(status, orjson.dumps(content))
 
 

@@ -118,7 +118,6 @@ class RecordingWorker:
         return replace(waiting, pieces=(), written=written)
 
     def close(self) -> None:
-        """Close the environments."""
         if self._worker is not None:
             self._worker.close()
 

@@ -197,7 +197,6 @@ class VectorEnv:
         ]
 
     def close(self) -> None:
-        """Close the environments."""
         for lane in self._lanes:
             lane.env.close()
         self._lanes = []

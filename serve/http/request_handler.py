@@ -67,7 +67,6 @@ class RequestHandler:
         self._complaints = _RateLimitedLog(route)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Answer one request."""
         began = scope.get(ARRIVED) or time.perf_counter()
         keeper, serving = self._keeper, self._keeper.serving()
         visit = _RequestState(scope, began, _BEFORE_START if serving is None else serving.limits)
@@ -340,6 +339,29 @@ class _ResponseHead:
 
 
 _head = _ResponseHead()
+# What write_response reads and sets, none of which uvicorn documents: a version that has another
+# cycle answers by ASGI's messages.
+_CYCLE_ATTRIBUTES: Final = frozenset(
+    {
+        "default_headers",
+        "disconnected",
+        "flow",
+        "keep_alive",
+        "message_event",
+        "on_response",
+        "response_complete",
+        "response_started",
+        "transport",
+    }
+)
+
+
+def is_known_cycle(cycle_class: type) -> bool:
+    """Whether a class of uvicorn's makes itself of what write_response uses."""
+    return frozenset(cycle_class.__init__.__code__.co_names) >= _CYCLE_ATTRIBUTES  # type: ignore[misc]
+
+
+_IS_KNOWN_CYCLE: Final = is_known_cycle(RequestResponseCycle)
 
 
 def write_response(send: Any, content_type: str, body: bytes) -> bool:
@@ -348,7 +370,7 @@ def write_response(send: Any, content_type: str, body: bytes) -> bool:
     Returns False, and writes nothing, where that is not to be done: `send` is not uvicorn's own
     but of a middleware that has to see what is sent, the client does not read, or leaves.
     """
-    if getattr(send, "__func__", None) is not RequestResponseCycle.send:
+    if not _IS_KNOWN_CYCLE or getattr(send, "__func__", None) is not RequestResponseCycle.send:
         return False
     cycle: RequestResponseCycle = send.__self__
     if cycle.disconnected or not cycle.keep_alive or cycle.flow.write_paused:

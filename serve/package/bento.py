@@ -95,7 +95,6 @@ class BentoReceipt:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

@@ -38,7 +38,6 @@ class CheckResult:
     found: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

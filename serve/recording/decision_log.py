@@ -167,7 +167,6 @@ class Clock:
         self._last = 0
 
     def now(self) -> int:
-        """Return the time."""
         self._last = max(self._last, time.time_ns() // 1000)
         return self._last
 

@@ -10,12 +10,15 @@ import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 
 # Squares of weights, and sums of them over 1e50 episodes, still are finite float64.
 MAX_WEIGHT: Final = 1e120
 # A float32 is off by at most this share of the number that was rounded to it.
 _UNIT_ROUNDOFF: Final = 2.0**-24
+
+
+class NotEstimableError(Exception):
+    """Why an estimator has nothing to say of a log: `estimate` reports it beside the estimates."""
 
 
 @dataclass(frozen=True)

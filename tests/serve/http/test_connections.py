@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from replaylake.serve.http import request_handler
 from replaylake.serve.http.connections import NUM_REFUSED, LimitedProtocol
 from replaylake.serve.http.request_handler import HandlerState, RequestHandler
 from replaylake.serve.messages import RequestRefusedError, Response
@@ -81,6 +83,21 @@ def test_an_answer_has_its_head_whole(address):
     assert (status, body) == (b"HTTP/1.1 200 OK", b"hello!")
     assert fields.keys() == {b"date", b"server", b"content-type", b"content-length"}
     assert (fields[b"content-type"], fields[b"content-length"]) == (b"text/plain", b"6")
+
+
+def test_an_unknown_cycle_of_uvicorns_is_answered_by_messages(monkeypatch):
+    assert request_handler.is_known_cycle(RequestResponseCycle)
+
+    class Another:
+        def __init__(self, transport):
+            self.transport = transport
+
+    assert not request_handler.is_known_cycle(Another)
+    monkeypatch.setattr(request_handler, "_IS_KNOWN_CYCLE", False)
+    with served(door()) as found:
+        answer = talk(found, post(b"one!") + post(b"two!"), 2)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert answer.endswith(b"two!")
 
 
 def test_the_date_moves_on(address):
