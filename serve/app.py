@@ -30,7 +30,14 @@ from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.openapi import Docs
 from replaylake.serve.http.connections import NUM_REFUSED
 from replaylake.serve.http.request_handler import HandlerState, RequestHandler
-from replaylake.serve.messages import Endpoint, Request, RequestRefusedError, Response
+from replaylake.serve.messages import (
+    RETRY_AFTER_S,
+    RETRY_LATER,
+    Endpoint,
+    Request,
+    RequestRefusedError,
+    Response,
+)
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.serving_state import ServingState
 
@@ -75,9 +82,11 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
         """Refuse a wrong path or method in the form of every other error."""
         if request.path in endpoints:
             method, _ = endpoints[request.path]
-            found, allow = f"{request.method[:20]} {request.path}", ((b"allow", method.encode()),)
-            raise RequestRefusedError(405, "method", found, method, allow)
-        raise RequestRefusedError(404, "path", request.path[:80], f"one of {', '.join(endpoints)}")
+            message = f"{request.path} does not take {request.method[:20]}; use {method}"
+            allow = ((b"allow", method.encode()),)
+            raise RequestRefusedError(405, "method", message, headers=allow)
+        message = f"unknown path {request.path[:80]}; use one of {', '.join(endpoints)}"
+        raise RequestRefusedError(404, "path", message)
 
     doors = {
         (path, method): RequestHandler(path, endpoint, keeper)
@@ -119,9 +128,8 @@ class _LoadedServing:
     def get(self) -> ServingState:
         """Return it. Raises: RequestRefusedError (503)."""
         if self.serving is None:
-            raise RequestRefusedError(
-                503, "server", "one that is starting or stopping", "a ready one"
-            )
+            message = f"starting or stopping; retry in {RETRY_AFTER_S} s"
+            raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
         return self.serving
 
     def is_ready(self) -> bool:

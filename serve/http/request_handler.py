@@ -20,6 +20,8 @@ from replaylake.datastore.errors import StorageError
 from replaylake.serve.http.deadlines import ARRIVALS, ARRIVED, Deadlines, RequestDeadline
 from replaylake.serve.messages import (
     JSON,
+    RETRY_AFTER_S,
+    RETRY_LATER,
     Endpoint,
     Request,
     RequestRefusedError,
@@ -35,7 +37,6 @@ _logger = logging.getLogger(__name__)
 Scope = Mapping[str, Any]
 _CLIENT_DISCONNECTED: Final = 499  # nobody reads it; it is for the count
 _BEFORE_START: Final = Limits()
-_RETRY_LATER: Final = ((b"retry-after", b"1"),)
 _CLOSE_HEADER: Final = (b"connection", b"close")
 _MAX_ID_BYTES: Final = 128
 _TRACEBACK_EVERY_S: Final = 1.0
@@ -112,7 +113,7 @@ class RequestHandler:
             # refusal that cannot be worded is among it: outside of the app BentoML answers nothing.
             self._complaints.log("unexpected error", error)
             return error_response(
-                RequestRefusedError(500, "server", "an internal error", "an answer; see its log")
+                RequestRefusedError(500, "server", "internal error; see the server's log")
             )
 
     async def _answer_or_refuse(
@@ -130,8 +131,11 @@ class RequestHandler:
             if time.perf_counter() >= visit.wait.due:
                 raise _timeout_error(visit)
             if keeper.num_inside >= visit.limits.queue and self._role is not None:
-                found = f"{keeper.num_inside} requests being worked on"
-                raise RequestRefusedError(503, "server", found, "fewer; try again", _RETRY_LATER)
+                message = (
+                    f"{keeper.num_inside} requests in progress, the server's limit; "
+                    f"retry in {RETRY_AFTER_S} s"
+                )
+                raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
             keeper.num_inside += 1
             try:
                 return await self._endpoint(visit.request(self._route, body))
@@ -148,8 +152,11 @@ class RequestHandler:
         except StorageError as error:
             self._complaints.log(f"decision log: {error}")
             keeper.metrics.count_log_failure()
-            refused = ("log", "a disk that refuses", "room to log; try again later")
-            return error_response(RequestRefusedError(503, *refused, _RETRY_LATER))
+            message = (
+                "the log cannot be written, its disk is full or out of reach; "
+                f"retry in {RETRY_AFTER_S} s"
+            )
+            return error_response(RequestRefusedError(503, "log", message, headers=RETRY_LATER))
 
     def _log(
         self,
@@ -277,9 +284,12 @@ async def _read_pieces(
         if len(body) + len(piece) > limits.body_bytes:
             raise _too_large_error(f"more than {limits.body_bytes} bytes", limits.body_bytes)
         if keeper.buffered_bytes + len(piece) > limits.buffered_bytes:
-            found = f"{keeper.buffered_bytes} bytes of other requests"
+            message = (
+                f"the bodies of concurrent requests exceed {limits.buffered_bytes} bytes; "
+                f"retry in {RETRY_AFTER_S} s"
+            )
             raise RequestRefusedError(
-                503, "body", found, "fewer; try again", (*_RETRY_LATER, _CLOSE_HEADER)
+                503, "body", message, headers=(*RETRY_LATER, _CLOSE_HEADER)
             )
         visit.buffered_bytes += len(piece)
         keeper.buffered_bytes += len(piece)
@@ -293,17 +303,17 @@ async def _read_pieces(
 
 
 def _too_large_error(found: str, max_bytes: int) -> RequestRefusedError:
-    return RequestRefusedError(413, "body", found, f"at most {max_bytes} bytes")
+    return RequestRefusedError(413, "body", found=found, expected=f"at most {max_bytes} bytes")
 
 
 def _timeout_error(visit: _RequestState) -> RequestRefusedError:
     limits = visit.limits
     if not visit.is_read:
         seconds = min(limits.body_timeout_s, limits.deadline_s)
-        found = f"no end of it after {seconds:g} s"
-        return RequestRefusedError(408, "body", found, "it sooner", (_CLOSE_HEADER,))
-    found = f"no answer after {limits.deadline_s:g} s"
-    return RequestRefusedError(504, "server", found, "one in time; try again, or ask for less")
+        message = f"request body not received within {seconds:g} s"
+        return RequestRefusedError(408, "body", message, headers=(_CLOSE_HEADER,))
+    message = f"not answered within {limits.deadline_s:g} s; retry, or send a smaller request"
+    return RequestRefusedError(504, "server", message)
 
 
 class _RateLimitedLog:

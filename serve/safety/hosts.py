@@ -45,8 +45,8 @@ class AllowedHosts:
             # Without a scheme it is `null`, of a page that hides where it is from.
             _, scheme, authority = origin.partition(b"://")
             if ANY not in self._hosts and not (scheme and self._is_allowed(authority, address)):
-                expected = "a page of a host that this server answers to; see --allowed-host"
-                raise RequestRefusedError(403, "origin", _shown(origin), expected)
+                message = f"origin {_shown(origin)} is not allowed; allow its host, --allowed-host"
+                raise RequestRefusedError(403, "origin", message)
 
     def _look_up(self, authority: bytes, address: str | None) -> bool:
         name = _name_in(authority)
@@ -105,11 +105,17 @@ def _plain(name: str) -> str:
 
 
 def _refuse_host(host: bytes | None) -> RequestRefusedError:
-    if host is None or _name_in(host) is None:
-        found = "nothing" if not host else _shown(host)
-        return RequestRefusedError(400, "host", found, "one Host header, with a name or an address")
-    expected = "one that this server answers to: localhost, its address, or an --allowed-host"
-    return RequestRefusedError(421, "host", _shown(host), expected)
+    if not host:
+        message = "Host header is missing; send one, with the server's name or address"
+        return RequestRefusedError(400, "host", message)
+    if _name_in(host) is None:
+        expected = "one Host header with a name or an address, and a port if need be"
+        return RequestRefusedError(400, "host", found=_shown(host), expected=expected)
+    message = (
+        f"unknown host {_shown(host)}; use localhost or the server's address, "
+        "or allow this host, --allowed-host"
+    )
+    return RequestRefusedError(421, "host", message)
 
 
 def _shown(value: bytes) -> str:

@@ -65,7 +65,7 @@ def logged(workers):
 def refused(response, status, field):
     assert response.status_code == status, response.text
     error = response.json()["error"]
-    assert set(error) == {"field", "found", "expected"}
+    assert set(error) - {"found", "expected"} == {"field", "message"}
     assert error["field"] == field, error
     assert all(isinstance(text, str) and text for text in error.values())
     return error
@@ -152,9 +152,11 @@ def test_a_strangers_decision_is_404_and_an_old_one_410(logged):
     (elsewhere,) = DecisionSigner(logged.lake.signing_key(), "e").issue("p", 2, 1)
     for key in (foreign, elsewhere, "x", "", "é"):
         body = {"decision_id": key, "reward": 1}
-        refused(logged.post("/feedback", json=body), 404, "decision_id")
+        error = refused(logged.post("/feedback", json=body), 404, "decision_id")
+        assert error["message"] == "unknown decision_id; send one of a decision logged to d"
     (old,) = logged.signer.issue("p", 2, 1)
-    refused(logged.post("/feedback", json={"decision_id": old, "reward": 1}), 410, "decision_id")
+    late = logged.post("/feedback", json={"decision_id": old, "reward": 1})
+    assert "past its reward window of 60 s" in refused(late, 410, "decision_id")["message"]
 
 
 def test_feedback_without_a_log_is_404(client):
@@ -162,7 +164,7 @@ def test_feedback_without_a_log_is_404(client):
     error = refused(
         client.post("/feedback", json={"decision_id": key, "reward": 1}), 404, "decision_id"
     )
-    assert "--log-to" in error["expected"]
+    assert "--log-to" in error["message"]
 
 
 def test_one_episode_and_request_of_a_batch_name_each_row(logged):
