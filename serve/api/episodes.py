@@ -269,9 +269,7 @@ def _read_rewards(raw: Any, num: int, is_optional: bool) -> Array:
     if beyond.any():
         i = int(np.argmax(beyond))
         expected = f"a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, so that returns stay finite"
-        raise RequestRefusedError(
-            422, f"rewards[{i}]", found=f"{rewards[i]:g}", expected=expected
-        )
+        raise RequestRefusedError(422, f"rewards[{i}]", found=f"{rewards[i]:g}", expected=expected)
     return rewards
 
 

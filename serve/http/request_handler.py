@@ -288,9 +288,7 @@ async def _read_pieces(
                 f"the bodies of concurrent requests exceed {limits.buffered_bytes} bytes; "
                 f"retry in {RETRY_AFTER_S} s"
             )
-            raise RequestRefusedError(
-                503, "body", message, headers=(*RETRY_LATER, _CLOSE_HEADER)
-            )
+            raise RequestRefusedError(503, "body", message, headers=(*RETRY_LATER, _CLOSE_HEADER))
         visit.buffered_bytes += len(piece)
         keeper.buffered_bytes += len(piece)
         body += piece
