@@ -18,9 +18,13 @@ from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.serve.messages import RequestRefusedError
 
 ANY: Final = "*"
-# RFC 9110, section 7.2: a name or an address, those of IPv6 in brackets, and perhaps a port.
-_AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._~-]{1,255})(?::[0-9]{0,5})?")
+# RFC 9110, section 7.2: a name or an address, those of IPv6 in brackets, and perhaps a port. A zone
+# (`%eth0`, or `%25eth0` as in RFC 6874) names an interface of the machine that sends it.
+_AUTHORITY: Final = re.compile(
+    rb"(\[[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._~%-]{1,32})?\]|[A-Za-z0-9._~-]{1,255})(?::[0-9]{0,5})?"
+)
 _CACHED: Final = 256
+_MAX_BYTES: Final = 264  # nothing longer is an authority; the cache would hold up to 64 KiB of each
 _SHOWN: Final = 120
 
 
@@ -39,12 +43,13 @@ class AllowedHosts:
         Raises: RequestRefusedError: 400 without one valid Host, 421 of another's (RFC 9110, section
         15.5.20), 403 where a page of another host sent it. Cost: 0.2 us where it was seen before.
         """
-        if host is None or not self._is_allowed(host, address):
+        if host is None or len(host) > _MAX_BYTES or not self._is_allowed(host, address):
             raise _refuse_host(host)
         if origin is not None:
             # Without a scheme it is `null`, of a page that hides where it is from.
             _, scheme, authority = origin.partition(b"://")
-            if ANY not in self._hosts and not (scheme and self._is_allowed(authority, address)):
+            is_known = scheme and len(authority) <= _MAX_BYTES
+            if ANY not in self._hosts and not (is_known and self._is_allowed(authority, address)):
                 message = f"origin {_shown(origin)} is not allowed; allow its host, --allowed-host"
                 raise RequestRefusedError(403, "origin", message)
 
@@ -88,16 +93,20 @@ def _name_in(authority: bytes) -> str | None:
     name = match[1].decode("ascii")
     if name.startswith("["):
         try:
-            return _plain(str(ipaddress.IPv6Address(name[1:-1])))
+            return _plain(str(ipaddress.IPv6Address(name[1:-1].partition("%")[0])))
         except ValueError:
             return None
     return _plain(name.lower().removesuffix(".")) or None
 
 
 def _plain(name: str) -> str:
-    """Return an address as Python writes it, one of IPv4 in IPv6 as itself; a name as it is."""
+    """Return an address as Python writes it, one of IPv4 in IPv6 as itself; a name as it is.
+
+    The zone of a link-local address is dropped: the socket's address has this machine's (`%eth0`),
+    and clients send their own or none.
+    """
     try:
-        number = ipaddress.ip_address(name)
+        number = ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
         return name
     mapped = number.ipv4_mapped if isinstance(number, ipaddress.IPv6Address) else None
