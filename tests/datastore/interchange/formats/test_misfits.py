@@ -335,7 +335,7 @@ def test_a_cell_of_another_type_is_in_quarantine(lake: Lake, tmp_path: Path) -> 
     rows = _quarantine(lake)
     assert [row["file_row"] for row in rows] == [28, 29, 30, 31]
     assert rows[0]["reasons"] == [
-        "log.csv row 29, column 'reward': found 'n/a', expected a number as in most rows"
+        "log.csv line 31, column 'reward': found 'n/a', expected a number as in most rows"
     ]
     assert json.loads(rows[1]["row"])["reward"] == "n/a"
 
