@@ -1,4 +1,4 @@
-"""What passes between the door and an endpoint: a request that was let in, and its answer."""
+"""Messages between the request handler and an endpoint: a request, its response, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(slots=True)
 class Response:
-    """What is sent back."""
+    """A response with its whole body."""
 
     status: int
     body: bytes
@@ -68,7 +68,7 @@ class RequestRefusedError(Exception):
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    """Return an answer of JSON."""
+    """Return a response of JSON."""
     return Response(status, orjson.dumps(content))
 
 

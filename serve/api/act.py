@@ -26,7 +26,7 @@ from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import ServedPolicy
 
 _MAX_READERS: Final = 16
-# Alone. Of those that take longer some are better worked on in threads, at the same time.
+# For one request alone. Some of those that take longer run better in threads, in parallel.
 _QUICK_S: Final = 0.0003
 
 

@@ -116,7 +116,7 @@ class ActReader:
         request_id = fields.get("request_id")
         request_ids = _column(fields, "request_id", num, check_name)
         if request_id is not None and type(request_id) is not list:
-            # Of rows of one name only one is a step.
+            # Rows of one request_id would become one step.
             request_ids = [f"{request_id}/{row}" for row in range(num)]
         mask, name = _read_either(fields, "action_mask")
         states = _column(fields, "state", num, _check_token)

@@ -5,7 +5,7 @@
     application/x-npy     the observation as numpy.save writes it; every other field in the query
 
 Nothing here unpickles or unpacks: other types are 415. So are those that a page of any website may
-send without being asked back, text/plain and the two of forms, and none at all.
+send without a CORS preflight (text/plain and the two of forms), and none at all.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ NPY: Final = "application/x-npy"
 MAX_NAME_CHARS: Final = 256
 _MSGPACK_TYPES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 _MAX_QUERY_FIELDS: Final = 32
-# What a list may claim to hold, as its room is made at once and lists nest a thousand deep: longer
-# ones are sent as arrays.
+# Elements that a list may claim to hold: its room is allocated at once and lists nest a thousand
+# deep. Longer ones are sent as arrays.
 _MAX_LIST: Final = 65_536
 
 
 def read_fields(request: Request, in_query: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """Return a body's fields, by its type. in_query: those that may come in the query, and as what.
+    """Read a body's fields by its content type.
 
-    Only where there are such is a `.npy` body taken, as the field `observation`. Raises:
-    RequestRefusedError.
+    in_query: the fields that the query may have, and their types. With any, a `.npy` body is
+    accepted as the field `observation`. Raises: RequestRefusedError.
     """
     kind = request.content_type
     if kind == JSON:
@@ -114,8 +114,8 @@ def check_name(name: Any, place: str) -> None:
 def _hook(fields: dict[Any, Any]) -> Any:
     """Return a map, or the array that it stands for. Raises: RequestRefusedError.
 
-    Of a key that is there twice the last counts, as in JSON: the hook that is given all of them has
-    room made for as many as the map claims to have, and maps nest a thousand deep.
+    If a key is there twice the last value counts, as in JSON: the hook that gets all pairs
+    allocates room for as many as the map claims to have, and maps nest a thousand deep.
     """
     for key in fields:
         if type(key) is not str:  # msgpack's own check lets bytes pass

@@ -1,8 +1,8 @@
-"""Hosts: what a server may be called by those who ask it, and whose pages may.
+"""Hosts: the names and addresses that a server answers to, and the pages that may use it.
 
 A page of any website can send requests to a server on the reader's own machine, and a name that its
 owner lets point at that server (DNS rebinding) makes them look like requests of the same site. The
-browser tells of both: the Host header has the name that was asked for, Origin that of the page. An
+browser names both: the Host header is the name that was requested, Origin that of the page. An
 address in Host cannot be rebound, so the one that the request came to is allowed.
 """
 
