@@ -20,6 +20,7 @@ from replaylake.datastore.feedback.decisions import (
     REWARDED_AT,
 )
 from replaylake.datastore.feedback.logged_feedback import LoggedFeedback, read_logged_feedback
+from replaylake.datastore.feedback.set_aside import STEP_CHECK, join_producer, read_set_aside
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
@@ -36,7 +37,8 @@ _DECISION_COLUMNS: Final = {
 }
 
 # A decision is joined if it is a step, or has a report; of several of one request one is. One whose
-# reports come to nothing that a step can have is set aside, whether it is a step already or not.
+# reports come to nothing that a step can have is set aside, whether it is a step already or not;
+# one that a join found to be no step is, until a later join makes one of it.
 _COUNTS: Final = """
 WITH known AS (
     SELECT d.policy, d.version, d.ts, d.key IN (SELECT key FROM aside) AS is_aside,
@@ -83,12 +85,12 @@ class FeedbackCounts:
 
     joined: those with a reward. waiting: those without whose window is open. unrewarded: those
     whose window has passed. repeated: those without whose request was asked again and rewarded.
-    set_aside: those whose reports come to no finite reward; one that is a step keeps what it has.
-    The five add up to decisions. late: steps whose reward came, or changed, after they were
-    written. orphaned: rewarded decisions that are not there, and reports by a client's own names
-    for which none came within the window; of those the policy is not known. join_rate: joined of
-    all that no longer wait nor were repeated. lag_p50_s and lag_p95_s: from a decision to the
-    report that its reward is from.
+    set_aside: those whose reports come to no finite reward, of which one that is a step keeps what
+    it has, and those that the last join found to be no valid step. The five add up to decisions.
+    late: steps whose reward came, or changed, after they were written. orphaned: rewarded decisions
+    that are not there, and reports by a client's own names for which none came within the window;
+    of those the policy is not known. join_rate: joined of all that no longer wait nor were
+    repeated. lag_p50_s and lag_p95_s: from a decision to the report that its reward is from.
     """
 
     policy: str | None
@@ -184,6 +186,10 @@ def _tables(handle: Dataset, snapshot: Snapshot, logged: LoggedFeedback) -> dict
     num = len(written[DECISION_ID])
     since = written.get(REWARDED_AT, pa.nulls(num, pa.int64())).cast(pa.int64())
     late = written.get(REWARD_LATE, pa.nulls(num, pa.bool_()))
+    aside = {*logged.set_aside}
+    invalid = read_set_aside(handle, STEP_CHECK, producer=join_producer(handle.name))
+    if invalid:
+        aside |= invalid - {*written[DECISION_ID].to_pylist()}
     rewards = logged.rewards
     said = {
         "key": pa.array(list(rewards), pa.string()),
@@ -195,5 +201,5 @@ def _tables(handle: Dataset, snapshot: Snapshot, logged: LoggedFeedback) -> dict
         ),
         "written": pa.table({"key": written[DECISION_ID], "since": since, "late": late}),
         "said": pa.table(said),
-        "aside": pa.table({"key": pa.array(list(logged.set_aside), pa.string())}),
+        "aside": pa.table({"key": pa.array(sorted(aside), pa.string())}),
     }
