@@ -87,3 +87,16 @@ def test_every_config_field_is_documented(config):
     documented = {word for cell in words for word in cell.split(", ")} - {"option"}
     fields = {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
     assert documented == fields
+
+
+def test_decisions_name_code_that_exists_and_are_in_the_index():
+    folder = _ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    pages = {path.name: path.read_text() for path in folder.glob("[0-9]*.md")}
+    assert sorted(re.findall(r"\]\((\d{3}-[^)]+)\)", index)) == sorted(pages)
+    for name, text in pages.items():
+        (code,) = re.findall(r"^\*\*Code:\*\* (.+)$", text, re.MULTILINE)
+        missing = [path for path in re.findall(r"`([^`]+)`", code) if not (_ROOT / path).exists()]
+        assert missing == [], name
+        headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+        assert headings == ["Decision", "Why / measured", "Consequences"], name

@@ -380,7 +380,7 @@ _DEATH_PATTERNS: Final = {
 class WorkerState:
     """One worker of a pool.
 
-    order: what that process was made with. ended: numbers of its episodes that ended; num_begun: at
+    spec: what that process was made with. ended: numbers of its episodes that ended; num_begun: at
     most so many were begun. owed: steps that were asked for and not handed over. unwritten: a
     shipment that the writer has still to write. deaths: in a row, without a shipment in between.
     ready: what is answered once the process runs. seated_at, started_at, asked_at: when it was

@@ -21,20 +21,20 @@ from replaylake.serve.safety.tokens import role_of
 from replaylake.serve.serving_state import ServingState
 
 _MEANINGS: Final[Mapping[int, str]] = {
-    400: "No Host header, or more than one.",
-    401: "No token, or none of ours.",
-    403: "A token of another role, or a page of another site.",
-    404: "Not ours: another dataset's, or nothing is logged here.",
-    408: "The body did not come in time.",
-    409: "It contradicts what this worker was sent before.",
-    410: "Too old: the reward window has closed, or the version is no longer served.",
-    413: "The body, or what it lists, is too large.",
-    415: "A content type that is not taken.",
-    421: "A host that this server does not answer to; --allowed-host adds one.",
-    422: "A field with the wrong shape, type or range, or an unknown one.",
-    500: "An internal error; the server's log has it.",
-    503: "Not ready, too many requests, or the log cannot be written. Retry-After says when.",
-    504: "No answer in time.",
+    400: "Host header missing, repeated or malformed.",
+    401: "Token missing or unknown.",
+    403: "The token lacks the role, or the request comes from another site's page.",
+    404: "Unknown decision, or the server logs nothing.",
+    408: "Request body not received in time.",
+    409: "The report or step contradicts one received before.",
+    410: "Expired: the reward window has passed, or the version is no longer served.",
+    413: "The body, or a list in it, is too large.",
+    415: "Content type not supported.",
+    421: "Unknown host; --allowed-host adds one.",
+    422: "A field is unknown, missing, or of the wrong shape, type or range.",
+    500: "Internal error; the server's log has it.",
+    503: "Starting or stopping, overloaded, or the log cannot be written; retry after Retry-After.",
+    504: "Not answered in time.",
 }
 _PROBED: Final = (408, 413, 500, 503, 504)
 _ALWAYS: Final = (400, 403, *_PROBED, 421)
@@ -246,7 +246,10 @@ _IN_QUERY: Final[Mapping[str, Schema]] = {
 
 def _schemas(spec: PolicySpec) -> dict[str, Schema]:
     text: Schema = {"type": "string"}
-    error = object_of({"field": text, "found": text, "expected": text})
+    error = object_of(
+        {"field": text, "message": text, "found": text, "expected": text},
+        required=("field", "message"),
+    )
     return {
         "Observation": observation_schema(spec.observation_space, spec.encoding),
         "Action": {

@@ -50,7 +50,7 @@ REFUSED_CONNECTIONS: Final = MetricFamily(
 REFUSED_HEADERS: Final = MetricFamily(
     "replaylake_refused_headers",
     "counter",
-    "Requests refused as a page of another site may have sent them, by the header that told.",
+    "Requests refused by their Host, Origin or Content-Type header, by that header.",
     ("header",),
 )
 QUEUE: Final = MetricFamily(

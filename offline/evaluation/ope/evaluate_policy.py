@@ -77,7 +77,7 @@ class PolicyEvaluation:
     """A report, and what it rests on.
 
     steps: of the episodes that were evaluated; episodes: what is known of those and of the policy.
-    doubts: why the verdict is `weak` at best, of what the policy learned from.
+    caveats: why the verdict is `weak` at best, of what the policy learned from.
     """
 
     report: PolicyReport

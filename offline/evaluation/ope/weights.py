@@ -72,6 +72,11 @@ class Weights:
         The errors are added, not their squares: a policy that says the same again and again is
         rounded the same way each time. Source: Higham 2002, "Accuracy and Stability of Numerical
         Algorithms", sections 2.2 and 3.1.
+
+        Assumes that both sides computed the same scores bit for bit. Scores summed in another order
+        (another batch size, processor or library) differ by a few u |score|, and ln p by that over
+        the temperature. No term of it is here: probabilities do not tell the scores, to which any
+        constant may be added, and the log does not hold them.
         """
         behavior, target = self.episodes.behavior_probs, self.episodes.target_probs
         assert behavior is not None, "there are weights"

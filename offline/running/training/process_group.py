@@ -24,7 +24,7 @@ from replaylake.offline.running.training.trainer import GPU_CHECK_UPDATES
 
 
 class ProcessGroup(Protocol):
-    """One learner's place among the others. All call `add` and `told` in the same order."""
+    """The processes of one learner; all call `all_reduce` and `broadcast` in the same order."""
 
     @property
     def rank(self) -> int:

@@ -175,9 +175,9 @@ class FirstNumber(torch.nn.Module):
     """Values the observation at its first number; all actions are as likely."""
 
     def forward(self, observations):
-        return Outputs((torch.zeros(len(observations), 3),), self.values_of(observations))
+        return Outputs((torch.zeros(len(observations), 3),), self.compute_values(observations))
 
-    def values_of(self, observations):
+    def compute_values(self, observations):
         return observations[:, 0]
 
 

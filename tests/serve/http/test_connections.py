@@ -20,7 +20,7 @@ from replaylake.serve.serving_state import ServingState
 
 async def echo(request):
     if request.body == b"refuse":
-        raise RequestRefusedError(422, "body", "that word", "another")
+        raise RequestRefusedError(422, "body", "unknown word")
     return Response(200, request.body or b"nothing", "text/plain")
 
 
@@ -155,8 +155,7 @@ def test_a_query_too_long_to_be_taken_apart_is_called_so(address):
     )
     answer = talk(address, head, until_closed=True)
     assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
-    assert b"a path and query of 70011 bytes" in answer
-    assert b"goes into the body" in answer
+    assert b"path and query of 70011 bytes exceed 65535; send long fields in the body" in answer
     assert NUM_REFUSED[431] == before + 1
 
 

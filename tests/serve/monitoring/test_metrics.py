@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.datastore.lake.policies.package import load_policy, save_package
+from replaylake.datastore.lake.policies.package import save_package
 from replaylake.serve.app import create_app
 from replaylake.serve.http.connections import NUM_REFUSED
 from replaylake.serve.monitoring.metric_families import METRIC_FAMILIES
@@ -30,11 +30,6 @@ DASHBOARD = json.loads(
 )
 ABOUT = {"normalisation": {"observations": {"": {"mean": [0, 0, 0, 0], "std": [1, 1, 1, 2]}}}}
 PANELS = [one for one in DASHBOARD["panels"] if one["type"] != "row"]
-
-
-@pytest.fixture(scope="module")
-def policy(package):
-    return load_policy(package)
 
 
 def served(policy, version=2):
