@@ -87,7 +87,7 @@ class Calls:
         return recording
 
 
-@pytest.mark.parametrize(("operation", "naming"), [("put", "replace"), ("put_new", "link")])
+@pytest.mark.parametrize(("operation", "naming"), [("put", "replace"), ("put_if_absent", "link")])
 def test_a_blob_is_synced_before_its_name_and_its_name_before_we_return(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, operation: str, naming: str
 ) -> None:
