@@ -543,5 +543,5 @@ def test_a_bad_row_far_in_a_large_file_is_one_bad_row(
     assert (receipt.steps.committed, receipt.steps.rejected) == (num - 1, 1)
     (row,) = _quarantine(lake)
     assert row["file_row"] == place
-    where = f"line {place + 1}" if form == "jsonl" else f"row {place}"
-    assert row["reasons"][0].startswith(f"log.{form} {where}, column 'click': found 'NaN..'")
+    line = place + (1 if form == "jsonl" else 2)
+    assert row["reasons"][0].startswith(f"log.{form} line {line}, column 'click': found 'NaN..'")
