@@ -14,7 +14,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,42 +70,43 @@ class Command:
         return code
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[object]:
-    """Starts the command in an environment of Ray's variables, beside a walk of 1 ms a step."""
-    begun: list[subprocess.Popen[bytes]] = []
+# The command, with shorter limits of what is waited for after a signal, and before a wait is told.
+# Neither can pass early on a slow machine: a learner that is stopped stays silent, and one without
+# a GPU stays without.
+_COMMAND = """
+import sys
+from replaylake.online import train
+train._SILENT_S, train._PATIENT_S = 2.0, 1.0
+from replaylake.cli.main import main
+sys.exit(main())
+"""
 
-    def started(variables: dict[str, str], *arguments: str) -> Command:
-        said = tmp_path / f"said-{len(begun)}"
-        with said.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "replaylake.cli.main", "train", "online", *arguments,
-                 "--lake", str(tmp_path / "lake")],
-                stdout=file, stderr=file, start_new_session=True, cwd=tmp_path,
-                env={**variables, "PYTHONPATH": str(_ENVIRONMENTS), "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        begun.append(process)
-        return Command(process, said)
 
-    yield started
-    for process in begun:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def start(folder: Path, variables: dict[str, str], arguments: list[str]) -> Command:
+    """Start the command in an environment of Ray's variables; its lake is in the folder."""
+    folder.mkdir()
+    with (folder / "said").open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _COMMAND, "train", "online", *arguments,
+             "--lake", str(folder / "lake")],
+            stdout=file, stderr=file, start_new_session=True, cwd=folder,
+            env={**variables, "PYTHONPATH": str(_ENVIRONMENTS), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    return Command(process, folder / "said")
 
 
 def new_run(address: str, *more: str, steps: int = 100_000) -> list[str]:
     sets = [word for one in _SETS for word in ("--set", one)]
     return [
-        *("--env", "replaylake_faults:Walk", "--env-arg", "step_s=0.001", "--algorithm", "dqn"),
+        *("--env", "replaylake_faults:Walk", "--env-arg", "step_s=0.01", "--algorithm", "dqn"),
         *("--dataset", "walk", "--policy", "walker", "--workers", "1", "--steps", str(steps)),
         *("--address", address, *sets, *more),
     ]
 
 
 @contextmanager
-def node(tmp_path: Path, *options: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """A cluster of one node; gives its address, and the variables that a driver needs."""
+def node(tmp_path: Path, *options: str) -> Iterator[tuple[str, dict[str, str], int]]:
+    """A cluster of one node: its address, the variables that a driver needs, and its process."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     path = os.pathsep.join([str(_ENVIRONMENTS), kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -129,11 +131,9 @@ def node(tmp_path: Path, *options: str) -> Iterator[tuple[str, dict[str, str]]]:
         while "Ray runtime started" not in log.read_text():
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.1)
-        yield f"127.0.0.1:{port}", variables
+        yield f"127.0.0.1:{port}", variables, process.pid
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        _kill(process)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -147,83 +147,66 @@ class Holder:
 holder = Holder.remote()
 ray.get(holder.here.remote())
 print("held", flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
 
 
-@pytest.mark.slow
-def test_a_gpu_that_no_node_has_is_refused_at_once(tmp_path, start):
-    with node(tmp_path, "--num-cpus=4", "--num-gpus=0") as (address, variables):
-        run = start(variables, *new_run(address, "--learner-gpus", "1"))
-        assert run.end() == 1
-    assert f"Ray at {address}: found 0 GPUs on 1 nodes, 0 on one at most; expected 1" in run.said
-    assert "ray start --address" in run.said
-    # Not after a wait: nothing was said of one.
-    assert "waits" not in run.said
-    assert open_lake(tmp_path / "lake").registry.runs() == []
+@dataclass
+class Begun:
+    """A cluster of 4 CPUs whose one GPU is held, and commands on it that have been started.
+
+    refused: asks for two GPUs. short, long: wait for the one, 30 s and an hour. learning: learns in
+    an actor of the node.
+    """
+
+    address: str
+    node: int
+    refused: Command
+    short: Command
+    long: Command
+    learning: Command
 
 
-@pytest.mark.slow
-def test_too_few_cpus_for_the_learner_beside_its_workers_are_refused_at_once(tmp_path, start):
-    with node(tmp_path, "--num-cpus=1") as (address, variables):
-        run = start(variables, *new_run(address, "--set", "learner=ray"))
-        assert run.end() == 1
-    assert f"Ray at {address}: found 1 CPUs, expected 2: one for the learner" in run.said
+def _begin(folder: Path, stack: ExitStack) -> Begun:
+    address, variables, node_id = stack.enter_context(node(folder, "--num-cpus=4", "--num-gpus=1"))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, address],
+        env=variables, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    stack.callback(_kill, holder)
+    assert holder.stdout is not None
+    with holder.stdout as said:
+        assert said.readline() == b"held\n"
+
+    def begin(name: str, *more: str) -> Command:
+        command = start(folder / name, variables, new_run(address, *more))
+        stack.callback(_kill, command.process)
+        return command
+
+    waiting = ("--learner-gpus", "1")
+    return Begun(
+        address,
+        node_id,
+        begin("refused", "--learner-gpus", "2"),
+        begin("short", *waiting, "--set", "start_timeout_s=30"),
+        begin("long", *waiting, "--set", "start_timeout_s=3600"),
+        begin("learning", "--set", "learner=ray"),
+    )
 
 
-@pytest.mark.slow
-def test_a_gpu_that_others_hold_is_waited_for_so_long_and_not_through_a_signal(tmp_path, start):
-    with node(tmp_path, "--num-cpus=4", "--num-gpus=1") as (address, variables):
-        holder = subprocess.Popen(
-            [sys.executable, "-c", _HOLDER, address], env=variables, stdout=subprocess.PIPE
-        )
-        try:
-            assert holder.stdout.readline() == b"held\n"
-            short = start(
-                variables,
-                *new_run(address, "--learner-gpus", "1", "--set", "start_timeout_s=30"),
-            )
-            assert short.end() == 1
-            long = start(variables, *new_run(address, "--learner-gpus", "1"))
-            long.wait_for("note: the learner waits for a process")
-            long.process.send_signal(signal.SIGTERM)
-            assert long.end(_PROMPT_S) == 130
-        finally:
-            holder.kill()
-            holder.wait()
-            holder.stdout.close()
-    assert "learner: found no process in 30 s, expected 1 CPU" in short.said
-    assert "1 GPU of which Ray has 0 free" in short.said
-    assert "raise start_timeout_s" in short.said
-    assert long.said.rstrip().endswith("interrupted")
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-@pytest.mark.slow
-def test_a_learner_that_is_stopped_does_not_hold_up_an_interrupt(tmp_path, start):
-    """SIGSTOP is as a machine that is out of reach: it neither answers nor is found dead."""
-    with node(tmp_path, "--num-cpus=4") as (address, variables):
-        run = start(variables, *new_run(address, "--set", "learner=ray"))
-        run_id = run.wait_for(r"run (\w{26})").group(1)
-        run.wait_for(r"update [1-9]")
-        (learner,) = processes("ray::TrainerActor")
-        os.kill(learner, signal.SIGSTOP)
-        try:
-            run.process.send_signal(signal.SIGTERM)
-            # What is not answered for 30 s is not waited for.
-            assert run.end(30 + _PROMPT_S) == 130
-        finally:
-            with suppress(ProcessLookupError):
-                os.kill(learner, signal.SIGKILL)
-    assert f"`replaylake train online --resume {run_id}` goes on" in run.said
-
-
-def processes(command: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if path.read_bytes().startswith(command.encode()):
-                found.append(int(path.parent.name))
-    return found
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Begun]]:
+    """Begun while the first tests run: starting and waiting take nearly all of the time."""
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        future = pool.submit(_begin, tmp_path_factory.mktemp("waits"), stack)
+        yield future
+        future.exception()
 
 
 @pytest.mark.slow
@@ -238,12 +221,21 @@ def test_more_gpus_than_this_machine_has_are_refused_at_once(lake):
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[object]:
-    """One Ray of two CPUs for the tests of the pool."""
+def ray(begun: Future[Begun]) -> Iterator[object]:
+    """One Ray of two CPUs for the tests of the pool, while the others begin."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(_ENVIRONMENTS))
         with open_ray("tests", 2) as ray:
             yield ray
+
+
+@pytest.mark.slow
+def test_too_few_cpus_for_the_learner_beside_its_workers_are_refused_at_once(lake, ray):
+    request = OnlineRequest(
+        "CartPole-v1", "live", "learned", OnlineConfig("dqn", learner="ray", workers=2)
+    )
+    with pytest.raises(ConfigInvalidError, match="Ray: found 2 CPUs, expected 3: one for the lea"):
+        train_online(lake, request)
 
 
 def walk_orders(lake, num, **env_args):
@@ -366,6 +358,68 @@ def test_what_listens_and_is_silent_is_no_cluster(is_interrupted):
         assert said == "interrupted\n"
     else:
         assert f"Ray at {address}: found no answer in 3 s" in said
+
+
+@pytest.mark.slow
+def test_a_gpu_that_no_node_has_is_refused_at_once(begun):
+    refused = begun.result().refused
+    assert refused.end() == 1
+    where = f"Ray at {begun.result().address}"
+    assert f"{where}: found 1 GPUs on 1 nodes, 1 on one at most; expected 2" in refused.said
+    assert "ray start --address" in refused.said
+    # Not after a wait: nothing was said of one.
+    assert "waits" not in refused.said
+    assert open_lake(refused.said_at.parent / "lake").registry.runs() == []
+
+
+@pytest.mark.slow
+def test_a_gpu_that_others_hold_is_waited_for_so_long_and_not_through_a_signal(begun):
+    short, long = begun.result().short, begun.result().long
+    long.wait_for("note: the learner waits for a process")
+    long.process.send_signal(signal.SIGTERM)
+    assert long.end(_PROMPT_S) == 130
+    assert short.end() == 1
+    assert "learner: found no process in 30 s, expected 1 CPU" in short.said
+    assert "1 GPU of which Ray has 0 free" in short.said
+    assert "raise start_timeout_s" in short.said
+    assert long.said.rstrip().endswith("interrupted")
+
+
+@pytest.mark.slow
+def test_a_learner_that_is_stopped_does_not_hold_up_an_interrupt(begun):
+    """SIGSTOP is as a machine that is out of reach: it neither answers nor is found dead."""
+    run = begun.result().learning
+    run_id = run.wait_for(r"run (\w{26})").group(1)
+    run.wait_for(r"update [1-9]")
+    (learner,) = find_processes("ray::TrainerActor", below=begun.result().node)
+    os.kill(learner, signal.SIGSTOP)
+    try:
+        run.process.send_signal(signal.SIGTERM)
+        # What is not answered for 2 s is not waited for.
+        assert run.end(2 + _PROMPT_S) == 130
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(learner, signal.SIGKILL)
+    assert f"`replaylake train online --resume {run_id}` goes on" in run.said
+
+
+def find_processes(command: str, below: int) -> list[int]:
+    """Return the processes of a command among the descendants of another."""
+    parents, found = {}, []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            stat = (path / "stat").read_text().rpartition(")")[2].split()
+            parents[int(path.name)] = int(stat[1])
+            if (path / "cmdline").read_bytes().startswith(command.encode()):
+                found.append(int(path.name))
+
+    def is_below(pid: int) -> bool:
+        while pid in parents:
+            if (pid := parents[pid]) == below:
+                return True
+        return False
+
+    return [pid for pid in found if is_below(pid)]
 
 
 def test_a_store_that_hangs_is_not_waited_for(lake, monkeypatch):

@@ -82,7 +82,7 @@ def test_what_a_server_says_of_itself(app_client, lake):
         registry.set_alias("clone", "champion", 3)
         said = eventually(client, lambda said: said["following"][0]["refused"])
         assert (said["version"], said["following"][0]["refused"]["version"]) == (2, 3)
-        assert "does not act" in said["following"][0]["refused"]["reason"]
+        assert "cannot act" in said["following"][0]["refused"]["reason"]
         assert client.post("/act", json={"observation": [0, 0, 0, 0]}).status_code == 200
         text = client.get("/metrics").text
         assert 'replaylake_refused_version{alias="champion",policy="clone"} 3.0' in text

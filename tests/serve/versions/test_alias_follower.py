@@ -109,11 +109,11 @@ def refused_versions(kit):
         "observation space": (other_space, kit.linear_graph(np.ones((3, 2), "f4"), "logits", 3)),
         "float64": (other_dtype, kit.linear_graph(np.ones((4, 2), "f4"), "logits", 4)),
         "action space": (other_actions, kit.linear_graph(np.ones((4, 3), "f4"), "logits", 4)),
-        "does not act": (kit.CARTPOLE, kit.linear_graph(nan, "logits", 4)),
+        "cannot act": (kit.CARTPOLE, kit.linear_graph(nan, "logits", 4)),
     }
 
 
-@pytest.mark.parametrize("reason", ["observation space", "float64", "action space", "does not act"])
+@pytest.mark.parametrize("reason", ["observation space", "float64", "action space", "cannot act"])
 def test_what_does_not_pass_is_refused_once_and_the_old_goes_on(
     kit, lake, register, caplog, reason
 ):
